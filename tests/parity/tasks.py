@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from isthmus.cli.main import main
 from isthmus.convert.learn import prove
@@ -36,7 +36,6 @@ from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
-from parity.peft_adapters import base, network_with_adapters
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
@@ -226,16 +225,19 @@ def train(
     samples: str,
     lr: list[float],
     weight_decay: float,
-    lora: dict[str, Any] | None = None,
     adapter: str | None = None,
+    quantize: str | None = None,
 ) -> dict[str, list[float]]:
     """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
     Samples are not packed, the loss is the mean over the loss tokens of the global batch, and torch's AdamW updates the
-    weights. ``lr`` has one entry per step. With ``lora``, a section of the config, PEFT's adapters are trained; with
-    ``adapter``, those of this folder.
+    weights. ``lr`` has one entry per step. With ``adapter``, PEFT trains this adapter, and bitsandbytes quantizes
+    the base in NF4 with ``quantize``.
     """
-    network = network_with_adapters(model, lora) if lora else base(model)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if quantize is not None:
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantize)
+    network = AutoModelForCausalLM.from_pretrained(model, **options)
     if adapter is not None:
         import peft
 

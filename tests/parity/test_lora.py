@@ -30,6 +30,12 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
             "deepseek_v3", {"first_k_dense_replace": 4}, {"rslora": True, "init": "gaussian", "targets": LATENT},
             {"tp": 2}, id="deepseek_v3-rslora",
         ),
+        pytest.param("qwen3_moe", {"num_hidden_layers": 2}, {}, {"ep": 2}, id="experts-ep2"),
+        pytest.param("gpt_oss", {"num_hidden_layers": 2}, {}, {"tp": 2, "etp": 1}, id="transposed-experts-tp2-etp1"),
+        pytest.param(
+            "qwen3", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2},
+            {"quantize": "nf4"}, {"tp": 2}, id="nf4-tp2",
+        ),
     ],
 )  # fmt: skip
 def test_twenty_steps_and_the_exported_adapter_equal_peft(
@@ -42,13 +48,14 @@ def test_twenty_steps_and_the_exported_adapter_equal_peft(
     samples: Path,
     tmp_path: Path,
 ) -> None:
+    if "quantize" in lora:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
     base = build_model_folder(tmp_path / "base", family, **model)
     world = two if layout else one
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
     ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
-    theirs = one.run(
-        "parity.tasks.train", model=base, samples=samples, lr=ours["lr"], weight_decay=0.1, adapter=tmp_path / "before"
-    )
+    reference = {"model": base, "samples": samples, "adapter": tmp_path / "before", "quantize": lora.get("quantize")}
+    theirs = one.run("parity.tasks.train", **reference, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(family, differences, ours["loss"][0], ours["loss"][-1])
     assert max(differences.values()) < 1e-5

@@ -74,7 +74,7 @@ def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
 
 def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tensor]]]:
     """The whole tensors of each adapter, on the host of rank 0; a collective."""
-    position, adapters = model.position, model.plan.adapters
+    adapters = model.plan.adapters
     assert adapters is not None
     own = {(tensor.adapter.linear, tensor.role): tensor for tensor in adapter_tensors(model.stages)}
     device = next(model.stages[0].parameters()).device
@@ -94,6 +94,6 @@ def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tens
 
 def _is_written_by(position: Position, part: AdapterTensor) -> bool:
     """Whether this rank is the first one with the part."""
-    if part.adapter.linear.expert is not None:
-        return not (position.edp_rank or (part.replicated and position.etp_rank))
-    return not (position.dp_rank or position.cp_rank or (part.replicated and position.tp_rank))
+    if getattr(part.parameter, "allreduce", True):
+        return not (position.dp_rank or position.cp_rank or (part.replicated and position.tp_rank))
+    return not (position.edp_rank or (part.replicated and position.etp_rank))

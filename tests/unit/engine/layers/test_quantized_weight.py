@@ -57,6 +57,8 @@ def test_shards_have_the_elements_of_bitsandbytes(kind: Kind, dtype: torch.dtype
     torch.testing.assert_close(found, fused(wanted_q, wanted_k), **close)
     if kind == "nf4":
         assert torch.equal(quantized(q[:, 64:192], kind).dequantize(), wanted_q[:, 64:192])
+        experts = torch.stack((q[:16], q[16:32], k))  # a parameter of transformers
+        assert torch.equal(of_bitsandbytes(experts, kind)[2], wanted_k)
 
 
 @pytest.mark.parametrize("kind", KINDS)
