@@ -83,7 +83,7 @@ def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tens
         for role in adapters.roles:
             whole = torch.zeros(adapter.shape(role), dtype=model.dtype, device=device)
             part = own.get((adapter.linear, role))
-            if part is not None and _is_written_by(position, part):
+            if part is not None and _is_written_by(model.position, part):
                 for index, local in part.pieces:
                     whole[index] = part.parameter.detach()[local]
             if sum_bytes(whole, rank0_only=True):
