@@ -26,7 +26,7 @@ from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import save_load
-from isthmus.engine.layers.quantized_weight import dense
+from isthmus.engine.layers.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
@@ -513,7 +513,10 @@ def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),
         "estimate": {"parameters": estimate.parameters, "optimizer": estimate.optimizer, "weights": estimate.weights},
-        "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "weights": sum(
+            sum(each.nbytes for each in (one.elements if isinstance(one, QuantizedWeight) else (one,)))
+            for one in parameters
+        ),
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 from torch import Tensor
 
 from isthmus.config.schema import LoraConfig, RunConfig
 from isthmus.convert.merged_weights import linears_with_adapter
+from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.errors import UsageError
 from isthmus.families.adapted_linears import adapted_linears, module_path
@@ -38,10 +38,8 @@ def plan_adapters(
             "lora with parallel.fsdp=true is not supported: fsdp would gather the frozen weights for every micro "
             "batch. Use parallel.tp or parallel.pp, which shard them."
         )
-    if lora.quantize is not None and find_spec("bitsandbytes") is None:
-        raise UsageError(
-            f"lora.quantize={lora.quantize} needs bitsandbytes. Run `pip install 'isthmus[qlora]'`, or leave it out."
-        )
+    if lora.quantize is not None:
+        bitsandbytes()
     if config.train.freeze:
         raise UsageError("train.freeze with lora: all tensors but lora.modules_to_save are frozen. Leave it out.")
     if existing is None:
