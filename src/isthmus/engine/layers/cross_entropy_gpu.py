@@ -75,11 +75,11 @@ def row_statistics(
     For a target of another rank, its logit is 0 and its column is 0; columns are int64 [n, 1].
     """
     mine, column = _own_columns(logits, targets)
-    capped, _ = _capped(logits, softcap)
+    capped, _ = capped_logits(logits, softcap)
     # In this form the compiler reads the logits once for both.
     peak = capped.amax(dim=1, keepdim=True)
     total = (capped - peak).exp_().sum(dim=1, keepdim=True)
-    target = _capped(logits.gather(1, column), softcap)[0].where(mine, 0.0)
+    target = capped_logits(logits.gather(1, column), softcap)[0].where(mine, 0.0)
     found = (peak, total, target, capped.sum(dim=1, keepdim=True)) if with_sum else (peak, total, target)
     return torch.cat(found, 1), column
 
@@ -107,10 +107,10 @@ def losses_and_gradient(
     loss, peak, total = _loss_and_total(parts)
     scale = torch.ones_like(total)[:, None] if grad_scale is None else grad_scale
     factor = scale / total[:, None]
-    target, target_slope = _capped(logits.gather(1, column), softcap)
+    target, target_slope = capped_logits(logits.gather(1, column), softcap)
     # For a target of another rank the gradient in column 0 does not change.
     other = (target - peak[:, None]).exp_() * factor
-    capped, slope = _capped(logits, softcap)
+    capped, slope = capped_logits(logits, softcap)
     gradient = (capped - peak[:, None]).exp_().mul_(factor)
     at_label = torch.expm1(-loss)[:, None]
     if smoothing is not None:
@@ -144,7 +144,7 @@ def _smoothed(loss: Tensor, parts: Tensor, smoothing: Smoothing | None) -> Tenso
     return loss + smoothing.rate * parts[..., 2].sum(1) - smoothing.share * parts[..., 3].sum(1)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def capped_logits(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Capped logits in float32, and their derivative."""
     if softcap is None:
         return logits.float(), None

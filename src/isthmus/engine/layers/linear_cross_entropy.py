@@ -1,4 +1,4 @@
-"""Fused output projection and cross entropy: vocabulary-parallel and chunked.
+"""Fused output projection and cross entropy or distillation loss: vocabulary-parallel and chunked.
 
 Logits exist for one chunk of tokens at a time. For the summed loss the forward pass computes the gradients and the
 backward pass scales them. For per-token losses the backward pass recomputes the logits.
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
+from isthmus.config.schema.distill import DistillConfig
+from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.dropout import hashed
 from isthmus.engine.layers.matmul import add_matmul, matmul
@@ -72,8 +73,9 @@ class VocabShard:
         grad_weight: Tensor | None = None,
         chosen: Tensor | None = None,
         sampling: Sampling | None = None,
+        teacher: TeacherOutput | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the losses of each chunk of tokens.
+        """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
 
         ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to; it is None
         without gradients and for a frozen weight. ``chosen``, int64 [n], is overwritten with the most probable tokens,
@@ -82,8 +84,14 @@ class VocabShard:
         device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
         # Not by ``rows``: ranks with and without padding have the same chunks.
-        chunks = list(_chunks(hidden.size(0), weight.size(0), device.chunk_elements(hidden.device)))
-        buffer = device.new_buffer(max((end - start for start, end in chunks), default=0), rows.size(0), like=hidden)
+        elements = device.chunk_elements(hidden.device)
+        if teacher is not None and hidden.is_cuda:
+            elements //= distillation_loss.CHUNK_SHARE
+        chunks = list(_chunks(hidden.size(0), weight.size(0), elements))
+        longest = max((end - start for start, end in chunks), default=0)
+        buffer = device.new_buffer(longest, rows.size(0), like=hidden)
+        if teacher is not None:
+            taught = cross_entropy_gpu.new_buffer(longest, rows.size(0), like=teacher.hidden)
         for start, end in chunks:
             part, logits = hidden[start:end], buffer[: end - start]
             matmul(part, rows.t(), out=logits)
@@ -92,9 +100,14 @@ class VocabShard:
             scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
             targets = labels[start:end] - self.start
             with_grad = grad_hidden is not None
-            yield device.chunk_losses(
-                logits, targets, self.group, scale, self.softcap, gradient=with_grad, smoothing=self.smoothing
-            )
+            arguments = (targets, self.group, scale, self.softcap)
+            if teacher is None:
+                yield device.chunk_losses(logits, *arguments, gradient=with_grad, smoothing=self.smoothing)
+            else:
+                taught_logits = teacher.logits(slice(start, end), out=taught[: end - start])
+                yield distillation_loss.chunk_losses(
+                    logits, taught_logits, *arguments, teacher.settings, gradient=with_grad
+                )
             if grad_hidden is not None:
                 matmul(logits, rows, out=grad_hidden[start:end])
             if grad_weight is not None:
@@ -119,6 +132,27 @@ class VocabShard:
 _WHOLE = VocabShard()
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherOutput:
+    """The teacher's hidden states of the loss tokens, and its output projection."""
+
+    hidden: Tensor
+    """[n, H of the teacher]"""
+    weight: Tensor
+    """[V / tp, H of the teacher], the tokens of the student's rows."""
+    shard: VocabShard
+    settings: DistillConfig
+
+    def logits(self, tokens: slice, *, out: Tensor) -> Tensor:
+        """Overwrite ``out`` [m, student's rows] with the logits of these tokens."""
+        rows = self.weight[: self.shard.rows]
+        matmul(self.hidden[tokens], rows.t(), out=out[:, : rows.size(0)])
+        if (cap := self.shard.softcap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
+        out[:, rows.size(0) :] = distillation_loss.ABSENT
+        return out
+
+
 def _weight_grads(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The tensor to add the gradient of ``weight`` to, and whether it is new: then it is returned to autograd."""
     if not weight.requires_grad:
@@ -130,7 +164,7 @@ def _weight_grads(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sums the losses and computes the gradients in the forward pass."""
+    """Sums the losses and computes the gradients in the forward pass; with a teacher, those of distillation."""
 
     @staticmethod
     def forward(
@@ -141,15 +175,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         grad_scale: Tensor | None,
         wants_grad: bool,
+        teacher: TeacherOutput | None,
     ) -> Tensor:
         grads: dict[str, Any] = {}
         grad_hidden = grad_weight = None
         if wants_grad:
             grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
             grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for losses in shard.chunk_losses(hidden, weight, labels, **grads):
-            loss_sum += losses.sum()
+        loss_sum = torch.zeros(() if teacher is None else 3, dtype=torch.float32, device=hidden.device)
+        for losses in shard.chunk_losses(hidden, weight, labels, teacher=teacher, **grads):
+            loss_sum += losses.sum(0)
         ctx.weight, ctx.grad_scale = weight, grad_scale
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss_sum
@@ -157,7 +192,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grads[0] if ctx.grad_scale is None else grads[0] / ctx.grad_scale
+        upstream = grads[0] if grads[0].dim() == 0 else grads[0][0]  # of the loss; its parts are for reports
+        scale = upstream if ctx.grad_scale is None else upstream / ctx.grad_scale
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(scale).to(ctx.weight.dtype)
         else:
@@ -165,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch._assert_async(scale == 1, message)
             if ctx.weight.requires_grad:
                 ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -214,9 +250,37 @@ def linear_cross_entropy(
         shard: the vocabulary rows of ``weight``.
         grad_scale: the scalar gradient of the loss (float16 loss scale); None means one.
     """
+    return _sum_of_losses(hidden, weight, labels, shard, grad_scale, None)
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard = _WHOLE,
+    *,
+    teacher: TeacherOutput,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """Sums of loss, divergence from the teacher and cross entropy, float32 [3]; only the loss has a gradient.
+
+    Other arguments and gradients are those of :func:`linear_cross_entropy`.
+    """
+    return _sum_of_losses(hidden, weight, labels, shard, grad_scale, teacher)
+
+
+def _sum_of_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    grad_scale: Tensor | None,
+    teacher: TeacherOutput | None,
+) -> Tensor:
     # Check outside the Function, where autograd is off and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, shard, grad_scale if wants_grad else None, wants_grad)
+    scale = grad_scale if wants_grad else None
+    return _LinearCrossEntropy.apply(hidden, weight, labels, shard, scale, wants_grad, teacher)
 
 
 def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
