@@ -1,6 +1,6 @@
 """Isthmus: train Hugging Face models on Megatron-Core, and get Hugging Face models back.
 
-``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.kto(config)``,
+``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.kto(config)``, ``isthmus.distill(config)``,
 ``isthmus.pretrain(config)`` and ``isthmus.convert(source, destination)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model, ``isthmus.AutoBridge`` also writes it back, and
 ``isthmus.register_family`` adds the weight mapping of an architecture; ``isthmus.Callback``
@@ -19,6 +19,7 @@ _LAZY = {
     "sft": ("isthmus.recipes.sft", "run"),
     "dpo": ("isthmus.recipes.dpo", "run"),
     "kto": ("isthmus.recipes.kto", "run"),
+    "distill": ("isthmus.recipes.distill", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
     "AutoBridge": ("isthmus.recipes.setup.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),

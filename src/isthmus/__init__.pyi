@@ -1,5 +1,6 @@
 from isthmus.convert.transfer import convert as convert
 from isthmus.families.registry import register_family as register_family
+from isthmus.recipes.distill import run as distill
 from isthmus.recipes.dpo import run as dpo
 from isthmus.recipes.kto import run as kto
 from isthmus.recipes.pretrain import run as pretrain
@@ -14,6 +15,7 @@ __all__ = [
     "Callback",
     "__version__",
     "convert",
+    "distill",
     "dpo",
     "kto",
     "load_model",

@@ -9,8 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.config.schema import ParallelConfig
+from isthmus.config.schema.distill import DistillConfig
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
-from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy
+from isthmus.engine.layers.linear_cross_entropy import (
+    TeacherOutput,
+    VocabShard,
+    linear_cross_entropy,
+    linear_distillation,
+)
 from isthmus.engine.parallel.process_groups import open_groups
 from ranks.pool_worker import platform
 
@@ -34,6 +40,29 @@ def smoothed_loss(*, rate: float) -> list[float]:
     wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum", label_smoothing=rate)
     expected = torch.autograd.grad(wanted * 2, (hidden, weight))
     return [relative(loss, wanted), *gradient_differences(found, expected, rows)]
+
+
+def distilled_loss(*, cases: list[dict[str, Any]]) -> list[float]:
+    """For each case of section ``distill``, the largest difference between one rank and all, of loss and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
+    taught, teacher = torch.randn(TOKENS, 24, generator=generator), torch.randn(VOCAB, 24, generator=generator)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    own, rows, shard = shard_of(weight)
+    theirs, _, _ = shard_of(teacher)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found = []
+    for case in cases:
+        settings = DistillConfig(**case)
+        whole = TeacherOutput(taught, teacher, VocabShard(), settings)
+        wanted = linear_distillation(hidden, weight, labels, teacher=whole)
+        expected = torch.autograd.grad(wanted[0], (hidden, weight))
+        part = TeacherOutput(taught, theirs.detach(), VocabShard(*shard[:2]), settings)
+        losses = linear_distillation(hidden, own, labels, VocabShard(*shard), teacher=part)
+        gradients = torch.autograd.grad(losses[0], (hidden, own))
+        found.append(max([relative(losses, wanted), *gradient_differences(gradients, expected, rows)]))
+    return found
 
 
 def shard_of(weight: Tensor) -> tuple[Tensor, slice, tuple[Any, ...]]:

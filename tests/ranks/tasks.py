@@ -43,6 +43,7 @@ from isthmus.recipes.setup.load_model import load_model, model_logits
 from isthmus.recipes.setup.memory_estimate import estimate_memory
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.rank_model import RankModel, join_and_build
+from isthmus.recipes.setup.teacher import build_teacher
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform
@@ -79,6 +80,7 @@ def start(
     dpo: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
     kto: dict[str, Any] | None = None,
+    distill: dict[str, Any] | None = None,
     reference: str | None = None,
     fresh: bool = True,
     equal_lengths: bool = False,
@@ -86,13 +88,15 @@ def start(
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel``, ``optim``, ``moe``, ``dpo``, ``lora`` and ``kto`` are sections; ``more`` is added to ``train``.
-    With ``dpo``, the samples are pairs; with ``kto``, answers. Reference log-probabilities are saved in folder
-    ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
+    ``parallel``, ``optim``, ``moe``, ``dpo``, ``lora``, ``kto`` and ``distill`` are sections; ``more`` is added to
+    ``train``. With ``dpo``, the samples are pairs; with ``kto``, answers. Reference log-probabilities are saved in
+    folder ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines
+    on GPUs.
     """
+    sections = {"dpo": dpo, "kto": kto, "distill": distill}
     config = RunConfig.model_validate(
         {
-            "recipe": "dpo" if dpo is not None else "kto" if kto is not None else "pretrain",
+            "recipe": next((name for name, given in sections.items() if given is not None), "pretrain"),
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
@@ -100,6 +104,7 @@ def start(
             "dpo": dpo or {},
             "lora": lora or {},
             "kto": kto or {},
+            "distill": distill or {},
             "moe": moe or {},
             "train": {
                 "steps": TOTAL_STEPS,
@@ -110,7 +115,7 @@ def start(
             },
         }
     )
-    built = join_and_build(config, plan_model(config), platform(), precision)
+    built = join_and_build(config, plan := plan_model(config), platform(), precision)
     settings: dict[str, Any] = {
         "lr": 3e-3,
         "min_lr": 3e-4,
@@ -138,7 +143,8 @@ def start(
     in_order = replace(sizes, shuffle=False)
     store = open_samples(samples)
     schedule = build_schedule(optimizer, chosen, TOTAL_STEPS)
-    stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config))
+    teacher = build_teacher(config, plan, platform(), built.position, precision)
+    stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config), teacher)
     kind = batches_of(config)
     batches, valid = kind(store, sizes, shard), kind(store, in_order, shard)
     if has_reference(config):

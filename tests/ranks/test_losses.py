@@ -18,6 +18,14 @@ def test_smoothed_labels_equal_torch(ranks: int, worlds: dict[int, RankPool]) ->
     assert max(worlds[ranks].run("ranks.loss_tasks.smoothed_loss", rate=0.1)) < 2e-6
 
 
+def test_distillation_of_vocabulary_shards(two: RankPool) -> None:
+    cases = [
+        {"beta": beta, "top_k": top_k, "temperature": temperature, "sft_weight": 0.3}
+        for beta, top_k, temperature in ((0.0, 5, 1.0), (0.5, None, 2.0), (1.0, 5, 2.0), (0.5, 200, 1.0))
+    ]
+    assert max(two.run("ranks.loss_tasks.distilled_loss", cases=cases)) < 1e-5
+
+
 def test_label_smoothing_in_layouts(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
     """The training loss is smoothed, the validation loss is not."""
     run: dict[str, Any] = {"model": models["llama-tied"], "samples": samples, "steps": 2, "evaluate": True}

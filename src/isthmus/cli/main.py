@@ -56,6 +56,7 @@ app.command("demo", short_help="Train and export a small model on this machine, 
 app.command("sft", short_help="Fine-tune a model on chats.")(train_verbs.sft)
 app.command("dpo", short_help="Train a model on preference pairs.")(train_verbs.dpo)
 app.command("kto", short_help="Train a model on answers with labels.")(train_verbs.kto)
+app.command("distill", short_help="Train a model on the probabilities of a teacher.")(train_verbs.distill)
 app.command("pretrain", short_help="Train a model on text.")(train_verbs.pretrain)
 app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)

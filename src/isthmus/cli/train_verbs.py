@@ -1,4 +1,4 @@
-"""``isthmus sft``, ``dpo``, ``kto`` and ``pretrain``."""
+"""``isthmus sft``, ``dpo``, ``kto``, ``distill`` and ``pretrain``."""
 
 from __future__ import annotations
 
@@ -83,6 +83,9 @@ dpo = _verb(
     "dpo", "Train a model on preference pairs (chosen and rejected answers) with direct preference optimization."
 )
 kto = _verb("kto", "Train a model on answers that are labelled as desirable or not, or on preference pairs.")
+distill = _verb(
+    "distill", "Train a model on chats to predict tokens as a teacher does: distill.teacher, a model of any family."
+)
 pretrain = _verb("pretrain", "Train a model on text. The loss is on every token.")
 
 

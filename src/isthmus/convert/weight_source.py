@@ -32,6 +32,27 @@ class WeightSource(Protocol):
         """One slice; copied into ``into`` if given."""
 
 
+class PartOfWeights:
+    """The tensors that ``part``, the same model with fewer tokens or layers, has of ``source``."""
+
+    def __init__(self, source: WeightSource, family: Family, arch: Architecture, part: Architecture) -> None:
+        self._source = source
+        whole, own = family.hf_shapes(arch), family.hf_shapes(part)
+        self.tensors: dict[str, TensorSpec | TensorInfo] = {}
+        for name, meta in source.tensors.items():
+            if name not in whole:  # check_coverage names it
+                self.tensors[name] = meta
+            elif name in own:
+                cut = tuple(meta.shape) == whole[name] != own[name]
+                self.tensors[name] = TensorSpec(meta.dtype, own[name]) if cut else meta
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        return self._source.read(name, index or tuple(map(slice, self.tensors[name].shape)), into=into)
+
+
 class RandomWeights:
     """Initial weights: matrices normal with ``init_std``, norm weights one, biases zero.
 

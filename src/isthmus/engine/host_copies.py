@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from isthmus.data.batching.packed_batch import PackedBatch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -13,6 +17,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.numel():  # has no memory to pin
         return torch.empty_like(tensor, device=device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def batch_to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """With the fields that a model reads there; ``loss_mask`` stays on the host."""
+    return replace(
+        batch,
+        input_ids=to_device(batch.input_ids, device),
+        position_ids=to_device(batch.position_ids, device),
+        labels=None if batch.labels is None else to_device(batch.labels, device),
+    )
 
 
 class HostCopy:

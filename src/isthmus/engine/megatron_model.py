@@ -29,6 +29,7 @@ from isthmus.engine.layers.embedding import embed, embed_positions
 from isthmus.engine.layers.linear_cross_entropy import (
     VocabShard,
     linear_cross_entropy,
+    linear_distillation,
     sampling_at,
     token_cross_entropies,
     token_scores,
@@ -61,7 +62,8 @@ class Decoder(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=decoder_spec(architecture, layers, config.experts),
-            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            vocab_size=config.vocab_rows
+            or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=first,
             post_process=last,
@@ -124,6 +126,7 @@ class Decoder(GPTModel):
         loss_positions: Tensor | None = None,
         mtp_positions: Sequence[Tensor] = (),
         per_token: bool | Literal["scores"] = False,
+        hidden_states: bool = False,
     ) -> Tensor:
         """Run this stage.
 
@@ -135,10 +138,12 @@ class Decoder(GPTModel):
                 the MTP layers.
             per_token: return the loss of each position instead of the sum; not with MTP layers. ``scores`` also returns
                 the most probable token of each position, or a random one if the batch has ``sampling``.
+            hidden_states: return the input of the output projection at each position instead.
 
         Returns:
-            Last stage: summed loss (a scalar, or [1 + depths] with MTP losses), losses [n], scores [2, n] (float64
-            losses and tokens), or logits [T, V].
+            Last stage: summed loss (a scalar, [1 + depths] with MTP losses, or [3] if the batch has a ``teacher``, see
+            :func:`linear_distillation`), losses [n], scores [2, n] (float64 losses and tokens), hidden states [n, H],
+            or logits [T, V].
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
         if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
@@ -156,11 +161,15 @@ class Decoder(GPTModel):
             return self._logits(hidden)
         labels = batch.labels
         assert labels is not None
-        if per_token == "scores":
+        if per_token or hidden_states or batch.teacher is not None:
             inputs = self._loss_inputs(hidden, loss_positions, labels[loss_positions])
-            return token_scores(*inputs, sampling=sampling_at(loss_positions, batch))
-        if per_token:
-            return token_cross_entropies(*self._loss_inputs(hidden, loss_positions, labels[loss_positions]))
+            if hidden_states:
+                return inputs[0]
+            if per_token == "scores":
+                return token_scores(*inputs, sampling=sampling_at(loss_positions, batch))
+            if per_token:
+                return token_cross_entropies(*inputs)
+            return linear_distillation(*inputs, teacher=batch.teacher, grad_scale=self._grad_scale(None, hidden.device))
         losses = [self._loss(hidden, loss_positions, labels[loss_positions])]
         depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
         for depth, (layer, positions) in enumerate(depths, start=1):
@@ -207,19 +216,23 @@ class Decoder(GPTModel):
     def _loss_inputs(
         self, hidden: Tensor, positions: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
-        group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+        weight, shard = self.output_projection()
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        elif group is not None:
+        elif shard.group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         hidden = self._scaled(hidden)
+        return hidden[:, 0].index_select(0, positions), weight, labels, shard
+
+    def output_projection(self) -> tuple[Tensor, VocabShard]:
+        """This rank's rows of the output projection, [V / tp, H], on the last stage."""
         weight = self._projection()
+        group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
         start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
         rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
         rate, vocab_size = self.config.label_smoothing if self.training else 0.0, self.architecture.vocab_size
         smoothing = Smoothing(rate, rate / vocab_size) if rate else None
-        shard = VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing)
-        return hidden[:, 0].index_select(0, positions), weight, labels, shard
+        return weight, VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing)
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
         """Gradient of a loss: its weight times the float16 loss scale; None means 1."""

@@ -39,6 +39,8 @@ class DecoderConfig(TransformerConfig):
     """Of the cross entropy in training."""
     neftune_alpha: float = 0.0
     """Of the noise on embeddings in training."""
+    vocab_rows: int | None = None
+    """Rows of the embedding over all ranks; None: those of the vocabulary, padded."""
 
     @property
     def is_random(self) -> bool:
@@ -63,6 +65,7 @@ def transformer_config(
     mtp: bool = False,
     dropout: Dropout = _DEFAULTS[3],
     attention: BackendName | None = None,
+    vocab_rows: int | None = None,
 ) -> DecoderConfig:
     """``train`` sets recomputation, the MTP loss weight and the seed of dropout; ``mtp`` builds MTP layers.
 
@@ -91,6 +94,7 @@ def transformer_config(
         seed=train.seed,
         label_smoothing=train.label_smoothing,
         neftune_alpha=train.neftune_alpha,
+        vocab_rows=vocab_rows,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,

@@ -84,6 +84,28 @@ class NextToken:
 NEXT_TOKEN = NextToken()
 
 
+class Distillation:
+    """Mean loss of distillation over all loss tokens of the global batch."""
+
+    per_token = False
+    sums = ("distill_loss", "sft_loss")
+
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        return batch.loss_tokens
+
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        """``losses`` are the sums of loss, divergence and cross entropy, float32 [3]."""
+        total, *parts = losses.detach().double()
+        # Megatron-Core frees the memory of the loss, which must not be a view.
+        return LossOutput(losses[0].clone(), loss_tokens, total, dict(zip(self.sums, parts, strict=True)))
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Divergence from the teacher, and cross entropy of the labels."""
+        return {name: value / max(1, count) for name, value in sums.items()}
+
+
 class NextTokenAccuracy:
     """Mean cross entropy over all loss tokens, for evaluation: with perplexity and token accuracy, without gradient."""
 

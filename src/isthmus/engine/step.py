@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.host_copies import to_device
+from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.layers.fp8_linear import quantize_weights_once
 from isthmus.engine.layers.mtp_layer import mtp_positions
@@ -29,6 +29,7 @@ from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, WrappedModel
 from isthmus.engine.optim.update import prepare_grads, reduce_and_scale_grads, update_loss_scale, update_weights
 from isthmus.engine.parallel.context_parallel import local_batch
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
+from isthmus.engine.teacher import Teacher, pipeline_arguments
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged
 
@@ -76,14 +77,8 @@ def _forward_step(
     depths = (config.mtp_num_layers or 0) if model.training else 0
     positions = batch.loss_mask.nonzero()[:, 0]
     mtp = mtp_positions(positions, batch.position_ids, depths)
-    on_device = replace(
-        batch,
-        input_ids=to_device(batch.input_ids, device),
-        position_ids=to_device(batch.position_ids, device),
-        labels=to_device(batch.labels, device),
-    )
     output = model(
-        on_device,
+        batch_to_device(batch, device),
         loss_positions=to_device(positions, device),
         mtp_positions=[to_device(each, device) for each in mtp],
         per_token=objective.per_token,
@@ -112,9 +107,11 @@ _Reported = tuple[Tensor | float, ...]
 class Evaluator:
     """Runs this rank's stages."""
 
-    def __init__(self, model: Sequence[Any], objective: Objective = NEXT_TOKEN) -> None:
+    def __init__(self, model: Sequence[Any], objective: Objective = NEXT_TOKEN, teacher: Teacher | None = None) -> None:
         self.model: list[Any] = list(model)
         self.objective = objective
+        self.teacher = teacher
+        """Gives the targets of ``objective``; other objectives have none."""
         self.device: torch.device = next(model[0].parameters()).device
 
     @property
@@ -143,17 +140,14 @@ class Evaluator:
 
         The ranks of a packed sequence report it once.
         """
-        # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
-        get_model_config(self.model[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
+        teaches = self.teacher is not None and objective is self.objective
+        taught = self.teacher.taught(batches) if teaches and self.teacher is not None else batches
         with quantize_weights_once(len(batches) > 1):
             results: list[_Reported] = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, objective=objective, step=self.step),
-                data_iterator=[iter(batches) for _ in self.model],
-                model=self.model,
-                num_microbatches=len(batches),
-                seq_length=batches[0].input_ids.numel(),
-                micro_batch_size=1,
+                data_iterator=[iter(taught) for _ in self.model],
                 forward_only=forward_only,
+                **pipeline_arguments(self.model, batches),
             )
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
@@ -176,8 +170,9 @@ class Stepper(Evaluator):
         optimizer: MegatronOptimizer,
         schedule: OptimizerParamScheduler,
         objective: Objective = NEXT_TOKEN,
+        teacher: Teacher | None = None,
     ) -> None:
-        super().__init__(model, objective)
+        super().__init__(model, objective, teacher)
         self.optimizer = optimizer
         self.schedule = schedule
         self.skipped = 0

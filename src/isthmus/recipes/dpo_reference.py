@@ -15,7 +15,7 @@ from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import AnswerBatches, Batches, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.objective import NEXT_TOKEN, NextTokenAccuracy, Objective
+from isthmus.engine.objective import NEXT_TOKEN, Distillation, NextTokenAccuracy, Objective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
@@ -27,6 +27,8 @@ from isthmus.train.unpaired_loss import KtoObjective, KtoStepper
 def objective_of(config: RunConfig) -> Objective:
     if config.recipe == "kto":
         return KtoObjective(config.kto)
+    if config.recipe == "distill":
+        return Distillation()
     return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
 
 

@@ -42,6 +42,7 @@ from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_ch
 from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
+from isthmus.recipes.setup.teacher import build_teacher
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop, RunData
 from isthmus.train.reporter import Reporter, first_valid_loss
@@ -260,7 +261,9 @@ def _set_up(context: RunContext, position: Position, reporter: Reporter, stop: S
             reporter.log(message)
         optimizer = build_optimizer(model.stages, config.optim, config.train, family=context.plan.family)
         schedule = build_schedule(optimizer, config.optim, data.steps)
-        stepper = stepper_of(config)(model.stages, optimizer, schedule, objective_of(config))
+        with trace_region("loading the teacher"):
+            teacher = build_teacher(config, context.plan, context.platform, position, context.precision)
+        stepper = stepper_of(config)(model.stages, optimizer, schedule, objective_of(config), teacher)
         if has_reference(config):
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             fresh = context.resume is None
@@ -369,6 +372,7 @@ def _build_loop(training: _Training) -> Loop:
         data=training.data,
         config=context.config,
         architecture=context.plan.architecture,
+        teacher=None if context.plan.teacher is None else context.plan.teacher.architecture,
         platform=context.platform,
         precision=context.precision,
         position=training.position,

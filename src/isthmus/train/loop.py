@@ -55,6 +55,8 @@ class Loop:
     data: RunData
     config: RunConfig
     architecture: Architecture
+    teacher: Architecture | None
+    """Of distillation."""
     platform: Platform
     precision: str
     position: Position
@@ -176,6 +178,8 @@ class Loop:
         self, step: int, result: StepResult, num_tokens: int, sum_squared_lengths: int, padding: float, elapsed_s: float
     ) -> StepMetrics:
         flops = flops_per_batch(self.architecture, num_tokens, sum_squared_lengths, result.loss_tokens)
+        if self.teacher is not None:  # has no backward pass
+            flops += flops_per_batch(self.teacher, num_tokens, sum_squared_lengths, result.loss_tokens) / 3
         tflops = flops / elapsed_s / self.world_size / 1e12
         peak = self.platform.peak_tflops(self.precision)
         return StepMetrics(

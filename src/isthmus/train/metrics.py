@@ -12,7 +12,7 @@ _KEYS = {"loss_tokens": "learned_tokens"}
 """Keys with another name in metrics.jsonl."""
 _PRINTED = {
     "perplexity": "ppl", "mean_token_accuracy": "accuracy", "rewards/margins": "margin",
-    "rewards/accuracies": "accuracy",
+    "rewards/accuracies": "accuracy", "sft_loss": "sft",
 }  # fmt: skip
 """Printed metrics of the objective, and their printed names."""
 _PERFORMANCE = ("tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s")

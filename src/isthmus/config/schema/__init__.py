@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
+from isthmus.config.schema.distill import DistillConfig
 from isthmus.config.schema.dpo import DpoConfig, KtoConfig
 from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.lora import LoraConfig
@@ -20,15 +21,16 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.output import CheckpointConfig, LoggingConfig
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.config.schema.section import PathText, Section, listed, refuse
+from isthmus.config.schema.section import PathText, Section, lacks, listed, refuse
 from isthmus.config.schema.train import TrainConfig
 
 
 class RunConfig(Section):
     """All settings of a run."""
 
-    recipe: Literal["sft", "dpo", "kto", "pretrain"]
-    """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels;
+    recipe: Literal["sft", "dpo", "kto", "distill", "pretrain"]
+    """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels; distill: learn the
+    probabilities of a teacher on chats;
     pretrain: train on text."""
     out: PathText
     """Run folder for metrics, resolved config, checkpoints and the exported model."""
@@ -41,6 +43,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig(epochs=1.0)
     optim: OptimConfig = OptimConfig()
     dpo: DpoConfig = DpoConfig()
+    distill: DistillConfig = DistillConfig()
     lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     kto: KtoConfig = KtoConfig()
@@ -68,6 +71,7 @@ class RunConfig(Section):
         documents = dict.fromkeys(DOCUMENT_SETTINGS, "is for the documents of pretraining")
         foreign = {
             "sft": documents,
+            "distill": documents,
             "pretrain": {"loss_on": text, "overlong": text},
         } | {
             recipe: documents
@@ -93,11 +97,13 @@ class RunConfig(Section):
         for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
             if getattr(self.chat, name) != field.default:
                 refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
-        for recipe, section in (("dpo", self.dpo), ("kto", self.kto)):
+        for recipe, section in (("dpo", self.dpo), ("kto", self.kto), ("distill", self.distill)):
             for name, field in type(section).model_fields.items() if self.recipe != recipe else ():
-                if (value := getattr(section, name)) != field.default:
+                if (value := getattr(section, name)) != field.get_default(call_default_factory=True):
                     why = f"{name}={value} is for recipe {recipe}, got {self.recipe}; leave it out"
                     refuse(f"{recipe}.{name}", why)
+        if self.recipe == "distill" and self.distill.teacher is None:
+            lacks("distill.teacher")
         return self
 
     @model_validator(mode="after")

@@ -54,9 +54,10 @@ class DataConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the sample order and of the validation and test split."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
-    """sft: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant turn."""
+    """sft, distill: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant
+    turn."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """sft, dpo: truncate or drop a sample of more than seq_length tokens."""
+    """sft, dpo, distill: truncate or drop a sample of more than seq_length tokens."""
     on_error: Literal["stop", "skip"] = "stop"
     """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from isthmus.config.schema.section import Count, PathText, Section
+from isthmus.config.presets import is_model_file
+from isthmus.config.schema.section import Count, PathText, Section, refuse
 
 
 class DistillConfig(Section):
@@ -29,3 +30,12 @@ class DistillConfig(Section):
     """Compare the teacher's most probable tokens one by one and all others as a single one; null: all one by one."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the cross entropy of the labels, as in sft, added to the divergence."""
+
+    @model_validator(mode="after")
+    def _teacher_has_weights(self) -> DistillConfig:
+        if self.teacher is not None and is_model_file(self.teacher) and self.teacher_init != "random":
+            refuse(
+                "teacher",
+                f"{self.teacher} has no weights; give a model folder or a Hub id, or set distill.teacher_init=random",
+            )
+        return self

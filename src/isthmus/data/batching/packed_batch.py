@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,8 @@ class PackedBatch:
     """Set by the training step of a model with dropout."""
     sampling: SamplingKeys | None = None
     """Set to draw random tokens."""
+    teacher: Any = None
+    """Set by the training step of distillation on the last pipeline stage: the engine's ``TeacherOutput``."""
     token_groups: tuple[TokenGroups, TokenGroups] | None = None
     """The samples, and the whole batch as one group; set in training by a model with experts."""
 

@@ -26,6 +26,8 @@ from isthmus.engine.layers.cross_entropy_gpu import capped_logits
 
 CHUNK_SHARE = 4
 """Chunks of a GPU are smaller than those of the cross entropy by this factor: there are two logits and more copies."""
+TEMPORARY_BYTES = 44
+"""Temporary memory for a logit if the kernels are not compiled."""
 ABSENT = -1e4
 """The teacher's logit of a token that only the student's vocabulary has."""
 _NORMS = 6

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.config.schema.distill import DistillConfig
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.dropout import hashed

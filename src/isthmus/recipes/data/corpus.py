@@ -304,7 +304,7 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
         )
 
 
-KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
+KINDS: dict[str, Kind] = {**{recipe: kind for kind, recipe in RECIPES.items()}, "distill": "chat"}
 """The kind of records for each recipe."""
 
 

@@ -14,10 +14,13 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.engine import compiled
 from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
+from isthmus.engine.layers.distillation_loss import CHUNK_SHARE
+from isthmus.engine.layers.distillation_loss import TEMPORARY_BYTES as DIVERGENCE_BYTES
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import DTYPES
+from isthmus.recipes.setup.teacher import teacher_precision
 from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 
@@ -41,12 +44,22 @@ def activation_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: i
         each += sum(kinds[arch.is_moe(layer)] for layer in layers[full:])
         # Full recomputation has one layer's activations at a time.
         recomputed = max([recomputed, *(kinds[arch.is_moe(layer)] for layer in layers[:full])])
+    recomputed += _taught_bytes(plan, config, precision, rank)
     if parallel.vpp == 1:
         return each * min(parallel.pp - rank, micro_batches(plan, config)) + recomputed
     # Chunks of layers that interleaved 1F1B (arXiv 2104.04473) has in flight.
     warmup = 2 * (parallel.pp - rank - 1) + (parallel.vpp - 1) * parallel.pp
     in_flight = min(warmup + 1, parallel.vpp * micro_batches(plan, config))
     return each * in_flight // parallel.vpp + recomputed
+
+
+def _taught_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int) -> int:
+    """The teacher's hidden states: of a micro batch, and with pipeline parallelism of all of a step."""
+    if plan.teacher is None or rank < plan.parallel.pp - 1:
+        return 0
+    number = micro_batches(plan, config) if plan.parallel.pp > 1 else 1
+    element = DTYPES[teacher_precision(config, precision)].itemsize
+    return number * _Settings(plan, config, precision).tokens * plan.teacher.architecture.hidden_size * element
 
 
 def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int, gpu_bytes: int) -> int:
@@ -70,6 +83,9 @@ def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: in
     rows = math.ceil(arch.vocab_size / parallel.tp)
     logits = min(elements_for(gpu_bytes), settings.tokens * rows)
     copies = 0 if _compiles(config) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
+    if plan.teacher is not None:
+        logits = min(elements_for(gpu_bytes) // CHUNK_SHARE, settings.tokens * rows)
+        copies = DTYPES[teacher_precision(config, precision)].itemsize + (DIVERGENCE_BYTES if copies else 0)
     loss = logits * (settings.element + copies) + settings.tokens * hidden * settings.element
     if parallel.fsdp:  # without main_grad, the gradient of the projection is float32, then also of the model's dtype
         loss = 4 * rows * hidden + max(loss, settings.element * rows * hidden)

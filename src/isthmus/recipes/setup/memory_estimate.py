@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.layers.quantized_weight import ELEMENT_BYTES
@@ -20,8 +20,9 @@ from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.free_memory import free_bytes
 from isthmus.recipes.setup.activation_estimate import activation_bytes, micro_batches, temporary_bytes
-from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.setup.rank_model import DTYPES
+from isthmus.recipes.setup.teacher import teacher_precision
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
@@ -46,13 +47,15 @@ class MemoryEstimate:
     """Of the loss or of the backward pass of a layer, on a GPU."""
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
+    teacher: int = 0
+    """Weights of the teacher of distillation."""
     offloaded: int = 0
     """Optimizer state in host memory, not part of the other fields."""
 
     @property
     def persistent(self) -> int:
         """Bytes kept from step to step, without the offloaded ones."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.teacher
 
     @property
     def total(self) -> int:
@@ -63,6 +66,8 @@ class MemoryEstimate:
             "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
             "activations about": self.activations,
         }  # fmt: skip
+        if self.teacher:
+            parts["teacher"] = self.teacher
         if self.temporary:
             parts["temporary"] = self.temporary
         if self.quantized:
@@ -77,6 +82,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of the rank that needs most; see :func:`estimate_ranks`."""
     estimates = estimate_ranks(plan, config, precision, gpu_bytes=gpu_bytes)
+    if plan.teacher is not None:
+        own = estimate_ranks(plan.teacher, teacher_config(config), teacher_precision(config, precision))
+        estimates = [replace(student, teacher=teacher.weights) for student, teacher in zip(estimates, own, strict=True)]
     return max(estimates, key=lambda estimate: estimate.total)
 
 

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from isthmus.config.schema import OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.convert.merged_weights import MergedWeights
+from isthmus.convert.weight_source import PartOfWeights
 from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
@@ -55,6 +57,16 @@ class ModelPlan:
     adapters: AdapterSet | None = None
     existing: PeftFolder | None = None
     """The adapter to start from."""
+    teacher: ModelPlan | None = None
+    """Of distillation: has the layout of the student, and no tensor that is trained."""
+    least_vocab_size: int = 0
+    """The embedding has at least as many rows."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        tp = self.parallel.tp
+        return math.ceil(max(self.architecture.vocab_size, self.least_vocab_size) / tp) * tp
 
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
@@ -84,7 +96,42 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
         values = MergedWeights(weights.source, family, architecture, existing, factor=0.0)
         weights = replace(weights, source=values)
     layout = config.parallel, world_size
-    return ModelPlan(source, weights, family, architecture, *layout, dropout, frozen, adapters, existing)
+    plan = ModelPlan(source, weights, family, architecture, *layout, dropout, frozen, adapters, existing)
+    return replace(plan, teacher=_plan_teacher(config, plan)) if config.recipe == "distill" else plan
+
+
+def teacher_config(config: RunConfig) -> RunConfig:
+    """The settings that the teacher is built with; random weights are others than the student's."""
+    distill = config.distill
+    code = config.model.trust_remote_code
+    model = ModelConfig(
+        path=distill.teacher, config=distill.teacher_config, init=distill.teacher_init, trust_remote_code=code
+    )
+    train = config.train.model_copy(update={"seed": config.train.seed + 1})
+    return config.model_copy(update={"model": model, "train": train, "moe": MoeConfig()})
+
+
+def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
+    """The teacher with the student's layout, without MTP layers and tokens that the student does not have."""
+    source = open_source(teacher_config(config).model)
+    family = family_for(source.config)
+    weights, parallel = open_weights(source, family), config.parallel
+    tokens = student.architecture.vocab_size
+    arch = replace(weights.arch, mtp_layers=0, vocab_size=min(weights.arch.vocab_size, tokens))
+    if arch.moe is None:
+        parallel = parallel.model_copy(update={"ep": 1, "etp": None})
+    try:
+        check_tp_size(arch, parallel.tp)
+        check_stages(arch, parallel.pp, parallel.vpp)
+        check_layout(arch, parallel)
+        _check_positions(config, arch)
+    except UsageError as error:
+        raise UsageError(f"distill.teacher={config.distill.teacher}: {error}") from error
+    weights = replace(weights, source=PartOfWeights(weights.source, family, weights.arch, arch), arch=arch)
+    frozen = frozenset(trained_tensors(family, arch))
+    return ModelPlan(
+        source, weights, family, arch, parallel, student.world_size, frozen=frozen, least_vocab_size=tokens
+    )
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:
@@ -130,7 +177,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
-    if config.recipe in ("dpo", "kto") and plan.architecture.mtp_layers:
+    if config.recipe in ("dpo", "kto", "distill") and plan.architecture.mtp_layers:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
             f"{plan.architecture.family}), and {config.recipe} has no loss for them. Remove them from the folder "

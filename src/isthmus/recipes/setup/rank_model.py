@@ -50,14 +50,12 @@ class RankModel:
 
 
 def _layout(plan: ModelPlan, position: Position) -> Layout:
-    from isthmus.engine.model_config import padded_vocab_size
-
     return Layout(
         tp_rank=position.tp_rank,
         tp_size=plan.parallel.tp,
         etp_rank=position.etp_rank,
         etp_size=plan.parallel.expert_tp,
-        padded_vocab_size=padded_vocab_size(plan.architecture.vocab_size, plan.parallel.tp),
+        padded_vocab_size=plan.padded_vocab_size,
     )
 
 
@@ -97,6 +95,7 @@ def build_rank_model(
         mtp=True,
         dropout=plan.dropout,
         attention=attention.name,
+        vocab_rows=plan.padded_vocab_size,
     )
     stages, quantization = _build_stages(config, plan, settings, position)
     modules = torch.nn.ModuleList(stages)

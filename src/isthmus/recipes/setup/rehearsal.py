@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
+from isthmus.recipes.setup.model_plan import teacher_config
 from isthmus.recipes.setup.model_source import open_source
 
 STEPS = 5
@@ -32,14 +34,14 @@ def rehearse(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
         MissingInput: the config or tokenizer of the model cannot be read.
         UsageError: the family does not support the model's config.
     """
-    random = config.model.model_copy(update={"init": "random"})
-    source = open_source(random)
-    family = family_for(source.config)
-    small = small_architecture(
-        open_weights(source, family).arch, config.parallel, vocab_size=_MOCK_VOCABULARY if config.data.mock else None
-    )
-    keys = _changed_keys(family, small, source.config)
-    settings = _settings(config, world_size) | {f"model.config.{key}": value for key, value in keys.items()}
+    models = {"model.config": config.model}
+    if config.recipe == "distill":
+        models["distill.teacher_config"] = teacher_config(config).model
+    settings, former = _settings(config, world_size), dict[str, Any]()
+    for section, model in models.items():
+        given, keys = _small_model(model, config)
+        settings |= {f"{section}.{key}": value for key, value in keys.items()}
+        former |= {f"{section}.{key}": given.get(key) for key in keys}
     values: dict[str, Any] = config.model_dump(mode="json")
     lines = []
     for name, value in settings.items():
@@ -47,16 +49,27 @@ def rehearse(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
         place = values
         for section in sections:
             place = place[section]
-        before = source.config.get(last) if name.startswith("model.config.") else place.get(last)
+        before = former[name] if name in former else place.get(last)
         place[last] = value
         if before != value:
             lines.append(f"{name}: {before} -> {value}")
     return RunConfig.model_validate(values), lines
 
 
+def _small_model(model: ModelConfig, config: RunConfig) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The config of a model, and the keys that make it small."""
+    source = open_source(model.model_copy(update={"init": "random"}))
+    family = family_for(source.config)
+    vocab_size = _MOCK_VOCABULARY if config.data.mock else None
+    small = small_architecture(open_weights(source, family).arch, config.parallel, vocab_size=vocab_size)
+    return source.config, _changed_keys(family, small, source.config)
+
+
 def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``small`` to lay over ``config``, without other spellings of the same settings."""
-    wanted = family.to_hf_config(small, config)
+    wanted = dict(family.to_hf_config(small, config))
+    if kinds := wanted.get("layer_types"):  # transformers writes them for models of one kind, too
+        wanted["layer_types"] = kinds[: small.num_layers]
     keys = {key: value for key, value in wanted.items() if config.get(key) != value}
     for key in list(keys):
         rest = {name: value for name, value in keys.items() if name != key}
@@ -136,6 +149,8 @@ def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         found["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
     if optim.warmup_steps + (optim.decay_steps or 0) > steps - 1:
         found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
+    if config.recipe == "distill":
+        found["distill.teacher_init"] = "random"
     found |= {"optim.offload": False, "train.attention": "auto"}
     if config.checkpoint.resume != "never":
         found["checkpoint.resume"] = "auto"

@@ -21,6 +21,7 @@ from isthmus.recipes.setup.layout_checks import check_async_layout, check_offloa
 from isthmus.recipes.setup.memory_estimate import check_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
+from isthmus.recipes.setup.teacher import check_teacher, teacher_messages
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
 
@@ -51,7 +52,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     3. training settings (:func:`check_training`),
     4. data files,
     5. tokenizer, prompts of evaluations,
-    6. platform, precision, optimizer offload, attention backend,
+    6. platform, precision, teacher, optimizer offload, attention backend,
     7. memory.
 
     Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.run`.
@@ -78,6 +79,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
+    check_teacher(config, plan, tokenizer, platform, precision)
     check_offload(config.optim, config.parallel, platform.device_type)
     check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
     if config.train.attention != "auto":
@@ -92,6 +94,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         *plan.weights.notes,
         *dropout_messages(plan),
         *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
+        *teacher_messages(config, plan, precision),
         memory,
         f"precision {precision}: {reason}",
     )

@@ -1,0 +1,111 @@
+"""Distillation in every layout equals distillation in one process, and resumed runs are bitwise identical."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
+from ranks.tiny import VOCAB, build_model_folder, open_samples
+
+TRAIN = "ranks.tasks.train"
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Wider, deeper, and of other families than the student; one with more tokens, the other with fewer."""
+    root = tmp_path_factory.mktemp("teachers")
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 5, "vocab_size": VOCAB + 4}
+    llama = build_model_folder(root / "llama", "llama", tie_word_embeddings=False, **sizes)
+    fewer: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": VOCAB - 1, "final_logit_softcapping": 4.0}
+    gemma = build_model_folder(root / "gemma2", "gemma2", **fewer)
+    experts = build_model_folder(root / "experts", "qwen3_moe", num_hidden_layers=2)
+    return {"llama": str(llama), "gemma2": str(gemma), "experts": str(experts)}
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], samples: Path, teachers: dict[str, str]) -> dict[str, Any]:
+    distill = {"teacher": teachers["llama"], "beta": 0.5, "temperature": 2.0, "sft_weight": 0.1}
+    return {"model": models["qwen3-tied"], "samples": samples, "distill": distill, "steps": 4, "evaluate": True}
+
+
+@pytest.fixture(scope="module")
+def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one.run(TRAIN, **run))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
+        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
+        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
+        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
+    ],
+)
+def test_layout_trains_as_single_process(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    result = worlds[ranks].run(TRAIN, **run | layout)
+    assert_same(result, alone)
+    for name in ("distill_loss", "sft_loss"):
+        curves = [[step[name] for step in each["metrics"]] for each in (result, alone)]
+        assert max_relative_difference(*curves) < TOLERANCE
+
+
+def test_the_student_approaches_the_teacher(alone: dict[str, Any]) -> None:
+    assert alone["valid_after"] < 0.9 * alone["valid_before"]
+
+
+def test_a_teacher_with_fewer_tokens_and_a_softcap(
+    worlds: dict[int, RankPool], run: dict[str, Any], teachers: dict[str, str]
+) -> None:
+    """Virtual stages, bfloat16 for the teacher only, and top k."""
+    distill = {"teacher": teachers["gemma2"], "teacher_dtype": "bfloat16", "top_k": 9}
+    run = run | {"distill": distill, "steps": 2}
+    alone = worlds[1].run(TRAIN, **run)
+    sharded = worlds[4].run(TRAIN, **run | {"tp": 2, "pp": 2, "vpp": 2})
+    # bfloat16 sums of other parts of a matmul differ.
+    assert max_relative_difference(sharded["loss"], alone["loss"]) < 0.02
+
+
+def test_experts_of_student_and_teacher(
+    one: RankPool, two: RankPool, run: dict[str, Any], teachers: dict[str, str], tmp_path: Path
+) -> None:
+    """The layout of a dense teacher has no expert parallelism."""
+    student = build_model_folder(tmp_path / "student", "qwen2_moe", num_hidden_layers=2)
+    for teacher in ("experts", "llama"):
+        case = run | {"model": student, "steps": 2, "distill": {"teacher": teachers[teacher]}}
+        assert_same(two.run(TRAIN, **case | {"ep": 2, "micro_batch_size": 2}), one.run(TRAIN, **case))
+
+
+def test_resumes_bitwise(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    run = run | {"precision": "bf16", "micro_batch_size": 2, "evaluate": False}
+    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resumed = one.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    assert resumed["digest"] == uninterrupted["digest"]
+    assert resumed["loss"] == uninterrupted["loss"][2:]
+
+
+def test_the_loss_is_that_of_transformers(
+    one: RankPool, run: dict[str, Any], models: dict[str, Path], teachers: dict[str, str]
+) -> None:
+    """The validation loss before training, from both models' logits."""
+    folders = (models["qwen3-tied"], teachers["llama"])
+    networks = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
+    found = one.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
+    total, count = 0.0, 0
+    store = open_samples(run["samples"])
+    for number in range(len(store)):
+        tokens, mask = (torch.as_tensor(each) for each in store[number])
+        with torch.no_grad():
+            log_probs = [net(tokens[None].long()).logits[0, :-1, :VOCAB].log_softmax(-1) for net in networks]
+        divergence = torch.nn.functional.kl_div(*log_probs, reduction="none", log_target=True).sum(-1)
+        total, count = total + divergence[mask[1:].bool()].sum().item(), count + int(mask[1:].sum())
+    assert found["valid_before"] == pytest.approx(total / count, rel=1e-5)
