@@ -59,20 +59,16 @@ def test_layout_trains_as_single_process(
         assert max_relative_difference(*curves) < TOLERANCE
 
 
-def test_the_student_approaches_the_teacher(alone: dict[str, Any]) -> None:
-    assert alone["valid_after"] < 0.9 * alone["valid_before"]
-
-
 def test_a_teacher_with_fewer_tokens_and_a_softcap(
-    worlds: dict[int, RankPool], run: dict[str, Any], teachers: dict[str, str]
+    one: RankPool, two: RankPool, run: dict[str, Any], teachers: dict[str, str]
 ) -> None:
-    """Virtual stages, bfloat16 for the teacher only, and top k."""
-    distill = {"teacher": teachers["gemma2"], "teacher_dtype": "bfloat16", "top_k": 9}
-    run = run | {"distill": distill, "steps": 2}
-    alone = worlds[1].run(TRAIN, **run)
-    sharded = worlds[4].run(TRAIN, **run | {"tp": 2, "pp": 2, "vpp": 2})
-    # bfloat16 sums of other parts of a matmul differ.
-    assert max_relative_difference(sharded["loss"], alone["loss"]) < 0.02
+    """Virtual stages, top k, and bfloat16 for the teacher only, whose sums over ranks are rounded differently."""
+    run = run | {"distill": {"teacher": teachers["gemma2"], "top_k": 9}, "steps": 2}
+    alone = one.run(TRAIN, **run)
+    assert_same(two.run(TRAIN, **run | {"pp": 2, "vpp": 2}), alone)
+    run["distill"]["teacher_dtype"] = "bfloat16"
+    rounded = two.run(TRAIN, **run | {"tp": 2})
+    assert 1e-6 < max_relative_difference(rounded["loss"], alone["loss"]) < 0.02
 
 
 def test_experts_of_student_and_teacher(
