@@ -232,6 +232,7 @@ _GUIDES = {
     "sft": "[Tutorial](../tutorial.md), [Chat data formats](../how-to/chat-data.md)",
     "dpo": "[Preference training](../how-to/preference-training.md)",
     "kto": "[Preference training](../how-to/preference-training.md#answers-with-labels-kto)",
+    "distill": "[Distillation](../how-to/distillation.md)",
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
@@ -332,8 +333,8 @@ def api_page() -> str:
         _MADE,
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
-        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto` and `isthmus.pretrain` are",
-        "the `run` functions of their recipes. For a training loop of your own see",
+        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.distill` and",
+        "`isthmus.pretrain` are the `run` functions of their recipes. For a training loop of your own see",
         "[Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
@@ -350,7 +351,7 @@ def api_page() -> str:
     ]
     functions = {name: getattr(isthmus, name) for name in isthmus.__all__ if name != "__version__"}
     functions["convert"] = importlib.import_module("isthmus.convert.transfer").convert
-    for title, name in (("Training", "sft"), ("", "dpo"), ("", "kto"), ("", "pretrain")):
+    for title, name in (("Training", "sft"), ("", "dpo"), ("", "kto"), ("", "distill"), ("", "pretrain")):
         lines += ([f"## {title}", ""] if title else []) + _directive(functions[name], f"isthmus.{name}")
     lines += _directive(_result_of(functions["sft"]))
     for title, paths in _API.items():

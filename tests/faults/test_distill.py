@@ -25,13 +25,19 @@ def teacher(isthmus: ForkServer, chats: Path, tmp_path_factory: pytest.TempPathF
         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     args = ["--model", root / "model", "--data", chats, "--out", root / "run", "train.steps=24", "optim.lr=1e-2"]
-    assert isthmus("sft", *args, "train.global_batch_size=8", "logging.to=[]").returncode == 0
+    assert isthmus("sft", *args, "data.seq_length=64", "train.global_batch_size=8", "logging.to=[]").returncode == 0
     return root / "run/hf"
 
 
 @pytest.fixture
 def args(model: Path, chats: Path) -> list[str]:
-    settings = ["train.global_batch_size=8", "optim.lr=1e-2", "optim.schedule=constant", "logging.to=[]"]
+    settings = [
+        "data.seq_length=64",
+        "train.global_batch_size=8",
+        "optim.lr=1e-2",
+        "optim.schedule=constant",
+        "logging.to=[]",
+    ]
     return ["distill", "--model", str(model), "--data", str(chats), "--json", "train.precision=fp32", *settings]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.linear_cross_entropy import (
     TeacherOutput,

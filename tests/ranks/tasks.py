@@ -43,7 +43,7 @@ from isthmus.recipes.setup.load_model import load_model, model_logits
 from isthmus.recipes.setup.memory_estimate import estimate_memory
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.rank_model import RankModel, join_and_build
-from isthmus.recipes.setup.teacher import build_teacher
+from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform

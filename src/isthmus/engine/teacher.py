@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.linear_cross_entropy import TeacherOutput

@@ -42,7 +42,7 @@ from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_ch
 from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
-from isthmus.recipes.setup.teacher import build_teacher
+from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.train.loop import Loop, RunData
 from isthmus.train.reporter import Reporter, first_valid_loss

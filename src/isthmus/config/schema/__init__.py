@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.config.schema.dpo import DpoConfig, KtoConfig
 from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.lora import LoraConfig

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.layers import cross_entropy_cpu
 from isthmus.engine.layers.cross_entropy_gpu import capped_logits

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing

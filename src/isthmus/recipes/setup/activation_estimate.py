@@ -20,7 +20,7 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import DTYPES
-from isthmus.recipes.setup.teacher import teacher_precision
+from isthmus.recipes.setup.teacher_model import teacher_precision
 from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 

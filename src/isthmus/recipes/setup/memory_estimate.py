@@ -22,7 +22,7 @@ from isthmus.platforms.free_memory import free_bytes
 from isthmus.recipes.setup.activation_estimate import activation_bytes, micro_batches, temporary_bytes
 from isthmus.recipes.setup.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.setup.rank_model import DTYPES
-from isthmus.recipes.setup.teacher import teacher_precision
+from isthmus.recipes.setup.teacher_model import teacher_precision
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
@@ -47,10 +47,10 @@ class MemoryEstimate:
     """Of the loss or of the backward pass of a layer, on a GPU."""
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
-    teacher: int = 0
-    """Weights of the teacher of distillation."""
     offloaded: int = 0
     """Optimizer state in host memory, not part of the other fields."""
+    teacher: int = 0
+    """Weights of the teacher of distillation."""
 
     @property
     def persistent(self) -> int:

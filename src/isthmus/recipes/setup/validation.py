@@ -21,7 +21,7 @@ from isthmus.recipes.setup.layout_checks import check_async_layout, check_offloa
 from isthmus.recipes.setup.memory_estimate import check_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
 from isthmus.recipes.setup.model_source import run_tokenizer
-from isthmus.recipes.setup.teacher import check_teacher, teacher_messages
+from isthmus.recipes.setup.teacher_model import check_teacher, teacher_messages
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
 

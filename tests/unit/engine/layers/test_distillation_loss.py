@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.config.schema.distill import DistillConfig
+from isthmus.config.schema.distillation import DistillConfig
 from isthmus.engine.layers import cross_entropy_cpu
 from isthmus.engine.layers.linear_cross_entropy import TeacherOutput, VocabShard, linear_distillation
 from unit.engine.recorder import Recorder
