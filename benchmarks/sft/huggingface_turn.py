@@ -148,14 +148,22 @@ def make_trainer(turn: Turn, model: Any) -> Trainer:
 
 def run(turn: Turn) -> dict[str, Any]:
     """Train and return the result of the run."""
-    model = AutoModelForCausalLM.from_pretrained(turn.model, dtype=torch.float32, attn_implementation="sdpa")
+    adapted = turn.lora_rank is not None
+    # Frozen weights need no float32 copy: PEFT makes the adapters float32.
+    dtype = torch.bfloat16 if adapted and turn.precision == "bf16" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(turn.model, dtype=dtype, attn_implementation="sdpa")
+    if adapted:
+        from peft import LoraConfig, get_peft_model
+
+        lora = {"r": turn.lora_rank, "lora_alpha": 2 * turn.lora_rank, "target_modules": "all-linear"}
+        model = get_peft_model(model, LoraConfig(**lora, task_type="CAUSAL_LM"))
     trainer: Any = make_trainer(turn, model)
     trainer.remove_callback(PrinterCallback)
     callback = ClockCallback(Clock(turn))
     trainer.callback = callback
     trainer.add_callback(callback)
     trainer.train()
-    if model.is_gradient_checkpointing or next(model.parameters()).dtype != torch.float32:
+    if model.is_gradient_checkpointing or next(model.parameters()).dtype != dtype:
         raise RuntimeError("the contestant did not train with the given settings")
     return callback.clock.result()
 

@@ -66,6 +66,8 @@ class Turn:
     timed_steps: int = 1
     """Minimum number of timed steps."""
     lr: float = 1e-4
+    lora_rank: int | None = None
+    """Train adapters of this rank on all linear layers; None: all weights."""
     ceiling: dict[str, Any] | None = None
     """Spec of the ceiling that ``sft.ceiling_process`` measures at each timed step; only for Isthmus."""
     profile: bool = False

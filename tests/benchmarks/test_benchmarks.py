@@ -57,6 +57,14 @@ def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_lora(repository: Path, tmp_path: Path) -> None:
+    arguments = ["--only", "isthmus,trainer-padded,trl", "--samples", "8"]
+    result = run(repository, tmp_path / "lora.json", "lora.py", *arguments)
+    losses = [row["first_loss"] for row in result["rows"]]
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-4) and len(result["claims"]) == 2
+
+
+@pytest.mark.benchmarks
 def test_loading(repository: Path, tmp_path: Path) -> None:
     arguments = ["--precision", "fp32", "--only", "isthmus-training,from-pretrained-own"]
     result = run(repository, tmp_path / "load.json", "load_weights.py", *arguments)
