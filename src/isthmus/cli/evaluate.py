@@ -13,37 +13,45 @@ from isthmus.cli.options import Debug, Json
 from isthmus.cli.train_verbs import Nproc, run_ranks
 from isthmus.errors import UsageError, disk_errors
 
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, checkpoint, or id on the Hub.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings such as parallel.tp=2 or train.precision=bf16."),
+]
+Tasks = Annotated[
+    str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm_eval, groups or YAML files, with commas.")
+]
+NumFewshot = Annotated[
+    int | None, typer.Option("--num-fewshot", min=0, metavar="N", help="Examples before each question.")
+]
+Limit = Annotated[
+    float | None, typer.Option("--limit", min=0.0, metavar="N", help="Questions of each task; below 1 a share.")
+]
+IncludePath = Annotated[
+    list[Path] | None, typer.Option("--include-path", metavar="DIR", help="Folder with tasks of your own.")
+]
+ApplyChatTemplate = Annotated[bool, typer.Option("--apply-chat-template", help="Ask as turns of a chat.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option("--max-length", min=2, metavar="N", help="Longest text in tokens; default: all positions."),
+]
+BatchTokens = Annotated[int, typer.Option("--batch-tokens", min=1, metavar="N", help="Tokens of a packed sequence.")]
+ResultFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")]
+
 
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, checkpoint, or id on the Hub.")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings such as parallel.tp=2 or train.precision=bf16."),
-    ] = None,
-    tasks: Annotated[
-        str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm_eval, groups or YAML files, with commas.")
-    ] = "",
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", min=0, metavar="N", help="Examples before each question.")
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option("--limit", min=0.0, metavar="N", help="Questions of each task; below 1 a share."),
-    ] = None,
-    include_path: Annotated[
-        list[Path] | None, typer.Option("--include-path", metavar="DIR", help="Folder with tasks of your own.")
-    ] = None,
-    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Ask as turns of a chat.")] = False,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", min=2, metavar="N", help="Longest text in tokens; default: all positions."),
-    ] = None,
-    batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", min=1, metavar="N", help="Tokens of a packed sequence.")
-    ] = 8192,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")] = None,
+    model: Model,
+    settings: Settings = None,
+    tasks: Tasks = "",
+    num_fewshot: NumFewshot = None,
+    limit: Limit = None,
+    include_path: IncludePath = None,
+    apply_chat_template: ApplyChatTemplate = False,
+    max_length: MaxLength = None,
+    batch_tokens: BatchTokens = 8192,
+    out: ResultFile = None,
     nproc: Nproc = 1,
     debug: Debug = False,
     json: Json = False,
@@ -64,7 +72,8 @@ def evaluate(
         )
     if not debug:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from isthmus.evaluate.run_tasks import TaskSettings, evaluate_tasks
+    from isthmus.evaluate.run_tasks import evaluate_tasks
+    from isthmus.evaluate.task_settings import TaskSettings
 
     found = evaluate_tasks(
         TaskSettings(

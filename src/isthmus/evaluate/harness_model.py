@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -26,10 +26,8 @@ from tqdm import tqdm
 
 from isthmus.engine.inference import Decoding, Inference
 from isthmus.errors import UsageError
+from isthmus.evaluate.task_settings import TaskSettings
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from isthmus.evaluate.run_tasks import TaskSettings
 
 _REQUESTS_AT_ONCE = 256
 _DEFAULT_ANSWER = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from isthmus.engine.inference import SharedInference
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.engine.step import Evaluator
 from isthmus.errors import MissingInput, UsageError
+from isthmus.evaluate.task_settings import TaskSettings
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.eval_prompts import end_tokens
@@ -29,22 +30,6 @@ from isthmus.recipes.setup.rank_model import join_and_build
 
 _SETTINGS = ("parallel.", "tokenizer.", "model.trust_remote_code", "train.precision", "train.attention", "platform")
 """Settings that an evaluation uses."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskSettings:
-    model: str
-    """Folder of a model, a checkpoint or a run, or an id on the Hub."""
-    tasks: Sequence[str]
-    num_fewshot: int | None = None
-    limit: float | None = None
-    """Number of examples of each task, or below 1 their share."""
-    include_path: Sequence[Path] = ()
-    """Folders with more tasks."""
-    apply_chat_template: bool = False
-    max_length: int | None = None
-    """Longest text in tokens; None: the positions of the model."""
-    batch_tokens: int = 8192
 
 
 def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], str] | None:

@@ -25,15 +25,15 @@ from isthmus.engine.parallel.context_parallel import local_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class TokenSampling:
     """Draws tokens from the softmax of logits: the largest sum of a logit and Gumbel noise."""
 
     temperature: float
     keys: Tensor
     """int64 [n], a random key of each position. The noise is a hash of it, so all layouts draw the same tokens."""
 
-    def __getitem__(self, rows: slice) -> Sampling:
-        return Sampling(self.temperature, self.keys[rows])
+    def __getitem__(self, rows: slice) -> TokenSampling:
+        return TokenSampling(self.temperature, self.keys[rows])
 
     def noise(self, start: int, size: int) -> Tensor:
         """Float64 [n, size] for the vocabulary indices from ``start`` on."""
@@ -42,12 +42,12 @@ class Sampling:
         return -torch.log(-torch.log(uniform))
 
 
-def sampling_at(positions: Tensor, batch: PackedBatch) -> Sampling | None:
+def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:
     """For int64 [n] positions of this rank's tokens; None for the most probable tokens."""
     if batch.sampling is None:
         return None
     keys = local_tokens(batch.sampling.tokens, batch.spans).to(positions.device)
-    return Sampling(batch.sampling.temperature, keys[positions])
+    return TokenSampling(batch.sampling.temperature, keys[positions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class VocabShard:
         chosen: Tensor | None = None,
         sampling: Sampling | None = None,
         teacher: TeacherOutput | None = None,
+        sampling: TokenSampling | None = None,
     ) -> Iterator[Tensor]:
         """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
 
@@ -113,7 +114,7 @@ class VocabShard:
             if grad_weight is not None:
                 add_matmul(grad_weight[: self.rows], logits.t(), part)
 
-    def _choose(self, logits: Tensor, sampling: Sampling | None) -> Tensor:
+    def _choose(self, logits: Tensor, sampling: TokenSampling | None) -> Tensor:
         """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
         if sampling is not None:
             if (cap := self.softcap) is not None:
@@ -290,7 +291,7 @@ def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard:
 
 @torch.no_grad()
 def token_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, sampling: Sampling | None = None
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, sampling: TokenSampling | None = None
 ) -> Tensor:
     """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient."""
     chosen = torch.empty_like(labels)

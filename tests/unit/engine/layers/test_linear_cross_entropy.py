@@ -11,7 +11,7 @@ from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu
 from isthmus.engine.layers import linear_cross_entropy as module
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.linear_cross_entropy import (
-    Sampling,
+    TokenSampling,
     VocabShard,
     linear_cross_entropy,
     token_cross_entropies,
@@ -289,7 +289,7 @@ def test_random_tokens_follow_the_softmax() -> None:
     torch.manual_seed(0)
     logits, size = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5]), 20_000
     hidden, weight = torch.ones(size, 1), logits[:, None]
-    sampling = Sampling(0.7, torch.randint(-(2**62), 2**62, (size,)))
+    sampling = TokenSampling(0.7, torch.randint(-(2**62), 2**62, (size,)))
     tokens = token_scores(hidden, weight, torch.zeros(size, dtype=torch.int64), sampling=sampling)[1].long()
     shares = tokens.bincount(minlength=5) / size
     assert (shares - (logits / 0.7).softmax(0)).abs().max() < 0.012
