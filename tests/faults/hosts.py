@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
@@ -68,9 +71,41 @@ def _ip(*args: str) -> None:
         raise PermissionError(f"ip {' '.join(args)}: {done.stderr.strip()}; run as root to test two hosts")
 
 
+class FakeHub:
+    """Answers for the account ``me`` of the organization ``team``."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _record(self, **call: Any) -> None:
+        with open("hub.jsonl", "a") as file:
+            file.write(json.dumps(call, default=str) + "\n")
+
+    def whoami(self) -> dict[str, Any]:
+        role = "read" if self._kind == "hub read-only" else "write"
+        return {"name": "me", "orgs": [{"name": "team"}], "auth": {"accessToken": {"role": role}}}
+
+    def create_repo(self, repo_id: str, **options: Any) -> str:
+        self._record(create=repo_id, **options)
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(self, *, folder_path: Path, **options: Any) -> None:
+        self._record(upload=folder_path, files=sorted(path.name for path in Path(folder_path).iterdir()), **options)
+        if self._kind == "hub broken":
+            raise ConnectionError("the connection was lost")
+
+
 def inject(fault: str) -> None:
     """Make the third step of this process raise an error (``fail``) or block (``sleep``), or suspend this process when
-    it writes a checkpoint (``suspend in save``) or reads weights (``suspend in load``)."""
+    it writes a checkpoint (``suspend in save``) or reads weights (``suspend in load``).
+
+    ``hub``, ``hub read-only`` (its token) and ``hub broken`` (its uploads) are stand-ins for the Hub, which record calls
+    in ``hub.jsonl``."""
+    if fault.startswith("hub"):
+        from isthmus.hf import hub
+
+        hub.HfApi = partial(FakeHub, fault)  # type: ignore[misc,assignment]
+        return
     if fault.startswith("suspend"):
         from isthmus.engine.checkpoint import save_load
         from isthmus.recipes.setup import rank_model

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from faults.command import rows
+from faults.command import CompletedCommand, rows
 from faults.fork_server import ForkServer
 from faults.hosts import rank_variables
 
@@ -47,6 +48,36 @@ def test_answers_at_each_evaluation(isthmus: ForkServer, sft_args: list[str], tm
     for row in found[-2:]:
         assert row["answer"] == greedy_answer(out / "hf", row["prompt"], 8) and row["answer"]
     assert f"({out / 'samples.jsonl'})" in done.stderr and f"{PROMPTS[0]} -> " in done.stderr
+
+
+def test_push(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    """The access is checked before training; a failed upload leaves the finished run."""
+    out = tmp_path / "out"
+
+    def run(fault: str, *more: str) -> CompletedCommand:
+        return isthmus.start(*sft_args, *more, cwd=tmp_path, FAULT=fault).result()
+
+    assert "the token of me can only read" in run("hub read-only", "--push", "me/model").error(2)
+    line = run("hub", "--push", "others/model").error(2)
+    assert "--push others/model: me can write to me, team" in line
+    assert not out.exists() and not (tmp_path / "hub.jsonl").exists()
+    broken = run("hub broken", "--push", "team/model", "lora.rank=2")
+    line = broken.error(74)
+    assert f"{out / 'hf'} and {out / 'adapter'} is complete, but was not pushed to team/model" in line
+    assert line.endswith(f"hf upload team/model {out / 'hf'} && hf upload team/model {out / 'adapter'} adapter")
+    assert [row["step"] for row in rows(out) if "loss" in row] == [1, 2, 3, 4]
+    assert ModelCard.load(out / "adapter" / "README.md").data["library_name"] == "peft"
+    (tmp_path / "hub.jsonl").unlink()
+
+    pushed = run("hub", "--push", "team/model", "lora.rank=2").result
+    assert pushed["pushed"] == "https://hub/team/model"
+    created, model, adapter = (json.loads(line) for line in (tmp_path / "hub.jsonl").read_text().splitlines())
+    assert created == {"create": "team/model", "private": True, "exist_ok": True}
+    assert (model["upload"], model["path_in_repo"]) == (str(out / "hf"), None)
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {*model["files"]}
+    assert (adapter["upload"], adapter["path_in_repo"]) == (str(out / "adapter"), "adapter")
+    card = ModelCard.load(out / "hf" / "README.md")
+    assert card.data["tags"] == ["isthmus", "megatron-core", "sft", "lora"] and "| training | 4 |" in card.text
 
 
 @pytest.fixture(scope="module")

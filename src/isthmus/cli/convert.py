@@ -75,7 +75,7 @@ def convert(
     if push is not None:
         from isthmus.hf.hub import push as upload
 
-        address = upload(destination, push, private=not public, report=lambda line: print(line, file=sys.stderr))
+        address = upload({".": destination}, push, private=not public, report=lambda line: print(line, file=sys.stderr))
         print(f"pushed to {address}", file=sys.stderr)
     return 0
 

@@ -19,6 +19,8 @@ GIVEN_BY: Mapping[str, Key] = {
     "--data": ("data", "files"),
     "--out": ("out",),
     "--hf-every": ("checkpoint", "hf_every"),
+    "--push": ("checkpoint", "push"),
+    "--public": ("checkpoint", "push_public"),
 }
 """Command-line options and the settings that they set."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -32,7 +32,14 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[
     processes, and a run that is resumed, have the same files. ``code`` includes Python files, which may define a
     tokenizer; ``report`` gets a line for the user when a download begins.
     """
-    patterns = ["config.json", ADAPTER_FILE, *SMALL_FILES, *(_WEIGHTS if weights else ()), *(["*.py"] if code else [])]
+    patterns = [
+        "config.json",
+        ADAPTER_FILE,
+        "README.md",
+        *SMALL_FILES,
+        *(_WEIGHTS if weights else ()),
+        *(["*.py"] if code else []),
+    ]
     cache = Path(constants.HF_HUB_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -94,20 +101,54 @@ def check_name(repo_id: str) -> None:
         raise UsageError(f"--push {repo_id}: {_one_line(error)} Give NAMESPACE/NAME.") from None
 
 
-def push(folder: Path, repo_id: str, *, private: bool, report: Callable[[str], None]) -> str:
-    """Upload a whole folder and return the URL; a new repository is ``private``, an existing one is unchanged."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+def check_access(repo_id: str) -> None:
+    """Ask the Hub whether the account can write to the namespace of ``repo_id``.
+
+    Raises:
+        UsageError: there is no token, or it has no such access.
+        IOFailure: the Hub does not answer.
+    """
+    hint = "Correct it, or leave checkpoint.push out and upload later: hf upload"
+    try:
+        account = HfApi().whoami()
+    except Exception as error:
+        refused = isinstance(error, hub_errors.LocalTokenNotFoundError | hub_errors.OfflineModeIsEnabled)
+        status = error.response.status_code if isinstance(error, hub_errors.HfHubHTTPError) else None
+        kind = UsageError if refused or status in (401, 403) else IOFailure
+        raise kind(f"--push {repo_id}: {_reason(error)}. {hint}") from error
+    owner = repo_id.partition("/")[0] if "/" in repo_id else account["name"]
+    owners = [account["name"], *(one["name"] for one in account.get("orgs", ()))]
+    if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UsageError(f"--push {repo_id}: the token of {account['name']} can only read. Use one that can write.")
+    if owner not in owners:
+        raise UsageError(f"--push {repo_id}: {account['name']} can write to {', '.join(owners)}. {hint}")
+
+
+def push(folders: Mapping[str, Path], repo_id: str, *, private: bool, report: Callable[[str], None]) -> str:
+    """Upload folders, by their place in the repository, and return the URL.
+
+    A new repository is ``private``, an existing one is unchanged.
+    """
+    files = [path for folder in folders.values() for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     kind = "a private repository" if private else "a public repository"
-    report(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {folder} to {repo_id} ({kind}, if it is new)")
+    names = " and ".join(map(str, folders.values()))
+    report(f"pushing {len(files)} files, {size / 2**30:,.2f} GiB, from {names} to {repo_id} ({kind}, if it is new)")
     api = HfApi()
     try:
         address = str(api.create_repo(repo_id, private=private, exist_ok=True))
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload the model")
+        for place, folder in folders.items():
+            api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                path_in_repo=None if place == "." else place,
+                commit_message="Upload the model",
+            )
     except Exception as error:  # the HTTP library, which differs between versions, raises its own exceptions
+        again = (f"hf upload {repo_id} {folder} {place}".removesuffix(" .") for place, folder in folders.items())
         raise IOFailure(
-            f"{folder} is complete, but was not pushed to {repo_id}: {_reason(error)}. "
-            f"Fix that, then run: hf upload {repo_id} {folder}"
+            f"{names} is complete, but was not pushed to {repo_id}: {_reason(error)}. "
+            f"Fix that, then run: {' && '.join(again)}"
         ) from error
     return address
 

@@ -8,10 +8,12 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from isthmus.atomic_write import write_atomic
 from isthmus.config.load import dump, load_config, origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.engine.checkpoint import save_load
@@ -19,10 +21,11 @@ from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
-from isthmus.engine.parallel.process_groups import Position, agree, close_groups, open_groups
+from isthmus.engine.parallel.process_groups import Position, agree, close_groups, on_rank_0, open_groups
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import DataError, Preempted, UsageError
+from isthmus.errors import DataError, Preempted, UsageError, disk_errors
+from isthmus.hf.hub import check_access, push
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
@@ -37,6 +40,7 @@ from isthmus.recipes.dpo_reference import (
     objective_of,
     stepper_of,
 )
+from isthmus.recipes.model_card import model_card
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
@@ -61,6 +65,8 @@ class RunResult:
     """The exported Hugging Face folder; None without ``checkpoint.export_final``, or if only adapters are exported."""
     adapter: str | None
     """The exported adapter of PEFT; None without adapters or ``checkpoint.export_final``."""
+    pushed: str | None
+    """Address of the repository; None without ``checkpoint.push``, and on other ranks than the first."""
     steps: int
     loss: float | None
     """Of the last step; None if the run had no steps left."""
@@ -168,6 +174,8 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
     ) as reporter:
         for message in messages:
             reporter.log(message)
+        if (repo := config.checkpoint.push) is not None:
+            on_rank_0(lambda: check_access(repo), "access to the Hub")
         return _train(_set_up(context, position, reporter, stop), stop)
 
 
@@ -213,13 +221,36 @@ class _Training:
             path = context.run_dir.adapter(which)
             with trace_region("export"):
                 export_adapter(self.model, context.config, path)
+                self._write_card(path, step, adapter=True)
             self.reporter.exported(step, path)
             if not exports_model(context.config):
                 return
         path = context.run_dir.export(which)
         with trace_region("export"):
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
+            self._write_card(path, step)
         self.reporter.exported(step, path)
+
+    def _write_card(self, folder: Path, step: int, *, adapter: bool = False) -> None:
+        if self.position.rank == 0:
+            context, data = self.context, self.data.train
+            metrics = context.run_dir.root / "metrics.jsonl"
+            card = model_card(context.config, context.plan, data, metrics, step, adapter=adapter)
+            with disk_errors(folder):
+                write_atomic(folder / "README.md", card)
+
+    def push(self) -> str | None:
+        """Upload the final export; a collective. Returns the address, on rank 0 only."""
+        repo, config = self.context.config.checkpoint.push, self.context.config
+        if repo is None:
+            return None
+        run_dir, private = self.context.run_dir, not config.checkpoint.push_public
+        folders = {".": run_dir.export()} if exports_model(config) else {}
+        if config.lora.enabled:
+            folders["adapter" if folders else "."] = run_dir.adapter()
+        address: list[str] = []
+        on_rank_0(lambda: address.append(push(folders, repo, private=private, report=self.reporter.log)), "push")
+        return next(iter(address), None)
 
     def answer(self, step: int) -> None:
         """Report answers to the prompts of ``eval.generate`` after ``step``; a collective."""
@@ -339,11 +370,13 @@ def _train(training: _Training, stop: StopFlag) -> RunResult:
         exported_step = best.step
     if config.checkpoint.export_final:
         training.export(exported_step, final=True)
+    address = training.push()
     first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
         out=str(context.run_dir.root),
         model=str(context.run_dir.export()) if config.checkpoint.export_final and exports_model(config) else None,
         adapter=str(context.run_dir.adapter()) if config.checkpoint.export_final and config.lora.enabled else None,
+        pushed=address,
         steps=outcome.last_step,
         loss=outcome.last_loss,
         valid_loss_before=before if first is None else first,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from isthmus.config.schema.section import Count, Interval, PathText, Section, listed
+from isthmus.config.schema.section import Count, Interval, PathText, Section, listed, refuse
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -31,6 +31,18 @@ class CheckpointConfig(Section):
     """Export the model in Hugging Face format after the last step."""
     export_merged: bool = True
     """lora: export the model with its adapters merged, too; the adapters are always exported, to adapter."""
+    push: Annotated[str, Field(min_length=1)] | None = None
+    """Repository on the Hub, NAMESPACE/NAME, to which the exported model is uploaded at the end."""
+    push_public: bool = False
+    """Make a repository that push creates public; else it is private."""
+
+    @model_validator(mode="after")
+    def _something_to_push(self) -> CheckpointConfig:
+        if self.push is not None and not self.export_final:
+            refuse("push", "push uploads the final export, and export_final=false; set it, or leave push out")
+        if self.push_public and self.push is None:
+            refuse("push_public", "push_public is for the repository that push creates; set checkpoint.push")
+        return self
 
 
 class LoggingConfig(Section):

@@ -152,6 +152,8 @@ def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     if config.recipe == "distill":
         found["distill.teacher_init"] = "random"
     found |= {"optim.offload": False, "train.attention": "auto"}
+    if config.checkpoint.push is not None:
+        found |= {"checkpoint.push": None, "checkpoint.push_public": False}
     if config.checkpoint.resume != "never":
         found["checkpoint.resume"] = "auto"
     return found

@@ -10,6 +10,7 @@ import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import IsthmusError
+from isthmus.hf.hub import check_name
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform, RunShape
@@ -62,6 +63,8 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     plan = plan_model(config, world_size=world_size)
     check_training(config, plan)
     check_files(config)
+    if config.checkpoint.push is not None:
+        check_name(config.checkpoint.push)
     for name in config.callbacks:
         callback_class(name)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)

@@ -1,0 +1,155 @@
+"""The model card of an export: base model, data, losses, settings and versions."""
+
+from __future__ import annotations
+
+import json
+import platform as python_platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from isthmus import __version__
+from isthmus.config.schema import RunConfig
+from isthmus.config.yaml_text import write_mapping
+from isthmus.data.batching.batches import Batches
+from isthmus.data.readers.data_names import HUB
+from isthmus.hf.hub import looks_like_id
+from isthmus.hf.model_card import inherited_metadata, render_card
+from isthmus.recipes.setup.model_plan import ModelPlan
+
+_KINDS = {
+    "sft": "fine-tuned on chats",
+    "dpo": "trained on preference pairs",
+    "pretrain": "trained on text",
+}
+_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
+_UNPUBLISHED = ("recipe", "out", "checkpoint", "logging", "callbacks", "eval", "platform")
+"""Settings that do not change the model."""
+
+
+def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path, step: int, *, adapter: bool) -> str:
+    """The text of README.md for the state after ``step``.
+
+    It names no folders of this machine, because it may be published.
+
+    Args:
+        data: the training data.
+        metrics: ``metrics.jsonl`` of the run.
+        adapter: for a folder of PEFT.
+    """
+    base = None if config.model.init == "random" else config.model.path
+    from_hub = base is not None and not Path(base).exists() and looks_like_id(base)
+    metadata: dict[str, Any] = {} if base is None else inherited_metadata(plan.source.path)
+    metadata |= {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["isthmus", "megatron-core", config.recipe, *(["lora"] if config.lora.enabled else [])],
+    }
+    if from_hub:
+        metadata |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
+    if datasets := _hub_datasets(config):
+        metadata["datasets"] = datasets
+    origin = (
+        "random weights" if base is None else f"[{base}](https://huggingface.co/{base})" if from_hub else _public(base)
+    )
+    how = _KINDS.get(config.recipe, f"trained with the recipe {config.recipe}")
+    name = Path(config.out).absolute().name
+    sections = [
+        f"# {name}",
+        f"This {'adapter' if adapter else 'model'} was {how} with Isthmus {__version__}, on Megatron-Core. "
+        f"Base model: {origin}.",
+        "## Loss",
+        _losses(metrics, step),
+        "## Data",
+        _data(data, step),
+        "## Settings",
+        "Settings that differ from the defaults:",
+        f"```yaml\n{write_mapping(_changed_settings(config))}```",
+        "## Versions",
+        "\n".join(f"- {package} {number}" for package, number in _versions().items()),
+    ]
+    return render_card(metadata, "\n\n".join(sections) + "\n")
+
+
+def _hub_datasets(config: RunConfig) -> list[str]:
+    files = [*config.data.files, *(file for one in config.data.sets.values() for file in one.files)]
+    names = (file.removeprefix(HUB).partition(":")[0].split("/") for file in files if file.startswith(HUB))
+    return list(dict.fromkeys("/".join(parts[:2]) for parts in names))
+
+
+def _losses(metrics: Path, step: int) -> str:
+    """A table of the losses up to ``step``, with the other metrics of evaluations."""
+    rows = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    until = [row for row in rows if row.get("step", step + 1) <= step]
+    valid = [row for row in until if "valid_loss" in row]
+    named = {"validation": valid[:1] + valid[-1:] if len(valid) > 1 else valid}
+    named["test"] = [row for row in until if "test_loss" in row]
+    named["training"] = [row for row in until if "loss" in row][-1:]
+    lines = ["| data | step | loss | other metrics |", "| --- | --- | --- | --- |"]
+    for name, found in named.items():
+        prefix = {"validation": "valid_", "test": "test_"}.get(name, "")
+        for row in found:
+            others = {
+                key.removeprefix(prefix): value for key, value in row.items() if prefix and key.startswith(prefix)
+            }
+            loss = others.pop("loss", row.get("loss"))
+            cells = ", ".join(f"{key} {_number(value)}" for key, value in others.items())
+            lines.append(f"| {name} | {row['step']} | {_number(loss)} | {cells} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _data(data: Batches, step: int) -> str:
+    sequences = step * data.global_batch_size
+    per_sequence = data.tokens_per_step / data.global_batch_size
+    lines = ["| data set | samples | epochs |", "| --- | --- | --- |"]
+    epochs = data.epochs(step) if step else dict.fromkeys((share.name for share in data.shares), 0.0)
+    lines += [f"| {share.name} | {share.samples:,} | {epochs[share.name]:.3g} |" for share in data.shares]
+    return (
+        "\n".join(lines) + f"\n\n{step:,} steps of {data.global_batch_size} sequences: {sequences:,} sequences, about "
+        f"{sequences * per_sequence:,.0f} tokens."
+    )
+
+
+def _changed_settings(config: RunConfig) -> dict[str, Any]:
+    """All settings that are not the default, in sections; of paths only the name."""
+    found: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        section = getattr(config, name)
+        if name in _UNPUBLISHED:
+            continue
+        if not isinstance(section, BaseModel):
+            found |= {name: _public(section)} if section != field.default else {}
+            continue
+        changed = {
+            key: _public(value)
+            for key, value in section.model_dump(mode="json").items()
+            if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)
+        }
+        found |= {name: changed} if changed else {}
+    return found
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _public(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(one) for one in value]
+    is_local = isinstance(value, str) and "/" in value and not value.startswith(HUB) and not looks_like_id(value)
+    return Path(value).name if is_local or (isinstance(value, str) and Path(value).is_absolute()) else value
+
+
+def _versions() -> dict[str, str]:
+    return {"isthmus": __version__, "python": python_platform.python_version()} | {
+        package: version(package) for package in _PACKAGES
+    }

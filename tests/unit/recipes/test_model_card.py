@@ -1,0 +1,90 @@
+"""The model card of an export: accepted by the library of the Hub, and without paths of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+
+from isthmus.config.load import load_config
+from isthmus.data.batching.batches import Batches, BatchSettings
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.recipes.model_card import model_card
+
+ROWS = [
+    {"step": 0, "valid_loss": 4.5, "valid_mean_token_accuracy": 0.125},
+    {"step": 1, "loss": 4.25, "lr": 0.1},
+    {"step": 2, "loss": 3.5, "lr": 0.1},
+    {"step": 2, "valid_loss": 3.25, "valid_mean_token_accuracy": 0.5},
+    {"step": 2, "test_loss": None, "test_perplexity": None},
+    {"step": 3, "loss": 9.75, "lr": 0.1},
+]
+
+
+def card_of(
+    tmp_path: Path, model: str, *overrides: str, adapter: bool = False, data: str = "hf:org/chats/en:train"
+) -> ModelCard:
+    source = tmp_path / "base"
+    source.mkdir(exist_ok=True)
+    (source / "README.md").write_text("---\nlicense: other\nlicense_name: own\nlanguage: [de]\n---\n# Base\n")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    samples = SampleStore.from_samples([(np.arange(6), np.ones(6))] * 8)
+    batches = Batches(samples, BatchSettings(seq_length=5, micro_batch_size=1, global_batch_size=4, packing=False))
+    flags = {"model": model, "data": [data], "out": str(tmp_path / "my-run")}
+    config = load_config("sft", None, ["optim.lr=3e-4", *overrides], flags)
+    plan: Any = SimpleNamespace(source=SimpleNamespace(path=source))
+    text = model_card(config, plan, batches, metrics, 2, adapter=adapter)
+    assert str(tmp_path) not in text
+    return ModelCard(text)
+
+
+def test_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "org/model")
+    assert card.data.to_dict() == {
+        "base_model": "org/model", "base_model_relation": "finetune", "datasets": ["org/chats"], "language": ["de"],
+        "library_name": "transformers", "license": "other", "license_name": "own", "pipeline_tag": "text-generation",
+        "tags": ["isthmus", "megatron-core", "sft"],
+    }  # fmt: skip
+    for line in (
+        "# my-run",
+        "| validation | 0 | 4.5 | mean_token_accuracy 0.125 |",
+        "| validation | 2 | 3.25 | mean_token_accuracy 0.5 |",
+        "| test | 2 | not finite | perplexity not finite |",
+        "| training | 2 | 3.5 |  |",
+        "| data | 8 | 1 |",
+        "2 steps of 4 sequences: 8 sequences, about 40 tokens.",
+        "  lr: 0.0003",
+        "- hf:org/chats/en:train",
+    ):
+        assert line in card.text or f"  {line}" in card.text, line
+    assert "- torch " in card.text and "9.75" not in card.text and "checkpoint" not in card.text
+
+
+def test_card_of_an_adapter_on_a_local_model(tmp_path: Path) -> None:
+    local, data = tmp_path / "base", tmp_path / "data" / "private.json"
+    card = card_of(tmp_path, str(local), "lora.rank=4", adapter=True, data=str(data))
+    found = card.data.to_dict()
+    assert (found["library_name"], found["tags"][-1], found["license"]) == ("peft", "lora", "other")
+    assert "base_model" not in found and "datasets" not in found
+    assert "This adapter was fine-tuned on chats" in card.text and "Base model: base." in card.text
+    assert "private.json" in card.text and "rank: 4" in card.text
+
+
+def test_random_weights_have_no_licence(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "org/model", "model.init=random")
+    assert "license" not in card.data.to_dict() and "base_model" not in card.data.to_dict()
+    assert "Base model: random weights." in card.text
+
+
+@pytest.mark.parametrize("text", ["", "---\nlicense: [\n---\n", "# no header"])
+def test_a_base_card_without_metadata(tmp_path: Path, text: str) -> None:
+    from isthmus.hf.model_card import inherited_metadata
+
+    (tmp_path / "README.md").write_text(text)
+    assert inherited_metadata(tmp_path) == {} == inherited_metadata(tmp_path / "nowhere")
