@@ -99,8 +99,8 @@ def inject(fault: str) -> None:
     """Make the third step of this process raise an error (``fail``) or block (``sleep``), or suspend this process when
     it writes a checkpoint (``suspend in save``) or reads weights (``suspend in load``).
 
-    ``hub``, ``hub read-only`` (its token) and ``hub broken`` (its uploads) are stand-ins for the Hub, which record calls
-    in ``hub.jsonl``."""
+    ``hub``, ``hub read-only`` (its token) and ``hub broken`` (its uploads) are stand-ins for the Hub, which record
+    calls in ``hub.jsonl``."""
     if fault.startswith("hub"):
         from isthmus.hf import hub
 

@@ -17,13 +17,14 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import write_mapping
 from isthmus.data.batching.batches import Batches
 from isthmus.data.readers.data_names import HUB
+from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
-from isthmus.hf.model_card import inherited_metadata, render_card
 from isthmus.recipes.setup.model_plan import ModelPlan
 
 _KINDS = {
     "sft": "fine-tuned on chats",
     "dpo": "trained on preference pairs",
+    "kto": "trained on answers with labels (KTO)",
     "pretrain": "trained on text",
 }
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")

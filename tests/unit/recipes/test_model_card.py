@@ -84,7 +84,7 @@ def test_random_weights_have_no_licence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "---\nlicense: [\n---\n", "# no header"])
 def test_a_base_card_without_metadata(tmp_path: Path, text: str) -> None:
-    from isthmus.hf.model_card import inherited_metadata
+    from isthmus.hf.card_header import inherited_metadata
 
     (tmp_path / "README.md").write_text(text)
     assert inherited_metadata(tmp_path) == {} == inherited_metadata(tmp_path / "nowhere")
