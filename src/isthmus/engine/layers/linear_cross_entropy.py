@@ -72,9 +72,8 @@ class VocabShard:
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
         chosen: Tensor | None = None,
-        sampling: Sampling | None = None,
-        teacher: TeacherOutput | None = None,
         sampling: TokenSampling | None = None,
+        teacher: TeacherOutput | None = None,
     ) -> Iterator[Tensor]:
         """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
 
