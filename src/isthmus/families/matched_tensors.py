@@ -64,7 +64,7 @@ def values_by_pattern(
         chosen = {None if pattern is None else values[pattern] for pattern in of_parts.values()}
         if len(chosen) > 1:
             raise UsageError(
-                f"{setting} treats {' and '.join(of_parts)} differently, and they are one tensor in training. "
+                f"{setting} treats {', '.join(of_parts)} differently, and they are one tensor in training. "
                 "Use a pattern that matches all of them, or none."
             )
         if (value := chosen.pop()) is not None:

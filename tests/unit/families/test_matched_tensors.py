@@ -39,7 +39,7 @@ def test_patterns_name_whole_tensors(model: str, patterns: tuple[str, ...], coun
     ("patterns", "words"),
     [
         (("model.embed_token.weight",), ("matches no trained tensor", "model.embed_tokens.weight")),
-        (("*.q_proj.*",), ("q_proj.weight", "k_proj.weight", "one tensor")),
+        (("*.q_proj.*",), ("q_proj.weight, ", "k_proj.weight", "one tensor")),
         (("*",), ("all tensors",)),
     ],
 )

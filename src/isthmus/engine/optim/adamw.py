@@ -1,4 +1,4 @@
-"""AdamW with its moments in host memory, or quantized to 8 bits."""
+"""AdamW with its moments in host memory or quantized to 8 bits, and beside Muon."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def create_state(adam: torch.optim.Optimizer) -> None:
             adam.state[parameter] = {"step": step, **moments}
 
 
-class _AdamWByTensor(torch.optim.AdamW):
-    """AdamW that updates one parameter at a time."""
-
+class _OnGroupsOfAdamW(torch.optim.AdamW):
     @classmethod
     def from_adamw(cls, adam: torch.optim.Optimizer) -> Self:
         """Take over the parameter groups of ``adam``, which has no state yet."""
@@ -58,6 +56,22 @@ class _AdamWByTensor(torch.optim.AdamW):
         # Some parameters are views of the model's buffers, which torch's constructor rejects.
         optimizer.param_groups = adam.param_groups
         return optimizer
+
+
+class AdamWBesideMuon(_OnGroupsOfAdamW):
+    """AdamW of the parameter groups that Muon leaves out."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """``closure`` is ignored."""
+        every = self.param_groups
+        self.param_groups = [group for group in every if not group.get("muon")]
+        super().step()
+        self.param_groups = every
+
+
+class _AdamWByTensor(_OnGroupsOfAdamW):
+    """AdamW that updates one parameter at a time."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

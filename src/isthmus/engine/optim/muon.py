@@ -79,7 +79,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the main weights from their gradients, which it removes; a collective of the stage's ranks."""
+        """Update the main weights from their gradients; a collective of the stage's ranks."""
         for now in self.exchange.rounds:
             wholes = self.exchange.gather(now, {name: self._direction(self.shards[name]) for name in now.held})
             self._orthogonalize(now.owned, wholes)
@@ -90,7 +90,6 @@ class Muon:
         """The momentum with this step's gradient, bfloat16, flat."""
         gradient, weight = local_elements(shard.parameter.grad), self.optim.muon_momentum
         shard.momentum.lerp_(gradient, 1 - weight)
-        shard.parameter.grad = None  # AdamW leaves it out
         return gradient.lerp(shard.momentum, weight).bfloat16()
 
     def _apply(self, name: str, update: Tensor) -> None:

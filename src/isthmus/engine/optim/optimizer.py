@@ -17,7 +17,7 @@ from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.megatron_model import Decoder, live_parameters
-from isthmus.engine.optim.adamw import AdamW8bit, CpuOffloadAdamW, create_state
+from isthmus.engine.optim.adamw import AdamW8bit, AdamWBesideMuon, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
 from isthmus.engine.optim.param_groups import group_overrides, mark_parameters
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
@@ -28,6 +28,7 @@ from isthmus.families.family import Family
 from isthmus.families.matched_tensors import hidden_matrices
 
 _DEFAULT_TRAIN = TrainConfig()
+_CLASSES: dict[str, type[AdamW8bit | AdamWBesideMuon]] = {"adamw_8bit": AdamW8bit, "muon": AdamWBesideMuon}
 MIN_LOSS_SCALE = 1.0
 """If a float16 gradient overflows at this scale, the run has diverged."""
 
@@ -119,8 +120,8 @@ def build_optimizer(
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         if optim.offload:
             one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
-        if optim.optimizer == "adamw_8bit":
-            one.optimizer = AdamW8bit.from_adamw(one.optimizer)
+        if optim.optimizer in _CLASSES:
+            one.optimizer = _CLASSES[optim.optimizer].from_adamw(one.optimizer)
         create_state(one.optimizer)
     if optim.optimizer == "muon":
         # update_weights steps it: the optimizers of the chain are not the same on all ranks of a stage.

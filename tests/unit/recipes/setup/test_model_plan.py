@@ -116,7 +116,7 @@ def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tm
     [
         ({"optimizer": "muon"}, ["model.layers.*"], "optim.optimizer=muon updates the weight matrices .* frozen"),
         ({"lr_multipliers": {"lm_head.*": 0.1}}, ["lm_head.*"], r"optim.lr_multipliers: lm_head.\* matches no trained"),
-        ({"lr_multipliers": {"*.up_proj.*": 0.1}}, [], r"gate_proj.weight and .*up_proj.weight differently"),
+        ({"lr_multipliers": {"*.up_proj.*": 0.1}}, [], r"gate_proj.weight, .*up_proj.weight differently"),
     ],
 )
 def test_optimizer_settings_apply_to_trained_tensors(
