@@ -1,6 +1,7 @@
 """Steps with LoRA on a CPU: Isthmus compared with PEFT in transformers' Trainer and in TRL's SFTTrainer.
 
     python benchmarks/lora.py --record
+    python benchmarks/lora.py --quantize nf4 --record
 
 The model, samples and processes are those of sft_cpu.py; adapters of rank 16 are on all linear layers of the model.
 """
@@ -33,6 +34,7 @@ MOST_FOR_OTHERS = 0.05
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default: %(default)s)")
+    parser.add_argument("--quantize", choices=("nf4", "int8"), help="the frozen weights, by bitsandbytes (QLoRA)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: %(default)s")
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default: %(default)s)")
@@ -57,7 +59,8 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     workload = make_workload(folder, data=None, tokenizer=None, seq_length=seq_length, num_samples=samples, shape=shape)
     drawn = workload["data"]
     timed = 1 if chosen.quick else drawn["tokens"] - drawn["samples"]
-    turn = {"seq_length": seq_length, "timed_tokens": timed, "lora_rank": chosen.rank, "precision": chosen.precision}
+    turn = {"seq_length": seq_length, "timed_tokens": timed, "precision": chosen.precision}
+    turn |= {"lora_rank": chosen.rank, "quantize": chosen.quantize}
     contestants = {
         name: (module, Turn(folder=str(folder), style=style, **turn).spec())
         for name, (module, style) in CONTESTANTS.items()
@@ -106,7 +109,7 @@ def main(arguments: list[str]) -> None:
         )
     for claim in result["claims"]:
         print(f"{'holds' if claim['holds'] else 'FAILS'}: {claim['claim']} {claim['wanted']}, got {claim['got']:.2f}")
-    out = result_path("lora", result["certificate"]) if chosen.record else chosen.out
+    out = result_path("qlora" if chosen.quantize else "lora", result["certificate"]) if chosen.record else chosen.out
     if out is not None:
         write_result(out, result)
 

@@ -18,6 +18,7 @@ import torch
 from rounds import turn_files
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DataCollatorWithFlattening,
     PrinterCallback,
     Trainer,
@@ -151,7 +152,13 @@ def run(turn: Turn) -> dict[str, Any]:
     adapted = turn.lora_rank is not None
     # Frozen weights need no float32 copy: PEFT makes the adapters float32.
     dtype = torch.bfloat16 if adapted and turn.precision == "bf16" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(turn.model, dtype=dtype, attn_implementation="sdpa")
+    quantized: dict[str, Any] = {}
+    if turn.quantize is not None:
+        bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        quantized["quantization_config"] = BitsAndBytesConfig(
+            **bits if turn.quantize == "nf4" else {"load_in_8bit": True}
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(turn.model, dtype=dtype, attn_implementation="sdpa", **quantized)
     if adapted:
         from peft import LoraConfig, get_peft_model
 

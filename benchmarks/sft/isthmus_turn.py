@@ -33,7 +33,9 @@ def run(turn: Turn) -> dict[str, Any]:
             "model": {"path": str(turn.model)},
             "data": {"files": ["unused"], "seq_length": turn.seq_length},
             "optim": {"lr": turn.lr, "schedule": "constant"},
-            "lora": {} if turn.lora_rank is None else {"rank": turn.lora_rank, "alpha": 2 * turn.lora_rank},
+            "lora": {}
+            if turn.lora_rank is None
+            else {"rank": turn.lora_rank, "alpha": 2 * turn.lora_rank, "quantize": turn.quantize},
         }
     )
     plan = plan_model(config)

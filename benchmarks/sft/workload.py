@@ -68,6 +68,8 @@ class Turn:
     lr: float = 1e-4
     lora_rank: int | None = None
     """Train adapters of this rank on all linear layers; None: all weights."""
+    quantize: Literal["nf4", "int8"] | None = None
+    """The other weights of linear layers, by bitsandbytes."""
     ceiling: dict[str, Any] | None = None
     """Spec of the ceiling that ``sft.ceiling_process`` measures at each timed step; only for Isthmus."""
     profile: bool = False

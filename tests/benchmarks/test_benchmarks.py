@@ -57,9 +57,10 @@ def test_fine_tuning(repository: Path, chats: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
-def test_lora(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", [[], ["--quantize", "nf4"]])
+def test_lora(quantize: list[str], repository: Path, tmp_path: Path) -> None:
     arguments = ["--only", "isthmus,trainer-padded,trl", "--samples", "8"]
-    result = run(repository, tmp_path / "lora.json", "lora.py", *arguments)
+    result = run(repository, tmp_path / "lora.json", "lora.py", *arguments, *quantize)
     losses = [row["first_loss"] for row in result["rows"]]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-4) and len(result["claims"]) == 2
 

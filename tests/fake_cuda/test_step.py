@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
     "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
+    "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},
 }
 
 
