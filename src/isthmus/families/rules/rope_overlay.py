@@ -22,7 +22,7 @@ def overlay_rotary(config: Mapping[str, Any], keys: Mapping[str, Any], names: Ma
     own = {plain: keys[key] for plain, name in outside.items() for key in (plain, name) if key in keys}
     nested = config.get("rope_parameters") or {}
     if "full_attention" in nested or any("full_attention" in (keys.get(name) or {}) for name in given):
-        return _by_layer(nested, keys)
+        return _by_layer(nested, keys, config.get("max_position_embeddings"))
     if not given and not own:
         return {}
     before = {**nested, **(config.get("rope_scaling") or {})}
@@ -51,13 +51,15 @@ def _scaled(before: Mapping[str, Any], given: Mapping[str, Any] | None, context:
     return {**kept, **scales, **given}
 
 
-def _by_layer(nested: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of a model whose sliding-window layers have another base, with older keys of ``keys``."""
+def _by_layer(nested: Mapping[str, Any], keys: Mapping[str, Any], context: int | None) -> dict[str, Any]:
+    """Of a model whose sliding-window layers have another base: ``rope_parameters`` with the older keys, too."""
     merged = {kind: dict(nested.get(kind) or {}) for kind in _LAYER.values()}
     for kind, settings in (keys.get("rope_parameters") or {}).items():
         # A setting that is not one of a layer kind is refused by the reader.
         merged[kind] = {**merged.get(kind, {}), **settings} if isinstance(settings, Mapping) else settings
+    if "rope_scaling" in keys:  # of the layers without a window
+        merged["full_attention"] = _scaled(merged["full_attention"], keys["rope_scaling"], context)
     for name, kind in _LAYER.items():
         if name in keys:
             merged[kind]["rope_theta"] = keys[name]
-    return {"rope_parameters": merged}
+    return {"rope_parameters": merged, **({"rope_scaling": None} if "rope_scaling" in keys else {})}

@@ -13,6 +13,7 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.recipes.data.data_sources import chat_settings
 
 _LONGEST_LINE = 100
 
@@ -26,7 +27,7 @@ class EvalPrompt:
 
 def end_tokens(source: ModelFolder, tokenizer: Tokenizer) -> set[int]:
     """Tokens that end an answer: those of the model's files, as in transformers, and the tokenizer's."""
-    return source.end_tokens() | ({tokenizer.eos_id} if tokenizer.eos_id is not None else set())
+    return source.end_tokens() | {end for end in (tokenizer.eos_id, tokenizer.turn_end_id) if end is not None}
 
 
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> tuple[EvalPrompt, ...]:
@@ -41,7 +42,7 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architec
         return ()
     given = settings.prompts
     records = _read(Path(given)) if isinstance(given, str) else [(text, "eval.prompts") for text in given]
-    prompts = tuple(_prompt(record, where, config.recipe, tokenizer) for record, where in records)
+    prompts = tuple(_prompt(record, where, config, tokenizer) for record, where in records)
     longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
@@ -70,13 +71,13 @@ def _read(path: Path) -> list[tuple[Any, str]]:
         raise DataError(f"{path} has a line that is not JSON ({error}). Correct it, or name the file .txt.") from error
 
 
-def _prompt(record: Any, where: str, recipe: str, tokenizer: Tokenizer) -> EvalPrompt:
+def _prompt(record: Any, where: str, config: RunConfig, tokenizer: Tokenizer) -> EvalPrompt:
     content = record.get("messages", record.get("prompt")) if isinstance(record, dict) else record
     if not content or not isinstance(content, str | list):
         raise DataError(
             f"{where}: expected text, or an object with prompt or messages, got {record!r:.{_LONGEST_LINE}}."
         )
-    if recipe == "pretrain":
+    if config.recipe == "pretrain":
         if not isinstance(content, str):
             raise DataError(f"{where}: pretrain continues text, and this prompt is a chat. Give its text as prompt.")
         first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -86,5 +87,6 @@ def _prompt(record: Any, where: str, recipe: str, tokenizer: Tokenizer) -> EvalP
         return EvalPrompt(content, ids)
     messages: list[Message] = turns(content, where) if isinstance(content, list) else []
     messages = messages or [{"role": "user", "content": str(content)}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    settled = chat_settings(config).applied(messages)
+    text = tokenizer.apply_chat_template(settled, add_generation_prompt=True)
     return EvalPrompt(str(messages[-1]["content"]), tokenizer.encode(text))

@@ -22,9 +22,9 @@ def tokenizer() -> Tokenizer:
 
 
 def read(
-    tokenizer: Tokenizer, prompts: str, recipe: str = "sft", positions: int | None = None
+    tokenizer: Tokenizer, prompts: str, recipe: str = "sft", positions: int | None = None, more: tuple[str, ...] = ()
 ) -> tuple[EvalPrompt, ...]:
-    overrides = ["eval.generate=true", f"eval.prompts={prompts}", "eval.max_new_tokens=9"]
+    overrides = ["eval.generate=true", f"eval.prompts={prompts}", "eval.max_new_tokens=9", *more]
     config = load_config(recipe, None, overrides, {"model": "m", "data": ["d"], "out": "o"})
     architecture: Any = SimpleNamespace(
         position="rope" if positions is None else "learned", max_position_embeddings=positions
@@ -36,6 +36,9 @@ def test_a_list_is_chats_for_sft_and_text_for_pretraining(tokenizer: Tokenizer) 
     chat, _ = read(tokenizer, "[the sea, is blue]")
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "the sea"}], add_generation_prompt=True)
     assert (chat.text, tokenizer.decode(chat.input_ids)) == ("the sea", turn) and turn != "the sea"
+    asked, _ = read(tokenizer, "[the sea, is blue]", more=("chat.system=blue",))
+    system = tokenizer.apply_chat_template([{"role": "system", "content": "blue"}])
+    assert tokenizer.decode(asked.input_ids) == system + turn
     plain, _ = read(tokenizer, "[the sea, is blue]", "pretrain")
     assert tokenizer.decode(plain.input_ids) == "the sea"
     config = load_config("sft", None, [], {"model": "m", "data": ["d"], "out": "o"})

@@ -103,6 +103,10 @@ def test_rotary_settings_by_layer(tmp_path: Path) -> None:
     keys = {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     arch = architecture_of(opened(path=str(folder), config=keys).config)
     assert (arch.rotary_base, arch.window_rotary_base, arch.rope_scaling.factor) == (5e5, 7e3, 8.0)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert architecture_of(opened(path=str(folder), config={"rope_scaling": None}).config).rope_scaling is None
     with pytest.raises(UsageError, match="rope_type, factor is not a kind of layer"):
         opened(path=str(folder), config={"rope_parameters": {"rope_type": "linear", "factor": 8.0}})
 
