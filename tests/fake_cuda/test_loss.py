@@ -47,6 +47,37 @@ def loss_of_a_micro_batch(tp: int = 1, softcap: float | None = None, precision: 
     }  # fmt: skip
 
 
+def distillation_of_a_micro_batch(tp: int = 1, **settings: Any) -> dict[str, Any]:
+    """Like :func:`loss_of_a_micro_batch`, for section ``distill`` and a teacher of 4,096 channels."""
+    from megatron.core import parallel_state
+
+    from isthmus.config.schema.distillation import DistillConfig
+    from isthmus.engine.layers import distillation_loss, matmul
+    from isthmus.engine.layers.linear_cross_entropy import TeacherOutput, VocabShard, linear_distillation
+
+    world(rank=tp - 1, size=tp, tp=tp)
+    rows = VOCAB // tp
+    shard = VocabShard((tp - 1) * rows, rows, parallel_state.get_tensor_model_parallel_group() if tp > 1 else None)
+    matmul.rounded_gradients("cuda", torch.bfloat16)
+    regions = count_regions(distillation_loss, "row_statistics", "tail_sums", "divergence_sums", "write_gradient")
+    on_gpu: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    with measure() as memory:
+        hidden = torch.ones(TOKENS, 2048, requires_grad=True, **on_gpu)
+        weight: Any = torch.nn.Parameter(torch.ones(rows, 2048, **on_gpu))
+        weight.main_grad = torch.zeros(rows, 2048, device="cuda")
+        taught, theirs = torch.ones(TOKENS, 4096, **on_gpu), torch.ones(rows, 4096, **on_gpu)
+        labels = torch.zeros(TOKENS, device="cuda", dtype=torch.int64)
+        teacher = TeacherOutput(taught, theirs, shard, DistillConfig(**settings))
+        before = memory.live_bytes
+        memory.reset_peak()
+        with record() as trace:
+            linear_distillation(hidden, weight, labels, shard, teacher=teacher)[0].backward()
+    return {
+        "kernels": trace.kernels, "syncs": [str(sync) for sync in trace.syncs], "regions": sum(regions),
+        "total": trace.num_kernels, "bytes": memory.peak_bytes - before,
+    }  # fmt: skip
+
+
 def count_regions(module: Any, *names: str) -> list[int]:
     """Kernels of each later call of these functions, which a GPU compiles."""
     found: list[int] = []
@@ -84,6 +115,22 @@ def test_kernels_of_other_losses(fake_cuda: FakeCuda) -> None:
     assert not capped["syncs"] + sharded["syncs"]
     exact = fake_cuda.run(loss_of_a_micro_batch, tp=8, precision="float32")
     assert exact["rounded"] is None and exact["kernels"]["addmm_"] == 1
+
+
+def test_distillation(fake_cuda: FakeCuda) -> None:
+    """Without synchronization; kernels that are not compiled take the memory that the estimate of a run assumes."""
+    from isthmus.engine.layers.cross_entropy_gpu import CHUNK_ELEMENTS
+    from isthmus.engine.layers.distillation_loss import CHUNK_SHARE, TEMPORARY_BYTES
+
+    grad_hidden = 2 * 2 * TOKENS * 2048
+    found = fake_cuda.run(distillation_of_a_micro_batch, beta=0.5, temperature=2.0, top_k=64, sft_weight=0.5)
+    chunks = -(-TOKENS * VOCAB * CHUNK_SHARE // CHUNK_ELEMENTS)
+    assert not found["syncs"] and found["kernels"]["addmm"] == chunks, found
+    used = (found["bytes"] - grad_hidden) / (TOKENS * VOCAB / chunks)
+    print(f"{used:.1f} bytes for each logit of a chunk")
+    assert used <= 2 + 2 + TEMPORARY_BYTES
+    sharded = fake_cuda.run(distillation_of_a_micro_batch, tp=8, beta=0.0)
+    assert not sharded["syncs"] and sharded["total"] - sharded["regions"] <= 45 * sharded["kernels"]["addmm"]
 
 
 def kernels_of_a_step(**parallel: int | bool) -> dict[str, Any]:

@@ -81,6 +81,15 @@ def test_experts_of_student_and_teacher(
         assert_same(two.run(TRAIN, **case | {"ep": 2, "micro_batch_size": 2}), one.run(TRAIN, **case))
 
 
+def test_adapters_of_the_student(one: RankPool, two: RankPool, run: dict[str, Any]) -> None:
+    """The teacher has none, and its weights are not quantized."""
+    distill = {"teacher": run["model"]}
+    case = run | {"steps": 2, "distill": distill, "lora": {"rank": 4, "quantize": "int8"}}
+    alone = one.run(TRAIN, **case)
+    assert 1e-7 < alone["valid_before"] < 0.1  # of the same weights, without and with quantization
+    assert_same(two.run(TRAIN, **case | {"pp": 2}), alone)
+
+
 def test_resumes_bitwise(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     run = run | {"precision": "bf16", "micro_batch_size": 2, "evaluate": False}
     uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
@@ -99,7 +108,7 @@ def test_the_loss_is_that_of_transformers(
     total, count = 0.0, 0
     store = open_samples(run["samples"])
     for number in range(len(store)):
-        tokens, mask = (torch.as_tensor(each) for each in store[number])
+        tokens, mask = (torch.tensor(each) for each in store[number])
         with torch.no_grad():
             log_probs = [net(tokens[None].long()).logits[0, :-1, :VOCAB].log_softmax(-1) for net in networks]
         divergence = torch.nn.functional.kl_div(*log_probs, reduction="none", log_target=True).sum(-1)

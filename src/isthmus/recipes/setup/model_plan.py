@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.convert.merged_weights import MergedWeights
@@ -108,7 +109,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
         path=distill.teacher, config=distill.teacher_config, init=distill.teacher_init, trust_remote_code=code
     )
     train = config.train.model_copy(update={"seed": config.train.seed + 1})
-    return config.model_copy(update={"model": model, "train": train, "moe": MoeConfig()})
+    return config.model_copy(update={"model": model, "train": train, "moe": MoeConfig(), "lora": LoraConfig()})
 
 
 def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:

@@ -52,6 +52,25 @@ def estimate(hf: dict[str, Any], **layout: Any) -> MemoryEstimate:
     return estimate_memory(plan_of(hf, run), run, "bf16")
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"fsdp": True}], ids=str)
+def test_a_teacher_has_weights_and_hidden_states(layout: dict[str, Any]) -> None:
+    run = config(layout=layout)
+    student, teacher = plan_of(LLAMA_8B, run), plan_of(LLAMA_70B, run)
+    teacher = replace(teacher, frozen=frozenset(teacher.family.placements(teacher.architecture)))
+    distill = {"teacher": "t", "teacher_dtype": "bfloat16"}
+    run = RunConfig.model_validate(run.model_dump() | {"recipe": "distill", "distill": distill})
+    both = estimate_memory(replace(student, teacher=teacher), run, "bf16")
+    alone = estimate_memory(student, run, "bf16")
+    share = 2 * 70_553_706_496 // (8 if "fsdp" in layout else 4)
+    gathered = 2 * (2 * 128256 * 8192 + 8192 + 855_654_400) if "fsdp" in layout else 0
+    assert both.teacher == pytest.approx(share + gathered, rel=0.02)
+    assert both.total - alone.total >= both.teacher and both.gradients == alone.gradients
+    # Of a micro batch of 16,384 tokens, with a pipeline of all 32 of a step on the last stage.
+    last = estimate_ranks(replace(student, teacher=teacher), run, "bf16")[-1]
+    hidden = last.activations - estimate_ranks(student, run, "bf16")[-1].activations
+    assert hidden == 2 * 8192 * 16384 * (32 if "pp" in layout else 1)
+
+
 @pytest.mark.parametrize(
     ("hf", "published"),
     [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (DEEPSEEK_LITE, 15_706_484_224)],
