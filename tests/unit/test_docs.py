@@ -86,9 +86,11 @@ def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len(overrides) > 5
     for page, verb, override in overrides:
-        without_files = {"data.files": None, "train.steps": 5} if override == "data.mock=true" else {}
+        more = {"data.files": None, "train.steps": 5} if override == "data.mock=true" else {}
+        if verb == "distill":
+            more["distill.teacher"] = "teacher"
         try:
-            load_config("dpo" if verb == "dpo" else "sft", None, [override], flags | without_files)
+            load_config(verb if verb in ("dpo", "kto", "reward", "distill") else "sft", None, [override], flags | more)
         except errors.UsageError as error:
             pytest.fail(f"{page}: {override}: {error}")
 

@@ -49,9 +49,8 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
     def threads(*, resume: bool = False, config: RunConfig = SFT) -> tuple[int | None, tuple[str, ...]]:
         where = {"run_dir": RunDir(tmp_path), "resume": tmp_path if resume else None, "platform": CpuPlatform("test")}
         unused = cast(Any, None)
-        context = RunContext(
-            config=config, plan=unused, tokenizer=unused, shape=unused, precision="fp32", messages=(), **where
-        )
+        unknown = {"plan": unused, "tokenizer": unused, "shape": unused, "prompts": ()}
+        context = RunContext(config=config, precision="fp32", messages=(), **unknown, **where)
         left = run._leave_busy_cores(context)
         if not resume:
             RunDir(tmp_path).config.write_text(dump(left.config))

@@ -201,22 +201,7 @@ def save(
         staging.mkdir(parents=True)
 
     _on_main(prepare, staging)
-    with float32_moments(torch_optimizers(stepper.optimizer), loading=False):
-        state = _state(stepper, is_loading=False)
-    state |= {
-        "rng_state": _random_state(stepper.device),
-        "checkpoint_version": 3.0,
-        "iteration": progress.step,
-        "isthmus": {
-            "progress": asdict(progress),
-            "layout": _layout(parallel),
-            "skipped": stepper.skipped,
-            "frozen": sorted(stepper.model[0].module.frozen),
-            "adapters": _described(stepper),
-        },
-    }
-    if args is not None:
-        state["args"] = args
+    state = _saved_state(stepper, progress, parallel, args)
     content = {name: value for name, value in _metadata().items() if name != "dp_cp_group"}
 
     def write() -> None:
@@ -236,6 +221,27 @@ def save(
     best = progress.best.step if keep_best else None
     _on_main(lambda: _publish(staging, final, progress.step, keep, best), staging)
     return final
+
+
+def _saved_state(
+    stepper: Stepper, progress: Progress, parallel: ParallelConfig, args: Namespace | None
+) -> dict[str, Any]:
+    """Everything in a checkpoint except the files beside it."""
+    with float32_moments(torch_optimizers(stepper.optimizer), loading=False):
+        state = _state(stepper, is_loading=False)
+    state |= {
+        "rng_state": _random_state(stepper.device),
+        "checkpoint_version": 3.0,
+        "iteration": progress.step,
+        "isthmus": {
+            "progress": asdict(progress),
+            "layout": _layout(parallel),
+            "skipped": stepper.skipped,
+            "frozen": sorted(stepper.model[0].module.frozen),
+            "adapters": _described(stepper),
+        },
+    }
+    return state if args is None else state | {"args": args}
 
 
 def _on_main(stage: Callable[[], None], staging: Path) -> None:
