@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.matched_tensors import frozen_tensors, values_by_pattern
 from isthmus.families.registry import family_for
 from ranks.tiny import OWN_SIZES, SIZES
 
 
-def _model(name: str) -> tuple[Family, object]:
+def _model(name: str) -> tuple[Family, Architecture]:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(name, **{**SIZES, **OWN_SIZES.get(name, {})}).to_dict()
@@ -30,7 +31,7 @@ def _model(name: str) -> tuple[Family, object]:
     ],
 )
 def test_patterns_name_whole_tensors(model: str, patterns: tuple[str, ...], count: int, member: str | None) -> None:
-    frozen = frozen_tensors(*_model(model), patterns)  # type: ignore[arg-type]
+    frozen = frozen_tensors(*_model(model), patterns)
     assert len(frozen) == count
     assert member is None or member in frozen
 
@@ -45,12 +46,12 @@ def test_patterns_name_whole_tensors(model: str, patterns: tuple[str, ...], coun
 )
 def test_patterns_that_cannot_be_frozen(patterns: tuple[str, ...], words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as caught:
-        frozen_tensors(*_model("qwen3"), patterns)  # type: ignore[arg-type]
+        frozen_tensors(*_model("qwen3"), patterns)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_the_first_matching_pattern_counts() -> None:
     values = {"*.layers.0.mlp.*": 1.0, "*.mlp.*": 2.0}
-    found = values_by_pattern(*_model("qwen3"), values, "optim.lr_groups")  # type: ignore[arg-type]
+    found = values_by_pattern(*_model("qwen3"), values, "optim.lr_groups")
     assert found["decoder.layers.0.mlp.linear_fc2.weight"] == 1.0
     assert found["decoder.layers.1.mlp.linear_fc2.weight"] == 2.0

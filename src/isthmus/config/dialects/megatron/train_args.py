@@ -165,7 +165,8 @@ def _put_profile(args: Arguments, translation: Translation, steps: int | None) -
 def _put_optimizer(args: Arguments, translation: Translation) -> None:
     if args.get("optimizer") not in ("adam", "adamw"):
         source = args.source("optimizer")
-        args.errors.append(f"{source}  is not supported: use --optimizer adam, which is AdamW")
+        known = "use --optimizer adam, which is AdamW, or optim.optimizer=muon in the config"
+        args.errors.append(f"{source}  is not supported: {known}")
     if not args.given("lr"):
         args.errors.append("--lr  is missing")
     args.put(translation, *_OPTIMIZER)
