@@ -40,10 +40,10 @@ def test_answers_at_each_evaluation(isthmus: ForkServer, sft_args: list[str], tm
     assert first.returncode == 0, first.stderr
     out = tmp_path / "out"
     assert [row["step"] for row in rows(out, "samples.jsonl")] == [0, 0, 2, 2, 3, 3]
-    done = isthmus(*sft_args, *more, "train.steps=30", "train.eval_every=15", "optim.schedule=constant")
+    done = isthmus(*sft_args, *more, "train.steps=8", "train.eval_every=4", "optim.schedule=constant")
     assert done.returncode == 0, done.stderr
     found = rows(out, "samples.jsonl")
-    assert [row["step"] for row in found] == [0, 0, 2, 2, 3, 3, 15, 15, 30, 30]
+    assert [row["step"] for row in found] == [0, 0, 2, 2, 3, 3, 4, 4, 8, 8]
     assert [row["prompt"] for row in found[-2:]] == PROMPTS
     for row in found[-2:]:
         assert row["answer"] == greedy_answer(out / "hf", row["prompt"], 8) and row["answer"]

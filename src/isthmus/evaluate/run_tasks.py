@@ -46,7 +46,7 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
             raise UsageError(f"{word!r} is not a setting (key=value). Name one model, then options and settings.")
         if not word.startswith(_SETTINGS):
             raise UsageError(f"{word.partition('=')[0]} has no effect on an evaluation. Leave it out.")
-    config, plan = _plan(settings.model, overrides)
+    config, plan = plan_of(settings.model, overrides)
     platform = detect(config.platform)
     precision = config.train.precision or platform.default_precision()[0]
     check_precision(platform, precision)
@@ -73,14 +73,14 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
     return results
 
 
-def _plan(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]:
+def plan_of(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]:
     """The settings and the model; the weights of a checkpoint are read from it, without converting it."""
     check_is_folder(model)
     path = Path(model)
     exported = RunDir(path).export()
-    checkpoint = None if (exported / "config.json").is_file() or not path.is_dir() else checkpoint_folder(path)
+    is_checkpoint = path.is_dir() and checkpoint_folder(path) is not None
     folder: Path | str = exported if (exported / "config.json").is_file() else model
-    if checkpoint is not None:
+    if is_checkpoint:  # a converted one has a folder hf, too
         inner = checkpoint_config(path)
         if inner is None:
             raise MissingInput(
@@ -91,7 +91,7 @@ def _plan(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]:
     flags = {"model": str(folder), "data": ["unused"], "out": "unused"}
     config = load_config("pretrain", None, overrides, flags)
     plan = plan_model(config)
-    if checkpoint is None:
+    if not is_checkpoint:
         return config, plan
     opened = open_model(path)
     return config, replace(plan, weights=OpenedHfWeights(CheckpointSource(opened), opened.arch, opened.notes))
