@@ -227,12 +227,13 @@ def train(
     weight_decay: float,
     adapter: str | None = None,
     quantize: str | None = None,
+    lr_ratio: float = 1.0,
 ) -> dict[str, list[float]]:
     """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
     Samples are not packed, the loss is the mean over the loss tokens of the global batch, and torch's AdamW updates the
     weights. ``lr`` has one entry per step. With ``adapter``, PEFT trains this adapter, and bitsandbytes quantizes
-    the base in NF4 with ``quantize``.
+    the base in NF4 with ``quantize``. ``lr_ratio`` is that of PEFT's LoRA+.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if quantize is not None:
@@ -248,10 +249,18 @@ def train(
     without_decay = [parameter for parameter in trained if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}],
-        lr=0.0,
+        lr=1.0,
         betas=(0.9, 0.95),
         eps=1e-8,
     )
+    if lr_ratio != 1:
+        from peft.optimizers import create_loraplus_optimizer
+
+        settings = {"betas": (0.9, 0.95), "eps": 1e-8, "loraplus_weight_decay": weight_decay}
+        optimizer = create_loraplus_optimizer(
+            network, torch.optim.AdamW, lr=1.0, loraplus_lr_ratio=lr_ratio, **settings
+        )
+    ratios = [group["lr"] for group in optimizer.param_groups]
     batches = Batches(
         open_samples(samples),
         BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
@@ -264,8 +273,8 @@ def train(
         loss = sum((_loss_sum(network, batch) for batch in micro_batches), torch.zeros(())) / loss_tokens
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP_GRAD)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+            group["lr"] = rate * ratio
         optimizer.step()
         curves["loss"].append(loss.item())
         curves["grad_norm"].append(norm.item())

@@ -23,8 +23,8 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     [
         pytest.param("llama", {}, {}, {}, id="llama"),
         pytest.param(
-            "qwen3", {"tie_word_embeddings": False}, {"dora": True, "modules_to_save": ["lm_head", "norm"]}, {"pp": 2},
-            id="qwen3-dora",
+            "qwen3", {"tie_word_embeddings": False},
+            {"dora": True, "modules_to_save": ["lm_head", "norm"], "lr_ratio": 4}, {"pp": 2}, id="qwen3-dora-plus",
         ),
         pytest.param(
             "deepseek_v3", {"first_k_dense_replace": 4}, {"rslora": True, "init": "gaussian", "targets": LATENT},
@@ -53,9 +53,12 @@ def test_twenty_steps_and_the_exported_adapter_equal_peft(
     base = build_model_folder(tmp_path / "base", family, **model)
     world = two if layout else one
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
+    decay = 0.0 if "lr_ratio" in lora else 0.1  # in PEFT's LoRA+ also that of magnitudes
+    settings["optim"] = {"weight_decay": decay}
     ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
     reference = {"model": base, "samples": samples, "adapter": tmp_path / "before", "quantize": lora.get("quantize")}
-    theirs = one.run("parity.tasks.train", **reference, lr=ours["lr"], weight_decay=0.1)
+    reference |= {"lr_ratio": lora.get("lr_ratio", 1.0), "weight_decay": decay}
+    theirs = one.run("parity.tasks.train", **reference, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     print(family, differences, ours["loss"][0], ours["loss"][-1])
     assert max(differences.values()) < 1e-5

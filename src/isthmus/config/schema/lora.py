@@ -8,15 +8,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.section import Count, PathText, Section, listed, refuse
 
-
-def _by_commas(value: object) -> object:
-    """Text becomes a list of names. A regular expression with ``{2,3}`` is one name."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) and "{" not in value else listed(value)
-
-
 Names = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(_by_commas, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
     Field(strict=False),
 ]
 _OF_ADAPTER = ("rank", "alpha", "targets", "modules_to_save", "init", "dora", "rslora")
