@@ -76,6 +76,11 @@ def test_refused_teachers_leave_no_run_folder(
         (2, "teacher  is missing: Hugging Face model folder"): [],
         (2, "does not divide num_attention_heads=4"): [f"distill.teacher={teacher}", "parallel.tp=3"],
         (2, "teacher_init=random"): ["distill.teacher=preset:qwen3-0.6b"],
+        (2, "teacher_dtype=float16 with parallel.fsdp"): [
+            f"distill.teacher={teacher}",
+            "distill.teacher_dtype=float16",
+            "parallel.fsdp=true",
+        ],
         (2, "beta"): [f"distill.teacher={teacher}", "distill.beta=2"],
     }
     for (code, message), settings in refusals.items():

@@ -9,32 +9,33 @@ from isthmus.errors import MissingInput, UsageError
 from isthmus.hf.model_folder import tokenizer_files
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from isthmus.platforms.base import Platform
-from isthmus.recipes.setup.layout_checks import check_fsdp_precision
-from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, teacher_config
+from isthmus.recipes.setup.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.setup.rank_model import build_rank_model
 
 if TYPE_CHECKING:
     from isthmus.engine.parallel.process_groups import Position
     from isthmus.engine.teacher import Teacher
 
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def teacher_precision(config: RunConfig, precision: str) -> str:
     """``train.precision`` of a model with the dtype of the teacher; ``precision`` is the student's."""
     if config.distill.teacher_dtype is not None:
-        return PRECISIONS[config.distill.teacher_dtype]
+        return _PRECISIONS[config.distill.teacher_dtype]
     return "bf16" if precision == "fp8" else precision
 
 
-def check_teacher(config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, platform: Platform, precision: str) -> None:
+def check_teacher(config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, platform: Platform) -> None:
     """Check the teacher's dtype, and that its tokenizer has the tokens of ``tokenizer``."""
     if plan.teacher is None:
         return
-    own = teacher_precision(config, precision)
-    check_precision(platform, own)
-    if config.distill.teacher_dtype is not None:
-        check_fsdp_precision(config.parallel, own)
+    if (dtype := config.distill.teacher_dtype) is not None:
+        supported, reason = platform.supports(_PRECISIONS[dtype])
+        if not supported:
+            raise UsageError(f"distill.teacher_dtype={dtype} cannot be used here: {reason}. Leave it out.")
+        if config.parallel.fsdp and dtype == "float16":
+            raise UsageError("distill.teacher_dtype=float16 with parallel.fsdp=true is not supported. Use bfloat16.")
     if config.data.mock:  # random tokens
         return
     folder = plan.teacher.source.path

@@ -82,7 +82,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
-    check_teacher(config, plan, tokenizer, platform, precision)
+    check_teacher(config, plan, tokenizer, platform)
     check_offload(config.optim, config.parallel, platform.device_type)
     check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
     if config.train.attention != "auto":
