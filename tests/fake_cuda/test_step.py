@@ -51,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
     "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
     "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},
+    "neftune-tp2": {"model": QWEN3, "tp": 2, "size": 2, "sections": {"train": {"neftune_alpha": 5.0}}},
 }
 
 
