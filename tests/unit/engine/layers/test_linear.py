@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.layers import linear, matmul
-from isthmus.engine.layers.linear import _LinearIntoMainGrad
+from isthmus.engine.layers.fp8_linear import Fp8Recipe, fp8_linear
+from isthmus.engine.layers.linear import _fused_linear, _LinearIntoMainGrad
 from isthmus.engine.parallel import tensor_parallel
 from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 from unit.engine.recorder import Recorder
@@ -24,6 +25,30 @@ def test_the_gradient_buffer_is_used_with_hooks_on_saved_tensors() -> None:
     out.sum().backward()
     assert torch.allclose(weight.main_grad, x.detach().sum((0, 1)).expand(3, 4))
     assert weight.grad is None and weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_frozen_weight_saves_no_input_and_has_no_gradient(fp8: bool) -> None:
+    recipe = Fp8Recipe("tensorwise", torch.float8_e4m3fn, torch.float8_e5m2)
+    gradients = []
+    for trained in (True, False):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(16, 32), requires_grad=trained)
+        weight.main_grad = torch.zeros(16, 32)
+        x = torch.randn(5, 1, 32, requires_grad=True)
+        saved: list[Tensor] = []
+
+        def save(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            out = fp8_linear(x, weight, recipe) if fp8 else _fused_linear(x, weight)
+        out.square().sum().backward()
+        assert any(tensor.shape == x.shape for tensor in saved) == trained
+        assert weight.main_grad.any() == trained and weight.grad is None
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
