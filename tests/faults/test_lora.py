@@ -65,6 +65,8 @@ def test_a_run_its_resume_and_a_run_from_its_adapter(
     [
         (["lora.alpha=16"], "alpha is for adapters, and rank is not set; set rank"),
         (["lora.rank=0"], "lora.rank"),
+        (["lora.rank=4", "lora.quantize=nf4", "train.precision=fp8"], "quantize=nf4 multiplies weights of 16 bits in"),
+        (["lora.rank=4", "lora.quantize=int8", "lora.init=pissa"], "what is left of the weights would be rounded"),
         (["lora.rank=4", "lora.targets=wq"], "lora.targets: 'wq' is no linear layer of qwen3"),
         (["lora.rank=4", "lora.modules_to_save=q_proj"], "lora.modules_to_save: q_proj is trained as one tensor with"),
         (["lora.rank=4", "lora.modules_to_save=embed_tokens"], "is one tensor with the other end of this model"),

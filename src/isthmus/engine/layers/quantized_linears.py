@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.layers.quantized_weight import BLOCK, Kind, QuantizedWeight
 
-LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 """The linear layers of attention, feed-forward blocks and experts; not the output layer."""
 
 
@@ -21,7 +21,7 @@ def unallocated_linears() -> Iterator[None]:
     """Linear layers that are built in the block have weights without memory, until :func:`quantize_frozen`."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        return nn.Parameter(parameter.to("meta")) if parameter is not None and is_linear_weight(module, name) else None
+        return nn.Parameter(parameter.to("meta")) if parameter is not None and _is_linear_weight(module, name) else None
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
@@ -38,7 +38,7 @@ def quantize_frozen(stages: Sequence[nn.Module], kind: Kind, device: torch.devic
     changed, experts = 0, False
     unequal: dict[str, str] = {}
     for path, module in (named for stage in stages for named in stage.named_modules()):
-        if not is_linear_weight(module, "weight"):
+        if not _is_linear_weight(module, "weight"):
             continue
         weight: nn.Parameter = module.weight
         if weight.requires_grad:
@@ -57,8 +57,8 @@ def quantize_frozen(stages: Sequence[nn.Module], kind: Kind, device: torch.devic
     return tuple(messages)
 
 
-def is_linear_weight(module: nn.Module, name: str) -> bool:
-    return name == "weight" and isinstance(module, LINEAR)
+def _is_linear_weight(module: nn.Module, name: str) -> bool:
+    return name == "weight" and isinstance(module, _LINEAR)
 
 
 def _unlike_bitsandbytes(module: nn.Module, kind: Kind) -> str | None:
