@@ -233,6 +233,7 @@ _GUIDES = {
     "dpo": "[Preference training](../how-to/preference-training.md)",
     "kto": "[Preference training](../how-to/preference-training.md#answers-with-labels-kto)",
     "distill": "[Distillation](../how-to/distillation.md)",
+    "reward": "[Reward models](../how-to/reward-models.md)",
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
@@ -333,7 +334,8 @@ def api_page() -> str:
         _MADE,
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
-        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.distill` and",
+        "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.reward`,",
+        "`isthmus.distill` and",
         "`isthmus.pretrain` are the `run` functions of their recipes. For a training loop of your own see",
         "[Use a model from Python](../how-to/use-from-python.md).",
         "",
@@ -351,7 +353,14 @@ def api_page() -> str:
     ]
     functions = {name: getattr(isthmus, name) for name in isthmus.__all__ if name != "__version__"}
     functions["convert"] = importlib.import_module("isthmus.convert.transfer").convert
-    for title, name in (("Training", "sft"), ("", "dpo"), ("", "kto"), ("", "distill"), ("", "pretrain")):
+    for title, name in (
+        ("Training", "sft"),
+        ("", "dpo"),
+        ("", "kto"),
+        ("", "reward"),
+        ("", "distill"),
+        ("", "pretrain"),
+    ):
         lines += ([f"## {title}", ""] if title else []) + _directive(functions[name], f"isthmus.{name}")
     lines += _directive(_result_of(functions["sft"]))
     for title, paths in _API.items():
@@ -403,8 +412,9 @@ _TRAINERS = {
 _TRAINER_COMMANDS = {
     "TRL": """\
 `trl sft` and `SFTTrainer` are [`isthmus sft`](cli.md); `trl dpo`, `DPOTrainer`, `CPOTrainer` and `ORPOTrainer` are
-[`isthmus dpo`](../how-to/preference-training.md), and `trl kto` and `KTOTrainer` are `isthmus kto`. Records with
-`prompt`, `completion`, `messages`, `chosen`, `rejected` and `label` are read as they are.""",
+[`isthmus dpo`](../how-to/preference-training.md), `trl kto` and `KTOTrainer` are `isthmus kto`,
+and `trl reward` and `RewardTrainer` are [`isthmus reward`](../how-to/reward-models.md). Records with `prompt`,
+`completion`, `messages`, `chosen`, `rejected` and `label` are read as they are.""",
     "LLaMA-Factory": """\
 `llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo`, `isthmus kto` or `isthmus pretrain`, by `stage`.
 Alpaca and ShareGPT files are read as they are: give the files, and not their names in `dataset_info.json`.""",

@@ -4,6 +4,7 @@ from isthmus.recipes.distill import run as distill
 from isthmus.recipes.dpo import run as dpo
 from isthmus.recipes.kto import run as kto
 from isthmus.recipes.pretrain import run as pretrain
+from isthmus.recipes.reward import run as reward
 from isthmus.recipes.setup.auto_bridge import AutoBridge as AutoBridge
 from isthmus.recipes.setup.load_model import load_model as load_model
 from isthmus.recipes.sft import run as sft
@@ -21,5 +22,6 @@ __all__ = [
     "load_model",
     "pretrain",
     "register_family",
+    "reward",
     "sft",
 ]

@@ -47,7 +47,6 @@ def arguments(kind: Any, out: Path, **settings: Any) -> Any:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        beta=BETA,
         **settings,
     )
 
@@ -65,7 +64,7 @@ def dpo_loss(policy: Any, reference: Any, out: Path, *, loss: str, smoothing: fl
     trainer = DPOTrainer(
         model=policy,
         ref_model=reference,
-        args=arguments(DPOConfig, out, loss_type=[loss], label_smoothing=smoothing, disable_dropout=False),
+        args=arguments(DPOConfig, out, beta=BETA, loss_type=[loss], label_smoothing=smoothing, disable_dropout=False),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "b"}]),
         processing_class=tokenizer(),
     )
@@ -89,7 +88,7 @@ def cpo_loss(policy: Any, out: Path, *, loss: str, smoothing: float) -> PairLoss
     settings = {"loss_type": "simpo" if loss == "simpo" else "sigmoid", "label_smoothing": smoothing}
     trainer = CPOTrainer(
         model=policy,
-        args=arguments(CPOConfig, out, cpo_alpha=alpha, simpo_gamma=0.2, disable_dropout=False, **settings),
+        args=arguments(CPOConfig, out, beta=BETA, cpo_alpha=alpha, simpo_gamma=0.2, disable_dropout=False, **settings),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "b"}]),
         processing_class=tokenizer(),
     )
@@ -102,7 +101,7 @@ def orpo_loss(policy: Any, out: Path) -> PairLoss:
 
     trainer = ORPOTrainer(
         model=policy,
-        args=arguments(ORPOConfig, out, disable_dropout=False),
+        args=arguments(ORPOConfig, out, beta=BETA, disable_dropout=False),
         train_dataset=Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "b"}]),
         processing_class=tokenizer(),
     )

@@ -39,7 +39,7 @@ def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
     trainer = KTOTrainer(
         model=policy,
         ref_model=reference,
-        args=arguments(KTOConfig, tmp_path / "trl", loss_type=loss, disable_dropout=False, **weights),
+        args=arguments(KTOConfig, tmp_path / "trl", beta=BETA, loss_type=loss, disable_dropout=False, **weights),
         train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": True}] * 2),
         processing_class=tokenizer(),
     )

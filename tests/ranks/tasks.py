@@ -35,7 +35,7 @@ from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
-from isthmus.recipes.data.corpus import batches_of
+from isthmus.recipes.data.corpus import make_batches
 from isthmus.recipes.dpo_reference import compute_reference, has_reference, objective_of, stepper_of
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import export_hf
@@ -81,6 +81,7 @@ def start(
     lora: dict[str, Any] | None = None,
     kto: dict[str, Any] | None = None,
     distill: dict[str, Any] | None = None,
+    reward: dict[str, Any] | None = None,
     reference: str | None = None,
     fresh: bool = True,
     equal_lengths: bool = False,
@@ -88,12 +89,11 @@ def start(
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel``, ``optim``, ``moe``, ``dpo``, ``lora``, ``kto`` and ``distill`` are sections; ``more`` is added to
-    ``train``. With ``dpo``, the samples are pairs; with ``kto``, answers. Reference log-probabilities are saved in
-    folder ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines
-    on GPUs.
+    ``parallel``, ``optim``, ``moe``, ``lora`` and recipes are sections; ``more`` is added to ``train``. With ``dpo`` and
+    with ``reward`` the samples are pairs, with ``kto`` answers. Reference log-probabilities are saved in folder
+    ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
     """
-    sections = {"dpo": dpo, "kto": kto, "distill": distill}
+    sections = {"dpo": dpo, "kto": kto, "reward": reward, "distill": distill}
     config = RunConfig.model_validate(
         {
             "recipe": next((name for name, given in sections.items() if given is not None), "pretrain"),
@@ -105,6 +105,7 @@ def start(
             "lora": lora or {},
             "kto": kto or {},
             "distill": distill or {},
+            "reward": reward or {},
             "moe": moe or {},
             "train": {
                 "steps": TOTAL_STEPS,
@@ -145,8 +146,7 @@ def start(
     schedule = build_schedule(optimizer, chosen, TOTAL_STEPS)
     teacher = build_teacher(config, plan, platform(), built.position, precision)
     stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config), teacher)
-    kind = batches_of(config)
-    batches, valid = kind(store, sizes, shard), kind(store, in_order, shard)
+    batches, valid = (make_batches(config, store, each, shard) for each in (sizes, in_order))
     if has_reference(config):
         path, parts = Path(reference or tempfile.mkdtemp()) / "reference.npz", {"train": batches, "valid": valid}
         compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)

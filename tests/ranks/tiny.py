@@ -158,8 +158,11 @@ def build_samples(prefix: Path, *, count: int = 60, seed: int = 0) -> Path:
     return _write_samples(prefix, samples, per_document=1)
 
 
-def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0) -> Path:
-    """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 16 tokens."""
+def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0, margins: bool = False) -> Path:
+    """Save ``count`` pairs of answers: a prompt of 1 to 8 tokens, and two answers of 2 to 15 tokens.
+
+    With ``margins`` the pairs have margins from 0 to 1.
+    """
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
@@ -168,7 +171,8 @@ def build_pairs(prefix: Path, *, count: int = 24, seed: int = 0) -> Path:
             answer = random.integers(0, VOCAB, int(random.integers(2, 17)))
             mask = np.repeat(np.array([0, 1], dtype=np.uint8), [len(prompt), len(answer)])
             samples.append((np.concatenate([prompt, answer]).astype(np.int32), mask))
-    return _write_samples(prefix, samples, per_document=2)
+    values = np.repeat(random.random(count), 2) if margins else None
+    return _write_samples(prefix, samples, per_document=2, values=values)
 
 
 def build_answers(prefix: Path, *, count: int = 32, seed: int = 0) -> Path:

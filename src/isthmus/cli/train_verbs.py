@@ -1,4 +1,4 @@
-"""``isthmus sft``, ``dpo``, ``kto``, ``distill`` and ``pretrain``."""
+"""``isthmus sft``, ``dpo``, ``kto``, ``reward``, ``distill`` and ``pretrain``."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ kto = _verb("kto", "Train a model on answers that are labelled as desirable or n
 distill = _verb(
     "distill", "Train a model on chats to predict tokens as a teacher does: distill.teacher, a model of any family."
 )
+reward = _verb("reward", "Train a reward model on preference pairs (chosen and rejected answers).")
 pretrain = _verb("pretrain", "Train a model on text. The loss is on every token.")
 
 

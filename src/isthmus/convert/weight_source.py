@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Family
+from isthmus.families.family import SCORE, Family
 from isthmus.families.rules.rule import Init
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
@@ -51,6 +51,24 @@ class PartOfWeights:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         return self._source.read(name, index or tuple(map(slice, self.tensors[name].shape)), into=into)
+
+
+class WithScoreHead:
+    """The tensors of a language model, with a random score head in place of its output layer."""
+
+    def __init__(self, source: WeightSource, family: Family, arch: Architecture, seed: int) -> None:
+        """``arch`` is the reward model."""
+        dtype = next(iter(source.tensors.values())).dtype
+        self._source, self._head = source, RandomWeights(family, arch, seed, dtype)
+        self._name = SCORE.parts[0].name
+        kept = {name: meta for name, meta in source.tensors.items() if name not in family.output_names}
+        self.tensors: Mapping[str, TensorSpec | TensorInfo] = kept | {self._name: self._head.tensors[self._name]}
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+        return (self._head if name == self._name else self._source).read(name, index, into=into)
 
 
 class RandomWeights:

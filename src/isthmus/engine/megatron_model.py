@@ -73,6 +73,8 @@ class Decoder(GPTModel):
             mtp_block_spec=mtp_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
             vp_stage=vp_stage,
         )
+        if last and architecture.score_head:
+            self.output_layer = nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.architecture = architecture
         self.frozen: Collection[str] = ()
         """Canonical names of the tensors that are not trained, also of other stages."""
@@ -143,7 +145,7 @@ class Decoder(GPTModel):
         Returns:
             Last stage: summed loss (a scalar, [1 + depths] with MTP losses, or [3] if the batch has a ``teacher``, see
             :func:`linear_distillation`), losses [n], scores [2, n] (float64 losses and tokens), hidden states [n, H],
-            or logits [T, V].
+            or logits [T, V]; of a reward model, see :meth:`_rewards`.
             Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
         if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
@@ -157,6 +159,8 @@ class Decoder(GPTModel):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch)
         if not self.post_process:
             return hidden
+        if self.architecture.score_head:
+            return self._rewards(hidden, loss_positions)
         if loss_positions is None:
             return self._logits(hidden)
         labels = batch.labels
@@ -203,6 +207,18 @@ class Decoder(GPTModel):
     @property
     def _is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
+
+    def _rewards(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+        """Scores, float32, of int64 [n] positions, or [T, 1] of all.
+
+        Equal on all tp ranks, and so is their gradient: each takes its part of it, without a reduction.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        weight = self.output_layer.weight.float()
+        if positions is None:
+            return hidden[:, 0].float() @ weight.t()
+        return hidden[:, 0].index_select(0, positions).float() @ weight[0]
 
     def _projection(self) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None

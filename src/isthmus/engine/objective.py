@@ -137,10 +137,15 @@ _LARGEST_LOSS = 700.0
 
 
 def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
-    """Log-probability of each sample's loss tokens, float64 [len(batch.lengths)].
+    """Log-probability of each sample's loss tokens, see :func:`sample_sums`; ``losses`` are their cross entropies."""
+    return sample_sums(-losses, batch)
 
-    ``losses`` are the float32 cross entropies [n] of this rank's loss tokens. All ranks of a context parallel group get
-    the same result, with the gradient of the whole packed sequence.
+
+def sample_sums(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Sum over each sample's loss tokens, float64 [len(batch.lengths)].
+
+    ``values`` are float32 [n], of this rank's loss tokens. All ranks of a context parallel group get the same result,
+    with the gradient of the whole packed sequence.
     """
     assert batch.loss_mask is not None
     counts: Sequence[int] = batch.loss_tokens
@@ -148,7 +153,7 @@ def sample_log_probs(losses: Tensor, batch: PackedBatch) -> Tensor:
         samples = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
         counts = local_tokens(samples, batch.spans)[batch.loss_mask].bincount(minlength=len(batch.lengths)).tolist()
     # Sum per sample: index_add is not deterministic on a GPU.
-    sums = -torch.stack([part.sum() for part in losses.double().split(list(counts))])
+    sums = torch.stack([part.sum() for part in values.double().split(list(counts))])
     if batch.spans is None:
         return sums
     return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())

@@ -184,6 +184,9 @@ class Architecture:
 
     # Ends.
     tie_embeddings: bool = False
+    score_head: bool = False
+    """A reward model: one score, a product of the hidden state and the only row of ``output_layer.weight``, in place of
+    logits. Multiplier and soft cap of logits do not apply."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Multiplier of the outputs of attention and feed-forward block."""

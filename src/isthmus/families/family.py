@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Dropout, Mla, Moe
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
-from isthmus.families.rules.rule import Rule, Shape, field_of
+from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
 _REQUIRED = object()
+_SCORED = "ForSequenceClassification"
+SCORE = copy("output_layer.weight", "score.weight", "1", "H")
+"""The score head of a reward model, in place of the output layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class Family:
     name: str
     """The ``model_type`` of the Hugging Face config."""
     hf_architecture: str
+    scored_class: str | None = None
+    """The class of its reward models, if it is not named like ``hf_architecture``."""
     keys: Mapping[str, Key]
     """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Moe."""
     rules: tuple[Rule, ...]
@@ -169,6 +175,11 @@ class Family:
             context = {"max_position_embeddings": values["max_position_embeddings"]}
             head = values.get("mla.qk_rope_head_dim", values["kv_channels"])
             values |= read_rotary(context | dict(hf), self.rope_defaults, self.rope_names, head)
+        values["score_head"] = str(_first(hf.get("architectures"))).endswith(_SCORED)
+        if values["score_head"]:
+            values["tie_embeddings"] = False
+            if (labels := len(hf.get("id2label") or range(hf.get("num_labels", 2)))) != 1:
+                raise UsageError(f"config.json: a classifier of {labels} labels is not a reward model, which has 1.")
         values["sliding_window"], values["full_attention_layers"] = self._window(hf, values["num_layers"])
         for name, kind in _INNER.items():
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
@@ -185,6 +196,17 @@ class Family:
             if _layer_axis(placed.rule) == "{mtp}" and placed.hf[0] in tensors
         }
         return replace(arch, mtp_layers=len(present))
+
+    @property
+    def scored_architecture(self) -> str:
+        """The class of reward models in transformers, which has it for some families only."""
+        return self.scored_class or re.sub("(ForCausalLM|LMHeadModel)$", _SCORED, self.hf_architecture)
+
+    @property
+    def output_names(self) -> set[str]:
+        """Hugging Face names of the tensors of the output layer alone."""
+        rules = (rule for rule in self.rules if rule.canonical.startswith("output_layer.") and not rule.alias)
+        return {part.name for rule in rules for part in rule.parts}
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
         """Raise UsageError for unsupported settings that only affect training, such as router noise."""
@@ -228,7 +250,10 @@ class Family:
         known = dict(base or {})
         # Remote code is not copied: the export has the tensors of the family's own class.
         known.pop("auto_map", None)
-        config = known | {"architectures": [self.hf_architecture], "model_type": self.name}
+        name = self.scored_architecture if arch.score_head else self.hf_architecture
+        config = known | {"architectures": [name], "model_type": self.name}
+        if arch.score_head:
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         if known.get("model_type", self.name) != self.name:
             config = {key: value for key, value in config.items() if key in _SHARED_KEYS}
             known = {}
@@ -261,7 +286,9 @@ class Family:
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""
         found: dict[str, Placement] = {}
-        rules = (rule for rule in self.rules if rule.applies(arch))
+        rules = [rule for rule in self.rules if rule.applies(arch)]
+        if arch.score_head:
+            rules = [*(rule for rule in rules if not rule.canonical.startswith("output_layer.")), SCORE]
         for axis, group in itertools.groupby(rules, key=_layer_axis):
             of_axis = list(group)
             for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.mtp_layers}.get(axis, 1)):
@@ -298,6 +325,10 @@ _INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla}
 def _layer_axis(rule: Rule) -> str:
     """The placeholder in the rule's names that numbers layers; empty if there is none."""
     return next((axis for axis in ("{layer}", "{mtp}") if axis in rule.canonical), "")
+
+
+def _first(values: Any) -> Any:
+    return values[0] if isinstance(values, list) and values else None
 
 
 def _either(values: Iterable[Any]) -> str:

@@ -220,3 +220,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path} must be a JSON object, got {type(value).__name__}.")
     return value
+
+
+def has_class(name: str) -> bool:
+    """Whether transformers has a model class of this name."""
+    import transformers  # a slow import
+
+    return hasattr(transformers, name)

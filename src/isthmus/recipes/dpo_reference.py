@@ -20,6 +20,7 @@ from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ran
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
 from isthmus.train.preference_loss import LogProbRecorder, PreferenceObjective
+from isthmus.train.reward_loss import RewardObjective
 from isthmus.train.stop import StopFlag
 from isthmus.train.unpaired_loss import KtoObjective, KtoStepper
 
@@ -29,6 +30,8 @@ def objective_of(config: RunConfig) -> Objective:
         return KtoObjective(config.kto)
     if config.recipe == "distill":
         return Distillation()
+    if config.recipe == "reward":
+        return RewardObjective(config.reward)
     return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
 
 

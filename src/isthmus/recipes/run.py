@@ -45,6 +45,7 @@ from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.setup.model_source import answer_end
 from isthmus.recipes.setup.rank_model import RankModel, build_rank_model
 from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.recipes.setup.validation import RunContext, validate
@@ -318,7 +319,8 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
     )
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
     device_type = context.platform.device_type
-    train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type)
+    end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.score_head else None
+    train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type, end=end)
     if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
         why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
         reporter.log(f"pipeline: stages exchange the length of each micro batch, because {why}")

@@ -50,6 +50,7 @@ def flops_per_batch(
         pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
         attention += 2.0 * a.num_attention_heads * (a.kv_channels + value_width) * pairs
-    head = 2.0 * a.hidden_size * a.vocab_size * (num_tokens if loss_tokens is None else loss_tokens)
+    rows = 1 if a.score_head else a.vocab_size
+    head = 2.0 * a.hidden_size * rows * (num_tokens if loss_tokens is None else loss_tokens)
     mtp_projection = 2.0 * 2 * a.hidden_size**2 * num_tokens
     return 3.0 * (layers + attention + head + a.mtp_layers * (mtp_projection + head))

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.distillation import DistillConfig
-from isthmus.config.schema.dpo import DpoConfig, KtoConfig
+from isthmus.config.schema.dpo import DpoConfig, KtoConfig, RewardConfig
 from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
@@ -28,10 +28,10 @@ from isthmus.config.schema.train import TrainConfig
 class RunConfig(Section):
     """All settings of a run."""
 
-    recipe: Literal["sft", "dpo", "kto", "distill", "pretrain"]
-    """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels; distill: learn the
-    probabilities of a teacher on chats;
-    pretrain: train on text."""
+    recipe: Literal["sft", "dpo", "kto", "reward", "distill", "pretrain"]
+    """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels; reward: train a
+    reward model on preference pairs; distill: learn the probabilities of a teacher on chats; pretrain: train on
+    text."""
     out: PathText
     """Run folder for metrics, resolved config, checkpoints and the exported model."""
     model: ModelConfig
@@ -47,6 +47,7 @@ class RunConfig(Section):
     lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
     kto: KtoConfig = KtoConfig()
+    reward: RewardConfig = RewardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
@@ -83,6 +84,7 @@ class RunConfig(Section):
             for recipe, records, packed in (
                 ("dpo", "preference pairs", "pairs"),
                 ("kto", "answers with labels", "answers by length"),
+                ("reward", "preference pairs", "pairs"),
             )
         }
         for name, why in foreign.get(self.recipe, {}).items():
@@ -97,7 +99,15 @@ class RunConfig(Section):
         for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
             if getattr(self.chat, name) != field.default:
                 refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
-        for recipe, section in (("dpo", self.dpo), ("kto", self.kto), ("distill", self.distill)):
+        if self.recipe == "reward":
+            unable = {
+                "lora.rank": self.lora.rank is not None and "trains adapters of language models",
+                "eval.generate": self.eval.generate and "needs a language model",
+            }
+            for name, why in ((name, why) for name, why in unable.items() if why):
+                refuse(name, f"{name} {why}, and recipe reward trains a reward model; leave it out")
+        sections = {"dpo": self.dpo, "kto": self.kto, "reward": self.reward, "distill": self.distill}
+        for recipe, section in sections.items():
             for name, field in type(section).model_fields.items() if self.recipe != recipe else ():
                 if (value := getattr(section, name)) != field.get_default(call_default_factory=True):
                     why = f"{name}={value} is for recipe {recipe}, got {self.recipe}; leave it out"

@@ -1,4 +1,4 @@
-"""Training on preferences: pairs of answers, and answers with labels."""
+"""Training on preferences: pairs of answers, answers with labels, and reward models."""
 
 from __future__ import annotations
 
@@ -62,3 +62,11 @@ class KtoConfig(Section):
     """Weight of the losses of desirable answers."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of the losses of undesirable answers."""
+
+
+class RewardConfig(Section):
+    """Training of a reward model on preference pairs, with the Bradley-Terry loss."""
+
+    center_rewards_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of a pair's rewards, which keeps the mean reward near 0 (arXiv 2312.09244); 0.01 is
+    recommended."""

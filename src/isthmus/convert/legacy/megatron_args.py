@@ -34,6 +34,7 @@ _NOT_RESTORED = (
 """Args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it looks up under its
 older name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
+    ("score heads", lambda arch: arch.score_head),
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
     ("a query and key norm over all heads together", lambda arch: arch.qk_norm and arch.qk_norm_over == "projection"),

@@ -71,6 +71,8 @@ def compare_logits(
 
     A UsageError if one cannot be run, the vocabulary sizes differ, or a layer does not fit into memory.
     """
+    if a.arch.score_head or b.arch.score_head:
+        raise UsageError("a reward model has scores and no logits. Omit --logits, which still compares all tensors.")
     if a.arch.vocab_size != b.arch.vocab_size:
         raise UsageError(
             f"vocabularies of {a.arch.vocab_size} and {b.arch.vocab_size} tokens cannot be compared. Omit --logits."

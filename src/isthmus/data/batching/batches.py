@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.store.mismatched_samples import MismatchedSamples, neighbors
+from isthmus.data.store.answer_views import MismatchedSamples, neighbors
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.sample_store import Answers, Samples
 from isthmus.errors import DataError, UsageError

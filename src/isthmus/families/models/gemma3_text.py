@@ -8,6 +8,7 @@ from isthmus.families.rules.decoder import number
 FAMILY = Family(
     name="gemma3_text",
     hf_architecture="Gemma3ForCausalLM",
+    scored_class="Gemma3TextForSequenceClassification",
     keys=gemma2.KEYS
     | {
         "max_position_embeddings": Key("max_position_embeddings", default=131072),

@@ -27,6 +27,7 @@ from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
+from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.data.store.mixture import MixtureSet
@@ -84,9 +85,19 @@ class Corpus:
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
     def batches(
-        self, config: RunConfig, position: Position, dp: int, *, eod: int | None, device_type: str
+        self,
+        config: RunConfig,
+        position: Position,
+        dp: int,
+        *,
+        eod: int | None,
+        device_type: str,
+        end: AnswerEnd | None = None,
     ) -> tuple[Batches, Batches | None, Batches | None]:
-        """Training, validation and test batches of this rank; ``eod`` is the tokenizer's end-of-document token."""
+        """Training, validation and test batches of this rank.
+
+        ``eod`` is the tokenizer's end-of-document token, ``end`` is for reward models.
+        """
         settings = BatchSettings(
             seq_length=config.data.seq_length,
             micro_batch_size=config.train.micro_batch_size,
@@ -105,19 +116,30 @@ class Corpus:
             micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
             equal_lengths=pads_to_one_length(config, device_type),
         )
-        kind = batches_of(config)
+        make = partial(make_batches, config, shard=shard, end=end)
 
         def in_order(samples: Samples | None) -> Batches | None:
-            return None if samples is None else kind(samples, replace(settings, shuffle=False), shard)
+            return None if samples is None else make(samples, replace(settings, shuffle=False))
 
-        return kind(self.train, settings, shard, shares=self.mixture), in_order(self.valid), in_order(self.test)
+        return make(self.train, settings, shares=self.mixture), in_order(self.valid), in_order(self.test)
 
 
-def batches_of(config: RunConfig) -> type[Batches]:
-    """The kind of batches of a recipe."""
+def make_batches(
+    config: RunConfig,
+    samples: Any,
+    settings: BatchSettings,
+    shard: BatchShard,
+    *,
+    shares: Sequence[MixtureSet] = (),
+    end: AnswerEnd | None = None,
+) -> Batches:
+    """The batches of the recipe; ``end`` is for reward models."""
+    kind: type[Batches] = PairBatches if config.recipe in ("dpo", "reward") else Batches
     if config.recipe == "kto":
-        return UnpairedBatches if config.kto.loss == "kto" else AnswerBatches
-    return PairBatches if config.recipe == "dpo" else Batches
+        kind = UnpairedBatches if config.kto.loss == "kto" else AnswerBatches
+    if config.recipe == "reward":
+        samples = ScoredSamples(samples, end or AnswerEnd(), most=settings.seq_length)
+    return kind(samples, settings, shard, shares=shares)
 
 
 def pads_to_one_length(config: RunConfig, device_type: str) -> bool:
@@ -214,7 +236,7 @@ def _tokenize_source(
     data, kind = config.data, KINDS[config.recipe]
     options = TokenizeOptions(
         kind,
-        seq_length=None if kind == "text" else data.seq_length,
+        seq_length=None if kind == "text" else _most_targets(config),
         loss_on=data.loss_on if kind == "chat" else "assistant",
         overlong=data.overlong,
         on_error=data.on_error,
@@ -304,7 +326,8 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
         )
 
 
-KINDS: dict[str, Kind] = {**{recipe: kind for kind, recipe in RECIPES.items()}, "distill": "chat"}
+KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
+KINDS |= {"distill": "chat", "reward": "preference"}
 """The kind of records for each recipe."""
 
 
@@ -327,7 +350,7 @@ def open_source(
     prepared files need :func:`write_missing_manifests` first.
     """
     tokenizer_hashes = tokenizer_record(tokenizer)
-    seq_length, overlong = config.data.seq_length, config.data.overlong
+    seq_length, overlong = _most_targets(config), config.data.overlong
     stores, total = [], TokenizeStats()
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
         manifest = _own_manifest(source, number, folder)
@@ -342,6 +365,11 @@ def open_source(
         stores.append(store)
         total.add(fit)
     return SampleStore.concatenated(stores), total
+
+
+def _most_targets(config: RunConfig) -> int:
+    """Of a sample, which has one token more. A reward model also reads the last token."""
+    return config.data.seq_length - (config.recipe == "reward")
 
 
 def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:

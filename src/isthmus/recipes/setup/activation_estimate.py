@@ -80,7 +80,7 @@ def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: in
     temporary = settings.element * max(found)
     if rank < parallel.pp - 1:
         return temporary
-    rows = math.ceil(arch.vocab_size / parallel.tp)
+    rows = 1 if arch.score_head else math.ceil(arch.vocab_size / parallel.tp)
     logits = min(elements_for(gpu_bytes), settings.tokens * rows)
     copies = 0 if _compiles(config) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
     if plan.teacher is not None:
@@ -101,7 +101,7 @@ def micro_batches(plan: ModelPlan, config: RunConfig) -> int:
 class _Settings:
     def __init__(self, plan: ModelPlan, config: RunConfig, precision: str) -> None:
         parallel, train = plan.parallel, config.train
-        samples = 2 if config.recipe == "dpo" else 1
+        samples = 2 if config.recipe in ("dpo", "reward") else 1
         longest = train.micro_batch_size * samples * config.data.seq_length
         longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
         sp = parallel.sequence_parallel

@@ -14,7 +14,7 @@ from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
 from isthmus.convert.merged_weights import MergedWeights
-from isthmus.convert.weight_source import PartOfWeights
+from isthmus.convert.weight_source import PartOfWeights, WithScoreHead
 from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
@@ -28,7 +28,7 @@ from isthmus.families.matched_tensors import (
 )
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import check_tp_size
-from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.model_folder import ModelFolder, has_class
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
@@ -74,7 +74,7 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     """Read the config of the model and check the layout; ``world_size`` None is that of the environment."""
     source = open_source(config.model)
     family = family_for(source.config)
-    weights = open_weights(source, family)
+    weights = _weights_of_recipe(config, open_weights(source, family), family, source)
     architecture = weights.arch
     # Report sizes that do not divide the model before a wrong number of ranks.
     check_tp_size(architecture, config.parallel.tp)
@@ -116,7 +116,8 @@ def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
     """The teacher with the student's layout, without MTP layers and tokens that the student does not have."""
     source = open_source(teacher_config(config).model)
     family = family_for(source.config)
-    weights, parallel = open_weights(source, family), config.parallel
+    weights = _weights_of_recipe(config, open_weights(source, family), family, source)
+    parallel = config.parallel
     tokens = student.architecture.vocab_size
     arch = replace(weights.arch, mtp_layers=0, vocab_size=min(weights.arch.vocab_size, tokens))
     if arch.moe is None:
@@ -133,6 +134,32 @@ def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
     return ModelPlan(
         source, weights, family, arch, parallel, student.world_size, frozen=frozen, least_vocab_size=tokens
     )
+
+
+def _weights_of_recipe(
+    config: RunConfig, opened: OpenedHfWeights, family: Family, source: ModelFolder
+) -> OpenedHfWeights:
+    """The weights, for recipe reward with a score head; refuses a reward model for another recipe."""
+    if config.recipe != "reward":
+        if opened.arch.score_head:
+            raise UsageError(
+                f"{source} is a reward model: it has a score head and no output layer, and {config.recipe} needs a "
+                "language model. Use the model that it was trained from, or isthmus reward."
+            )
+        return opened
+    if not has_class(family.scored_architecture):
+        raise UsageError(
+            f"transformers has no {family.scored_architecture}, so nothing could load a reward model of family "
+            f"{family.name}. Use a model of another family."
+        )
+    if opened.arch.score_head:
+        return opened
+    arch = replace(opened.arch, score_head=True, tie_embeddings=False)
+    if not opened.source.tensors:  # random weights
+        return replace(opened, arch=arch)
+    note = f"the score head is new: random, standard deviation {arch.init_std:g}, train.seed={config.train.seed}"
+    scored = WithScoreHead(opened.source, family, arch, config.train.seed)
+    return OpenedHfWeights(scored, arch, (*opened.notes, note))
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:
@@ -178,7 +205,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
-    if config.recipe in ("dpo", "kto", "distill") and plan.architecture.mtp_layers:
+    if config.recipe in ("dpo", "kto", "reward", "distill") and plan.architecture.mtp_layers:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
             f"{plan.architecture.family}), and {config.recipe} has no loss for them. Remove them from the folder "

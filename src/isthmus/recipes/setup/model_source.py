@@ -13,6 +13,7 @@ from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_folder
+from isthmus.data.store.answer_views import AnswerEnd
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.registry import family_for
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
@@ -198,3 +199,15 @@ def with_tokens_of(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> dict[str,
     if tokenizer.turn_end_id not in (None, *ends):
         changed["eos_token_id"] = [*(end for end in ends if end is not None), tokenizer.turn_end_id]
     return changed
+
+
+def answer_end(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerEnd:
+    """The end of the texts of a reward model, in training and in transformers.
+
+    Padding is the tokenizer's padding token, or without one that of the config, or as in TRL the EOS token.
+    """
+    tokens = (tokenizer.inner.pad_token_id, hf_config.get("pad_token_id"), tokenizer.eos_id)
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = tokenizer.apply_chat_template(turns)
+    whole, answer = tokenizer.encode_batch([text, text.rstrip()])
+    return AnswerEnd(next((token for token in tokens if token is not None), None), tuple(whole[len(answer) :]))

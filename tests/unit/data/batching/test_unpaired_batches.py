@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.data.batching.batches import BatchSettings, BatchShard, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.store.mismatched_samples import MismatchedSamples, neighbors
+from isthmus.data.store.answer_views import AnswerEnd, MismatchedSamples, ScoredSamples, neighbors
 from isthmus.data.store.sample_store import SampleStore
 
 
@@ -79,3 +79,14 @@ def test_every_layout_has_the_same_mismatched_answers(packing: bool) -> None:
         assert all(prompt != answer for prompt, answer in pairs) and all(value == k % 2 for k, value in labels)
         for other in ({"micro_batch_size": 4}, {"dp_size": 2}, {"dp_size": 2, "micro_batch_size": 2}):
             assert step(number, **other) == (pairs, labels)
+
+
+def test_scored_samples_read_the_last_token_that_is_not_padding() -> None:
+    own = store(3)  # the last sample is 102 102 202 202 202
+    made = ScoredSamples(own, AnswerEnd(padding=None, after=(7, 8)), most=6)
+    assert made[0][0].tolist() == [100, 100, 200, 7, 8, 100] and made[0][1].tolist() == [0, 0, 0, 0, 0, 1]
+    assert made[2][0].tolist() == [102, 102, 202, 202, 202, 7, 102] and made.lengths.tolist() == [6, 7, 7]
+    skipping = ScoredSamples(own, AnswerEnd(padding=8, after=(7, 8)), most=6)
+    assert skipping[0][1].tolist() == [0, 0, 0, 0, 1, 0] and skipping.digest() != made.digest()
+    only_padding = SampleStore.from_samples([([9, 9], [0, 1])])
+    assert ScoredSamples(only_padding, AnswerEnd(padding=9), most=6)[0][1].tolist() == [0, 1, 0]

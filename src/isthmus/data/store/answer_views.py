@@ -1,8 +1,9 @@
-"""Prompts with the answers to other prompts: KTO estimates its KL divergence on them."""
+"""Views of answers: with the prompts of others, for the KL divergence of KTO; or to be scored by a reward model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +58,42 @@ class MismatchedSamples:
     def digest(self) -> str:
         pairing = xxhash.xxh3_128(np.ascontiguousarray(self._others).data)
         return f"mismatched {self._most} {pairing.hexdigest()} {self._store.digest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How transformers reads the end of a text that it scores."""
+
+    padding: int | None = None
+    """The token that it skips at the end."""
+    after: tuple[int, ...] = ()
+    """Tokens of the chat template after an answer."""
+
+
+class ScoredSamples:
+    """The samples of ``store`` as texts to score: with the tokens after an answer, up to ``most`` tokens.
+
+    One more token at the end makes all of them inputs. The mask selects the input whose hidden state is scored: as in
+    transformers, the last that is not padding.
+    """
+
+    def __init__(self, store: Answers, end: AnswerEnd, *, most: int) -> None:
+        self._store, self._end = store, end
+        self.lengths: Int64 = np.minimum(store.lengths + len(end.after), most) + 1
+        """[n]"""
+        self.groups, self.values = store.groups, store.values
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], UInt8]:
+        """(tokens, mask) of a sample."""
+        length = int(self.lengths[index])
+        tokens = np.append(self._store[index][0], self._end.after).astype(np.int32)[: length - 1]
+        kept = np.flatnonzero(tokens != (-1 if self._end.padding is None else self._end.padding))
+        mask = np.zeros(length, dtype=np.uint8)
+        mask[1 + (int(kept[-1]) if len(kept) else 0)] = 1
+        return np.append(tokens, tokens[:1]), mask
+
+    def digest(self) -> str:
+        return f"scored {self._end} {self._store.digest()}"

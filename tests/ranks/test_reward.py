@@ -1,0 +1,74 @@
+"""Reward models in every layout equal those of one process, resume bitwise, and load in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from isthmus.convert.transfer import convert
+from isthmus.errors import UsageError
+from ranks.rank_pool import RankPool
+from ranks.test_layouts import assert_same
+from ranks.tiny import build_pairs
+
+TRAIN, SAVE = "ranks.tasks.train", "ranks.tasks.save_and_export"
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    samples = build_pairs(tmp_path_factory.mktemp("pairs") / "store", margins=True)
+    return {"model": models["qwen3-tied"], "samples": samples, "reward": {"center_rewards_coefficient": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one.run(TRAIN, **run, steps=4, evaluate=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="micro-batch-4-unpacked"),
+        pytest.param(2, {"tp": 2, "micro_batch_size": 2}, id="tp2"),
+        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
+        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
+        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}, id="pp2-vpp2-dp2"),
+    ],
+)
+def test_layout_trains_as_single_process(
+    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    result = worlds[ranks].run(TRAIN, **run, **layout, steps=4, evaluate=True)
+    assert_same(result, alone)
+    assert alone["valid_after"] < alone["valid_before"]
+
+
+def test_resumes_bitwise_in_bf16(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    run = run | {"precision": "bf16", "micro_batch_size": 2, "steps": 4}
+    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resumed = one.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    assert resumed["digest"] == uninterrupted["digest"] and resumed["loss"] == uninterrupted["loss"][2:]
+
+
+def test_export_and_checkpoint_have_the_score_head(two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    exported, root = tmp_path / "hf", tmp_path / "checkpoints"
+    two.run(SAVE, **run, root=root, destination=exported, tp=2)
+    tensors = load_file(exported / "model.safetensors")
+    assert tuple(tensors["score.weight"].shape) == (1, 32) and "lm_head.weight" not in tensors
+    network = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert type(network).__name__ == "Qwen3ForSequenceClassification" and network.config.num_labels == 1
+    # The checkpoint has the same model, and so has one that is converted from the folder.
+    convert(exported, tmp_path / "torch_dist", to="torch_dist")
+    for number, (source, like) in enumerate(((root, exported), (tmp_path / "torch_dist", None))):
+        convert(source, tmp_path / str(number), to="hf", hf_like=like)
+        again = load_file(tmp_path / str(number) / "model.safetensors")
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(UsageError, match="which has no reward models"):
+        convert(exported, tmp_path / "torch", to="torch")
