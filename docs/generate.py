@@ -335,9 +335,8 @@ def api_page() -> str:
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
         "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.reward`,",
-        "`isthmus.distill` and",
-        "`isthmus.pretrain` are the `run` functions of their recipes. For a training loop of your own see",
-        "[Use a model from Python](../how-to/use-from-python.md).",
+        "`isthmus.distill` and `isthmus.pretrain` are the `run` functions of their recipes. For your own training loop",
+        "see [Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
         "from pathlib import Path",
@@ -353,14 +352,8 @@ def api_page() -> str:
     ]
     functions = {name: getattr(isthmus, name) for name in isthmus.__all__ if name != "__version__"}
     functions["convert"] = importlib.import_module("isthmus.convert.transfer").convert
-    for title, name in (
-        ("Training", "sft"),
-        ("", "dpo"),
-        ("", "kto"),
-        ("", "reward"),
-        ("", "distill"),
-        ("", "pretrain"),
-    ):
+    for name in ("sft", "dpo", "kto", "reward", "distill", "pretrain"):
+        title = "Training" if name == "sft" else ""
         lines += ([f"## {title}", ""] if title else []) + _directive(functions[name], f"isthmus.{name}")
     lines += _directive(_result_of(functions["sft"]))
     for title, paths in _API.items():

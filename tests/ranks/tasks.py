@@ -89,8 +89,8 @@ def start(
 ) -> Training:
     """Build the model, optimizer and batches like a recipe, with the samples of a store.
 
-    ``parallel``, ``optim``, ``moe``, ``lora`` and recipes are sections; ``more`` is added to ``train``. With ``dpo`` and
-    with ``reward`` the samples are pairs, with ``kto`` answers. Reference log-probabilities are saved in folder
+    ``parallel``, ``optim``, ``moe``, ``lora`` and recipes are sections; ``more`` is added to ``train``. With ``dpo``
+    and ``reward`` the samples are pairs, with ``kto`` answers. Reference log-probabilities are saved in folder
     ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
     """
     sections = {"dpo": dpo, "kto": kto, "reward": reward, "distill": distill}
