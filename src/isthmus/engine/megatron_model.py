@@ -159,10 +159,8 @@ class Decoder(GPTModel):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch)
         if not self.post_process:
             return hidden
-        if self.architecture.score_head:
-            return self._rewards(hidden, loss_positions)
-        if loss_positions is None:
-            return self._logits(hidden)
+        if self.architecture.score_head or loss_positions is None:
+            return self._rewards(hidden, loss_positions) if self.architecture.score_head else self._logits(hidden)
         labels = batch.labels
         assert labels is not None
         if per_token or hidden_states or batch.teacher is not None:
