@@ -140,8 +140,7 @@ class Evaluator:
 
         The ranks of a packed sequence report it once.
         """
-        teaches = self.teacher is not None and objective is self.objective
-        taught = self.teacher.taught(batches) if teaches and self.teacher is not None else batches
+        taught = self.teacher.taught(batches) if self.teacher and objective is self.objective else batches
         with quantize_weights_once(len(batches) > 1):
             results: list[_Reported] = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, objective=objective, step=self.step),
