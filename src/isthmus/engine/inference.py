@@ -118,7 +118,6 @@ class Inference:
         store = SampleStore.from_samples([(tokens, mask) for (tokens, _), mask in zip(samples, masks, strict=True)])
         recorder = _TokenScores(store)
         batches = self._batches(store)
-
         self._evaluator.evaluate((_with_keys(each, sampling) for each in batches.eval_batches()), recorder)
         scores = recorder.scores.to(self._evaluator.device)
         dist.all_reduce(scores)
@@ -159,16 +158,22 @@ class SharedInference(Inference):
     """Rank 0 calls the methods, in a ``with`` block; the other ranks call :meth:`serve`."""
 
     _number = 0
+    _is_scoring = False
+    """The other ranks are in a collective, which a failure of this rank ends."""
 
     def __enter__(self) -> SharedInference:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._share(None)
+        if not self._is_scoring:
+            self._share(None)
 
     def _score(self, samples: Sequence[Sample], sampling: tuple[float, int, int] | None) -> _Scores:
         self._share((samples, sampling))
-        return super()._score(samples, sampling)
+        self._is_scoring = True
+        scores = super()._score(samples, sampling)
+        self._is_scoring = False
+        return scores
 
     def serve(self) -> None:
         """Take part in the calls of rank 0 until its block ends."""
