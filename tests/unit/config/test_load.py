@@ -244,6 +244,8 @@ def test_hints_for_text_in_place_of_numbers_and_booleans(tmp_path: Path) -> None
 def test_chat_settings_are_refused_for_plain_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.loss_on .*is for the chats of sft"):
         load_config("pretrain", None, ["data.loss_on=all"], FLAGS)
+    with pytest.raises(UsageError, match=r"chat.system is for chats, got recipe pretrain; leave it out"):
+        load_config("pretrain", None, ["chat.system=Hi"], FLAGS)
     for recipe in ("sft", "dpo"):
         with pytest.raises(UsageError, match=r"eod_mask_loss is for the documents of pretraining. Leave it out"):
             load_config(recipe, None, ["data.eod_mask_loss=false"], FLAGS)
