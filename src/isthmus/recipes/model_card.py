@@ -25,6 +25,7 @@ _KINDS = {
     "sft": "fine-tuned on chats",
     "dpo": "trained on preference pairs",
     "kto": "trained on answers with labels (KTO)",
+    "reward": "trained as a reward model on preference pairs",
     "pretrain": "trained on text",
 }
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
@@ -47,7 +48,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
     metadata: dict[str, Any] = {} if base is None else inherited_metadata(plan.source.path)
     metadata |= {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if config.recipe == "reward" else "text-generation",
         "tags": ["isthmus", "megatron-core", config.recipe, *(["lora"] if config.lora.enabled else [])],
     }
     if from_hub:
