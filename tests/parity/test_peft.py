@@ -139,12 +139,13 @@ def test_principal_parts_are_those_of_peft(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "lora", "message"),
     [
+        ("qwen2_moe", {"init": "kaiming"}, "layers.0.mlp.shared_expert_gate cannot have an adapter in training"),
         ("llama", {"dora": True}, "lora.init=pissa with lora.dora=true"),
         ("mixtral", {"targets": ["experts.down_proj"]}, "is not for routed experts (model.layers.0.mlp.experts.down"),
         ("llama", {"rank": 33, "targets": ["k_proj"]}, "k_proj has 32 singular values, fewer than lora.rank=33"),
     ],
 )
-def test_refusals_of_pissa(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused_adapters(family: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {
             "recipe": "pretrain",

@@ -46,6 +46,12 @@ def plan_adapters(
         adapters = _new_adapters(lora, family, arch)
     else:
         adapters = _adapters_of(existing, lora, family, arch)
+    gates = [own[0].linear.module for name, own in adapters.of_weights.items() if name.endswith(".gate_weight")]
+    if gates:
+        raise UsageError(
+            f"lora.targets: {gates[0]} cannot have an adapter in training. Name the targets without it, such as "
+            "q_proj,k_proj,v_proj,o_proj; lora.modules_to_save=shared_expert_gate trains it whole."
+        )
     _check_experts(adapters, arch)
     _check_parameters(adapters)
     if lora.dropout and adapters.dora:
