@@ -9,7 +9,7 @@ import pytest
 
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
-from ranks.tiny import build_answers
+from ranks.tiny import build_answers, build_model_folder
 
 TRAIN = "ranks.tasks.train"
 
@@ -47,6 +47,15 @@ def test_layout_trains_as_single_process(
     assert_same(result, alone)
     # A divergence is a small difference of large numbers.
     assert divergences(result) == pytest.approx(divergences(alone), rel=TOLERANCE, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "lora"])
+def test_experts(lora: dict[str, int], one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
+    case = run | {"model": model, "lora": lora, "steps": 2}
+    alone = one.run(TRAIN, **case)
+    assert_same(two.run(TRAIN, **case, ep=2, micro_batch_size=2), alone)
+    assert alone["loss"][0] == pytest.approx(0.5, abs=1e-6) and abs(alone["loss"][1] - alone["loss"][0]) > 1e-5
 
 
 def test_divergence_grows_and_resumes_bitwise(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from isthmus.convert.transfer import convert
 from isthmus.errors import UsageError
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import assert_same
-from ranks.tiny import build_pairs
+from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN, SAVE = "ranks.tasks.train", "ranks.tasks.save_and_export"
 
@@ -47,6 +48,46 @@ def test_layout_trains_as_single_process(
     result = worlds[ranks].run(TRAIN, **run, **layout, steps=4, evaluate=True)
     assert_same(result, alone)
     assert alone["valid_after"] < alone["valid_before"]
+
+
+def test_experts(one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    case = run | {"model": build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)}
+    case |= {"steps": 2, "evaluate": True}
+    assert_same(two.run(TRAIN, **case, ep=2, micro_batch_size=2), one.run(TRAIN, **case))
+
+
+def test_adapters_and_score_head(one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+    """Trained like in one process; PEFT and a second run compute the scores of the merged model."""
+    case = run | {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "steps": 4, "evaluate": True}
+    alone = one.run(TRAIN, **case, exports=tmp_path, save_at=[2], root=tmp_path)
+    assert_same(two.run(TRAIN, **case, tp=2, sp=True, micro_batch_size=2), alone)
+    assert_same(two.run(TRAIN, **case, pp=2), alone)
+    resumed = one.run(TRAIN, **case, resume=tmp_path / "iter_0000002")
+    assert resumed["digest"] == alone["digest"] and resumed["loss"] == alone["loss"][2:]
+
+    adapter, merged = tmp_path / "adapter", load_file(tmp_path / "hf/model.safetensors")
+    before, after = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("before", "adapter"))
+    score = "base_model.model.score.weight"
+    assert (before[score] - after[score]).abs().max() > 1e-3 and len(after) == 2 * 2 * 4 + 1
+    base = AutoModelForSequenceClassification.from_pretrained(run["model"], num_labels=1)
+    theirs = peft.PeftModel.from_pretrained(base, adapter)
+    assert type(theirs).__name__ == "PeftModelForSequenceClassification"
+    ours = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        scores = [network.eval()(torch.arange(24)[None]).logits for network in (theirs, ours)]
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=0)
+    convert(run["model"], tmp_path / "again", to="hf", adapter=adapter)
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert again.keys() == merged.keys() and "lm_head.weight" not in again
+    assert all(torch.allclose(again[name], tensor, atol=1e-6, rtol=0) for name, tensor in merged.items())
+
+    saved = tmp_path / "saved_by_peft"
+    theirs.save_pretrained(saved)
+    second = one.run(TRAIN, **run | {"lora": {"path": str(saved)}, "steps": 0, "evaluate": True})
+    assert second["valid_before"] == pytest.approx(alone["valid_after"], rel=1e-6)
+    refused = one.run("ranks.tasks.refusal", task="train", steps=0, model=run["model"],
+                      samples=run["samples"], lora={"path": str(saved)})  # fmt: skip
+    assert "is an adapter of a reward model, and pretrain needs one of a language" in refused["text"]
 
 
 def test_resumes_bitwise_in_bf16(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:

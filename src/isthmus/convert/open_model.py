@@ -12,7 +12,7 @@ from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
 from isthmus.convert.family_matching import match_family
 from isthmus.convert.hf.hf_tensors import HfWeights
-from isthmus.convert.hf.hf_weights import open_weights
+from isthmus.convert.hf.hf_weights import open_weights, with_score_head
 from isthmus.convert.legacy.from_legacy import LegacyFolder, LegacyWeights
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.convert.legacy.pre_core_args import pre_core_architecture
@@ -78,9 +78,12 @@ def open_model(
     folder = ModelFolder.open(path)
     family = family or family_for(folder.config)
     opened = open_weights(folder, family, bin=bin)
+    trained = None if adapter is None else PeftFolder(adapter)
+    if trained is not None and trained.has_score_head and not opened.arch.score_head:
+        opened = with_score_head(opened, family, seed=0)  # the adapter replaces it
     source, arch, notes = opened.source, opened.arch, opened.notes
-    if adapter is not None:
-        source = merged = MergedWeights(source, family, arch, PeftFolder(adapter))
+    if trained is not None:
+        source = merged = MergedWeights(source, family, arch, trained)
         arch, notes = merged.arch, (*notes, *merged.notes)
     return OpenedModel(path, "hf", family, arch, HfWeights(source, family, arch), folder, notes)
 

@@ -60,11 +60,11 @@ class HfLinear:
 def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) -> dict[str, tuple[HfLinear, ...]]:
     """The linear layers with an adapter by canonical weight name, in the order of the rule's parts.
 
-    A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer and the routers), the
-    path of a linear layer or its end (``q_proj``, ``self_attn.q_proj``; several with commas between them), a pattern of
-    the path (``model.layers.[0-3].*``), or a regular expression of the whole path. Layers of routed experts are meant
-    only by a target that contains ``experts``. Layers for multi-token prediction have no adapters: transformers does
-    not load them.
+    A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer, the routers and the
+    gates of shared experts), the path of a linear layer or its end (``q_proj``, ``self_attn.q_proj``; several with
+    commas between them), a pattern of the path (``model.layers.[0-3].*``), or a regular expression of the whole path.
+    Layers of routed experts are meant only by a target that contains ``experts``. Layers for multi-token prediction
+    have no adapters: transformers does not load them.
 
     Raises:
         UsageError: there are no targets, or a target is no linear layer.
@@ -73,12 +73,14 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
         raise UsageError("lora.targets is empty. Use all-linear, or names of linear layers such as q_proj, v_proj.")
     found = all_linears(family, arch)
     modules = {linear.module: linear for linears in found.values() for linear in linears}
+    # The gate of shared experts decides like a router.
+    gates = {own[0].module for name, own in found.items() if name.endswith(".gate_weight")}
     chosen: set[str] = set()
     for target in (part.strip() for given in targets for part in _split(given)):
         matching = [module for module, linear in modules.items() if _matches(target, linear)]
         if not matching:
             raise UsageError(_unknown(target, modules, family))
-        chosen.update(matching)
+        chosen.update(module for module in matching if target != ALL_LINEAR or module not in gates)
     kept = {name: tuple(linear for linear in linears if linear.module in chosen) for name, linears in found.items()}
     return {name: linears for name, linears in kept.items() if linears}
 

@@ -22,6 +22,11 @@ SCORE = copy("output_layer.weight", "score.weight", "1", "H")
 """The score head of a reward model, in place of the output layer."""
 
 
+def is_scored(hf: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a classifier, such as a reward model."""
+    return str(_first(hf.get("architectures"))).endswith(_SCORED)
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key of ``config.json``: its name, its type, and what transformers assumes if it is absent or null."""
@@ -175,7 +180,7 @@ class Family:
             context = {"max_position_embeddings": values["max_position_embeddings"]}
             head = values.get("mla.qk_rope_head_dim", values["kv_channels"])
             values |= read_rotary(context | dict(hf), self.rope_defaults, self.rope_names, head)
-        values["score_head"] = str(_first(hf.get("architectures"))).endswith(_SCORED)
+        values["score_head"] = is_scored(hf)
         if values["score_head"]:
             values["tie_embeddings"] = False
             if (labels := len(hf.get("id2label") or range(hf.get("num_labels", 2)))) != 1:

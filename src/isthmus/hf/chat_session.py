@@ -11,6 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from isthmus.errors import UsageError
+from isthmus.families.family import is_scored
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tiny_model import no_progress_bars
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +41,11 @@ class ChatSession:
         trust_remote_code: bool,
     ) -> None:
         """Load the model in bfloat16 on a GPU, in float32 on a CPU; ``template`` as ``chat.template``."""
+        if is_scored(folder.config):
+            raise UsageError(
+                f"{folder} is a reward model: it scores texts and writes none. Chat with the model that it was trained "
+                "from."
+            )
         self.tokenizer: Tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
         self.tokenizer.use_chat_template(template)
         self.has_template = self.tokenizer.has_own_template

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
+from isthmus.families.family import SCORE
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
@@ -57,6 +58,8 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     """The weights of the model are [in, out], as in GPT-2."""
     ensure_weight_tying: bool = False
+    task_type: str = "CAUSAL_LM"
+    """``SEQ_CLS`` for a reward model."""
     base_model_name_or_path: str | None = None
     revision: str | None = None
 
@@ -75,7 +78,7 @@ class AdapterConfig:
         lists: dict[str, Any] = {name: [*value] or None for name, value in values.items() if isinstance(value, tuple)}
         if not self.target_modules:
             lists["target_modules"] = []  # with null, PEFT looks for the usual modules of the model's type
-        kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
+        kind = {"peft_type": "LORA", "bias": "none", "inference_mode": True}
         return values | lists | kind
 
 
@@ -151,6 +154,11 @@ class PeftFolder:
     def saved(self) -> dict[str, TensorInfo]:
         """The tensors of ``modules_to_save``, which replace those of the base, by name."""
         return {name.replace(".base_layer.", "."): info for name, info in self._infos.items() if ".lora_" not in name}
+
+    @property
+    def has_score_head(self) -> bool:
+        """Whether it is an adapter of a reward model."""
+        return SCORE.parts[0].name in self.saved
 
     def shape(self, name: str) -> tuple[int, ...]:
         return (self.saved[name] if name in self.saved else self._infos[name]).shape

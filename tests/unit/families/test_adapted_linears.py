@@ -112,6 +112,13 @@ def test_experts_are_meant_only_by_their_name() -> None:
     assert "model.layers.1.mlp.experts.gate_up_proj" in selected("deepseek_v3", "all-linear")
 
 
+def test_all_linear_leaves_the_gate_of_shared_experts_out() -> None:
+    gates = {f"model.layers.{n}.mlp.shared_expert_gate" for n in range(4)}
+    assert {*selected("qwen2_moe", "shared_expert_gate")} == gates
+    chosen = {*selected("qwen2_moe", "all-linear")}
+    assert not chosen & gates and "model.layers.3.mlp.shared_expert.down_proj" in chosen
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "message"),
     [

@@ -99,13 +99,11 @@ class RunConfig(Section):
         for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
             if getattr(self.chat, name) != field.default:
                 refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
-        if self.recipe == "reward":
-            unable = {
-                "lora.rank": self.lora.rank is not None and "trains adapters of language models",
-                "eval.generate": self.eval.generate and "needs a language model",
-            }
-            for name, why in ((name, why) for name, why in unable.items() if why):
-                refuse(name, f"{name} {why}, and recipe reward trains a reward model; leave it out")
+        if self.recipe == "reward" and self.eval.generate:
+            refuse(
+                "eval.generate",
+                "eval.generate needs a language model, and recipe reward trains a reward model; leave it out",
+            )
         sections = {"dpo": self.dpo, "kto": self.kto, "reward": self.reward, "distill": self.distill}
         for recipe, section in sections.items():
             for name, field in type(section).model_fields.items() if self.recipe != recipe else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.convert.hf.dequantize import DequantizedWeights
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
-from isthmus.convert.weight_source import TensorSpec, WeightSource
+from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
 from isthmus.errors import DataError, MissingInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -46,6 +46,14 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         source = prefixed
         notes.append(f"tensor names lack the prefix '{prefixed.prefix}', which is added")
     return OpenedHfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(notes))
+
+
+def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> OpenedHfWeights:
+    """The weights of a language model as those of a reward model, whose score head is random."""
+    arch = replace(opened.arch, score_head=True, tie_embeddings=False)
+    if not opened.source.tensors:  # random weights
+        return replace(opened, arch=arch)
+    return replace(opened, source=WithScoreHead(opened.source, family, arch, seed), arch=arch)
 
 
 class PrefixedWeights:

@@ -20,6 +20,7 @@ from isthmus.families.matched_tensors import trained_tensors
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.recipes.setup.hf_export import iterate_full_weights
+from isthmus.recipes.setup.lora_plan import modules_to_save
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.pissa import doubled
 from isthmus.recipes.setup.rank_model import RankModel
@@ -57,9 +58,10 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
 
 def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
     """Those of the file; its writer adds the targets."""
-    lora = config.lora
+    lora, modules = config.lora, modules_to_save(config, plan.existing)
+    task = "SEQ_CLS" if plan.architecture.score_head else "CAUSAL_LM"
     if plan.existing is not None:
-        return replace(plan.existing.config, lora_dropout=lora.dropout)
+        return replace(plan.existing.config, lora_dropout=lora.dropout, modules_to_save=modules, task_type=task)
     assert lora.rank is not None
     return AdapterConfig(
         r=lora.rank,
@@ -67,7 +69,8 @@ def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
         lora_dropout=lora.dropout,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
-        modules_to_save=lora.modules_to_save,
+        modules_to_save=modules,
+        task_type=task,
         base_model_name_or_path=config.model.path,
     )
 

@@ -49,8 +49,8 @@ def plan_adapters(
     gates = [own[0].linear.module for name, own in adapters.of_weights.items() if name.endswith(".gate_weight")]
     if gates:
         raise UsageError(
-            f"lora.targets: {gates[0]} cannot have an adapter in training. Name the targets without it, such as "
-            "q_proj,k_proj,v_proj,o_proj; lora.modules_to_save=shared_expert_gate trains it whole."
+            f"lora.targets: {gates[0]} cannot have an adapter in training. Use all-linear, or name the targets without "
+            "it; lora.modules_to_save=shared_expert_gate trains it whole."
         )
     _check_experts(adapters, arch)
     _check_parameters(adapters)
@@ -162,6 +162,15 @@ class ExistingAdapters:
     def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:
         factors = self._folder.factors(adapter.linear.module, adapter.linear.expert)
         return {"lora_A": factors.a, "lora_B": factors.b, "lora_magnitude_vector": factors.magnitude}[role]
+
+
+def modules_to_save(config: RunConfig, existing: PeftFolder | None) -> tuple[str, ...]:
+    """The modules that are trained whole; with the score head of a reward model, as in PEFT."""
+    modules = config.lora.modules_to_save if existing is None else existing.config.modules_to_save
+    if config.recipe != "reward":
+        return modules
+    # PEFT writes both names of score heads.
+    return tuple(dict.fromkeys([*(name for name in modules if name != "classifier"), "score"]))
 
 
 def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str], adapters: AdapterSet) -> frozenset[str]:

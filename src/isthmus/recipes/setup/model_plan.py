@@ -12,9 +12,9 @@ import torch
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig
-from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights
+from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights, with_score_head
 from isthmus.convert.merged_weights import MergedWeights
-from isthmus.convert.weight_source import PartOfWeights, WithScoreHead
+from isthmus.convert.weight_source import PartOfWeights
 from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import UsageError
@@ -40,7 +40,7 @@ from isthmus.recipes.setup.layout_checks import (
     check_micro_batches,
     check_stages,
 )
-from isthmus.recipes.setup.lora_plan import existing_adapter, plan_adapters, saved_tensors
+from isthmus.recipes.setup.lora_plan import existing_adapter, modules_to_save, plan_adapters, saved_tensors
 from isthmus.recipes.setup.model_source import open_source
 
 
@@ -72,9 +72,9 @@ class ModelPlan:
 
 def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
     """Read the config of the model and check the layout; ``world_size`` None is that of the environment."""
-    source = open_source(config.model)
+    source, existing = open_source(config.model), existing_adapter(config)
     family = family_for(source.config)
-    weights = _weights_of_recipe(config, open_weights(source, family), family, source)
+    weights = _weights_of_recipe(config, open_weights(source, family), family, source, existing)
     architecture = weights.arch
     # Report sizes that do not divide the model before a wrong number of ranks.
     check_tp_size(architecture, config.parallel.tp)
@@ -85,13 +85,11 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     check_layout(architecture, config.parallel)
     check_experts(architecture, config.moe)
     dropout = dropout_of(config.train, family.read_dropout(source.config))
-    existing = existing_adapter(config)
     adapters = plan_adapters(config, family, architecture, existing)
     if adapters is None:
         frozen = frozen_tensors(family, architecture, config.train.freeze)
     else:
-        modules = config.lora.modules_to_save if existing is None else existing.config.modules_to_save
-        saved = saved_tensors(family, architecture, modules, adapters)
+        saved = saved_tensors(family, architecture, modules_to_save(config, existing), adapters)
         frozen = frozenset(trained_tensors(family, architecture)) - saved
     if existing is not None:
         values = MergedWeights(weights.source, family, architecture, existing, factor=0.0)
@@ -137,10 +135,20 @@ def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
 
 
 def _weights_of_recipe(
-    config: RunConfig, opened: OpenedHfWeights, family: Family, source: ModelFolder
+    config: RunConfig,
+    opened: OpenedHfWeights,
+    family: Family,
+    source: ModelFolder,
+    existing: PeftFolder | None = None,
 ) -> OpenedHfWeights:
     """The weights, for recipe reward with a score head; refuses a reward model for another recipe."""
+    has_head = existing is not None and existing.has_score_head
     if config.recipe != "reward":
+        if has_head:
+            raise UsageError(
+                f"lora.path={existing} is an adapter of a reward model, and {config.recipe} needs one of a language "
+                "model. Leave it out, or use isthmus reward."
+            )
         if opened.arch.score_head:
             raise UsageError(
                 f"{source} is a reward model: it has a score head and no output layer, and {config.recipe} needs a "
@@ -154,12 +162,11 @@ def _weights_of_recipe(
         )
     if opened.arch.score_head:
         return opened
-    arch = replace(opened.arch, score_head=True, tie_embeddings=False)
-    if not opened.source.tensors:  # random weights
-        return replace(opened, arch=arch)
-    note = f"the score head is new: random, standard deviation {arch.init_std:g}, train.seed={config.train.seed}"
-    scored = WithScoreHead(opened.source, family, arch, config.train.seed)
-    return OpenedHfWeights(scored, arch, (*opened.notes, note))
+    scored = with_score_head(opened, family, config.train.seed)
+    if has_head or not opened.source.tensors:
+        return scored
+    std = f"standard deviation {scored.arch.init_std:g}, train.seed={config.train.seed}"
+    return replace(scored, notes=(*opened.notes, f"the score head is new: random, {std}"))
 
 
 def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:
