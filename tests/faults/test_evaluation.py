@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from faults.command import CompletedCommand, rows
 from faults.fork_server import ForkServer
 from faults.hosts import rank_variables
+from isthmus.errors import UsageError
 
 PROMPTS = ["Say the number 5.", "Say the number 61."]
 
@@ -169,4 +171,17 @@ def test_evaluations_that_cannot_run(isthmus: ForkServer, model: Path, tasks: Pa
     assert "--tasks is missing" in isthmus(*args).error(2)
     assert "optim.lr has no effect on an evaluation" in isthmus(*args, "--tasks", "numbers_text", "optim.lr=1").error(2)
     assert "is not a setting (key=value)" in isthmus(*args, "--tasks", "numbers_text", "more").error(2)
+    args += ["--tasks", "numbers_choice"]
+    assert "--limit 0 leaves no questions" in isthmus(*args, "--limit", "0").error(2)
+    assert "its folder does not exist" in isthmus(*args, "--out", "nowhere/results.json").error(2)
     assert "does not exist" in isthmus("eval", "nowhere", "--tasks", "numbers_text").error(66)
+
+
+def test_answer_longer_than_all_texts() -> None:
+    """It would be scored without its beginning."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
+    from isthmus.evaluate.harness_model import HarnessModel
+
+    unused: Any = SimpleNamespace(inner=None)
+    with pytest.raises(UsageError, match="an answer of a task has 3 tokens, and the longest text has 2. Raise --max"):
+        HarnessModel(unused, unused, set(), 2)._loglikelihood_tokens([(("", ""), [1], [1, 2, 3])])

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from isthmus.atomic_write import write_atomic
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.train_verbs import Nproc, run_ranks
-from isthmus.errors import UsageError, disk_errors
+from isthmus.errors import UsageError
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, checkpoint, or id on the Hub.")
@@ -63,6 +64,10 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UsageError("--tasks is missing. Name tasks of lm_eval, such as --tasks hellaswag,arc_easy.")
+    if limit == 0:
+        raise UsageError("--limit 0 leaves no questions. Give a number above 0, or omit it.")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: its folder does not exist. Create it first.")
     joined = is_one_of_several_ranks()
     if not joined and nproc > 1:
         return run_ranks(nproc, debug=debug)
@@ -92,8 +97,7 @@ def evaluate(
         return 0
     results, tables = found
     text = json_module.dumps(results, indent=2, default=str, ensure_ascii=False)
-    if out is not None:
-        with disk_errors(out):
-            out.write_text(text + "\n", encoding="utf-8")
     print(text if json else tables, flush=True)
+    if out is not None:
+        write_atomic(out, text + "\n")
     return 0

@@ -138,6 +138,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        longest = max((len(answer) for _, _, answer in requests), default=0)
+        if longest > self.max_length:
+            raise UsageError(
+                f"an answer of a task has {longest} tokens, and the longest text has {self.max_length}. Raise "
+                "--max-length, or choose another task."
+            )
         samples = [((context + answer)[-(self.max_length + 1) :], len(answer)) for _, context, answer in requests]
 
         def scores(chunk: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:

@@ -47,6 +47,10 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
         if not word.startswith(_SETTINGS):
             raise UsageError(f"{word.partition('=')[0]} has no effect on an evaluation. Leave it out.")
     config, plan = plan_of(settings.model, overrides)
+    positions = plan.architecture.max_position_embeddings
+    longest = settings.max_length or positions
+    if longest > positions and plan.architecture.position == "learned":
+        raise UsageError(f"--max-length {longest} is more than the {positions} learned positions of this model.")
     platform = detect(config.platform)
     precision = config.train.precision or platform.default_precision()[0]
     check_precision(platform, precision)
@@ -63,11 +67,10 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
         if model.position.rank:
             inference.serve()
         else:
-            from isthmus.evaluate.harness_model import run_harness
+            with inference:  # also the import: the other ranks wait for the end of the block
+                from isthmus.evaluate.harness_model import run_harness
 
-            with inference:
                 ends = end_tokens(plan.source, tokenizer)
-                longest = settings.max_length or plan.architecture.max_position_embeddings
                 results = run_harness(settings, inference, tokenizer, ends=ends, max_length=longest)
     close_groups()
     return results

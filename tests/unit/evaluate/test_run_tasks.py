@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from isthmus.convert.checkpoint_source import CheckpointSource
 from isthmus.convert.open_model import Format
 from isthmus.convert.transfer import convert
-from isthmus.evaluate.run_tasks import plan_of
+from isthmus.errors import UsageError
+from isthmus.evaluate.run_tasks import evaluate_tasks, plan_of
+from isthmus.evaluate.task_settings import TaskSettings
 from ranks.tiny import build_model_folder
 
 
@@ -32,3 +34,10 @@ def test_tensors_equal_those_of_the_source(tmp_path: Path, family: str, to: Form
     name, tensor = max(wanted.items(), key=lambda item: item[1].dim())
     part = torch.empty_like(tensor[1:3])
     assert torch.equal(source.read(name, (slice(1, 3),), into=part), tensor[1:3]) and torch.equal(part, tensor[1:3])
+
+
+def test_texts_longer_than_learned_positions(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
+    folder = build_model_folder(tmp_path, "gpt2", num_hidden_layers=2)
+    with pytest.raises(UsageError, match=r"--max-length 100000 is more than the \d+ learned positions"):
+        evaluate_tasks(TaskSettings(model=str(folder), tasks=["any"], max_length=100000))
