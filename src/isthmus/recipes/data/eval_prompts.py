@@ -57,7 +57,7 @@ def _read(path: Path) -> list[tuple[Any, str]]:
     if not path.is_file():
         raise MissingInput(f"eval.prompts={path} is no file. Give a file, or a list: eval.prompts='[first, second]'.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other line separators in a text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it.") from error
     found = [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]

@@ -51,9 +51,9 @@ def test_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert [prompt.text for prompt in read(tokenizer, str(lines))] == ["the sea", "is blue"]
     chats = tmp_path / "prompts.jsonl"
     turns = [{"from": "system", "value": "blue"}, {"from": "human", "value": "the sea"}]
-    chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": "is blue"}))
+    chats.write_text(json.dumps({"messages": turns}) + "\n" + '{"prompt": "is\u2028blue"}\n', encoding="utf-8")
     first, second = read(tokenizer, str(chats))
-    assert (first.text, second.text) == ("the sea", "is blue") and "system" in tokenizer.decode(first.input_ids)
+    assert (first.text, second.text) == ("the sea", "is\u2028blue") and "system" in tokenizer.decode(first.input_ids)
 
 
 @pytest.mark.parametrize(
