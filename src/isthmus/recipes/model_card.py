@@ -134,7 +134,7 @@ def _changed_settings(config: RunConfig) -> dict[str, Any]:
             found |= {name: _public(section)} if section != field.default else {}
             continue
         changed = {
-            key: _public(value)
+            key: value if name == "chat" and _is_text(key, value) else _public(value)
             for key, value in section.model_dump(mode="json").items()
             if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)
         }
@@ -142,13 +142,19 @@ def _changed_settings(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+def _is_text(key: str, value: Any) -> bool:
+    """Whether a setting of section chat is text, which may have slashes, and not a file."""
+    return key == "system" or (isinstance(value, str) and "{" in value)
+
+
 def _public(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _public(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_public(one) for one in value]
-    is_local = isinstance(value, str) and "/" in value and not value.startswith(HUB) and not looks_like_id(value)
-    return Path(value).name if is_local or (isinstance(value, str) and Path(value).is_absolute()) else value
+    if not isinstance(value, str) or "/" not in value or value.startswith(HUB):
+        return value
+    return value if looks_like_id(value) and not Path(value).exists() else Path(value).name
 
 
 def _versions() -> dict[str, str]:

@@ -76,6 +76,17 @@ def test_card_of_an_adapter_on_a_local_model(tmp_path: Path) -> None:
     assert "private.json" in card.text and "rank: 4" in card.text
 
 
+def test_names_of_files_and_whole_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose path looks like an id on the Hub, and a system prompt with slashes."""
+    (tmp_path / "models" / "own").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine.jsonl").touch()
+    texts = ["chat.system=Answer yes/no.", "chat.template='{{ messages }}</s>'"]
+    text = card_of(tmp_path, "models/own", *texts, data="models/mine.jsonl").text
+    assert "Base model: own." in text and "path: own" in text and "- mine.jsonl" in text
+    assert "system: Answer yes/no." in text and "{{ messages }}</s>" in text
+
+
 def test_random_weights_have_no_licence(tmp_path: Path) -> None:
     card = card_of(tmp_path, "org/model", "model.init=random")
     assert "license" not in card.data.to_dict() and "base_model" not in card.data.to_dict()
