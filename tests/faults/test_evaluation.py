@@ -183,5 +183,5 @@ def test_answer_longer_than_all_texts() -> None:
     from isthmus.evaluate.harness_model import HarnessModel
 
     unused: Any = SimpleNamespace(inner=None)
-    with pytest.raises(UsageError, match="an answer of a task has 3 tokens, and the longest text has 2. Raise --max"):
+    with pytest.raises(UsageError, match="answer of a task has 3 tokens, and the longest text has 2"):
         HarnessModel(unused, unused, set(), 2)._loglikelihood_tokens([(("", ""), [1], [1, 2, 3])])
