@@ -42,6 +42,7 @@ def test_a_run_its_resume_and_a_run_from_its_adapter(
 
     other = [*LORA, *RUN, "--out", tmp_path / "other", f"checkpoint.resume={saved}"]
     assert "saved with other adapters (section lora)" in isthmus(*sft_args, *other, "lora.rank=8").error(2)
+    assert "another lora.modules_to_save" in isthmus(*sft_args, *other, "lora.modules_to_save=norm").error(2)
     shutil.copytree(model, base)
     tensors = load_file(base / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})

@@ -198,6 +198,8 @@ def test_resume_from_a_given_checkpoint(isthmus: ForkServer, sft_args: list[str]
     assert "at step 2" in completed.stderr and completed.result["steps"] == 4
     weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (other, tmp_path / "out")]
     assert weights[0] == weights[1]
+    by_muon = isthmus(*sft_args, "--out", tmp_path / "muon", from_it, "optim.optimizer=muon")
+    assert "optimizer state of adamw, and this run uses muon" in by_muon.error(2)
     assert "no such folder" in isthmus(*sft_args, "--out", tmp_path / "c", "checkpoint.resume=iter_9").error(66)
     assert not (tmp_path / "c").exists()
 

@@ -84,6 +84,8 @@ def frozen_tensors(family: Family, arch: Architecture, patterns: tuple[str, ...]
 
 
 def _near(pattern: str, names: Mapping[str, None]) -> str:
+    if not names:
+        return "All of them are frozen: leave it out."
     # Layers and experts by one name: a model has tens of thousands of tensors.
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     near = difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.4) or kinds[:3]

@@ -7,7 +7,7 @@ import pytest
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.families.matched_tensors import frozen_tensors, values_by_pattern
+from isthmus.families.matched_tensors import frozen_tensors, trained_tensors, values_by_pattern
 from isthmus.families.registry import family_for
 from ranks.tiny import OWN_SIZES, SIZES
 
@@ -55,3 +55,9 @@ def test_the_first_matching_pattern_counts() -> None:
     found = values_by_pattern(*_model("qwen3"), values, "optim.lr_groups")
     assert found["decoder.layers.0.mlp.linear_fc2.weight"] == 1.0
     assert found["decoder.layers.1.mlp.linear_fc2.weight"] == 2.0
+
+
+def test_pattern_without_a_trained_tensor() -> None:
+    family, arch = _model("qwen3")
+    with pytest.raises(UsageError, match="All of them are frozen: leave it out"):
+        values_by_pattern(family, arch, {"*": 0.1}, "optim.lr_multipliers", frozen=trained_tensors(family, arch))

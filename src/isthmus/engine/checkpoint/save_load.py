@@ -239,6 +239,7 @@ def _saved_state(
             "skipped": stepper.skipped,
             "frozen": sorted(stepper.model[0].module.frozen),
             "adapters": _described(stepper),
+            "muon": _by_muon(stepper),
         },
     }
     return state if args is None else state | {"args": args}
@@ -306,23 +307,14 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
 
     Raises:
         MissingInput, DataError: the checkpoint is missing, truncated or of another model.
-        UsageError: other tensors were frozen.
+        UsageError: other tensors were trained, or by another optimizer.
     """
     check_files(folder)
     with read_errors(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
-    if common["isthmus"].get("frozen", []) != sorted(stepper.model[0].module.frozen):
-        raise UsageError(
-            f"{folder} was saved with another train.freeze, so it has the optimizer state of other tensors. Resume "
-            "with the same train.freeze, or start a new run from its exported model."
-        )
-    if common["isthmus"].get("adapters") != _described(stepper):
-        raise UsageError(
-            f"{folder} was saved with other adapters (section lora). Resume with the same settings, or start a new run "
-            "with lora.path."
-        )
+    _check_same_training(common["isthmus"], stepper, folder)
     same_layout = common["isthmus"]["layout"] == _layout(parallel)
     with read_errors(folder), float32_moments(torch_optimizers(stepper.optimizer), loading=True):
         state = _state(stepper, is_loading=True)
@@ -345,6 +337,31 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     if same_layout:
         _restore_random_state(loaded["rng_state"][0], stepper.device)
     return progress
+
+
+def _check_same_training(saved: dict[str, Any], stepper: Stepper, folder: Path) -> None:
+    """Raise UsageError if other tensors were trained, or by another optimizer; ``saved`` is written by :func:`save`."""
+    if saved.get("adapters") != _described(stepper):
+        raise UsageError(
+            f"{folder} was saved with other adapters (section lora). Resume with the same settings, or start a new run "
+            "with lora.path."
+        )
+    if saved.get("frozen", []) != sorted(stepper.model[0].module.frozen):
+        setting = "train.freeze" if saved.get("adapters") is None else "lora.modules_to_save"
+        raise UsageError(
+            f"{folder} was saved with another {setting}, so it has the optimizer state of other tensors. Resume "
+            f"with the same {setting}, or start a new run from its exported model."
+        )
+    if saved.get("muon", False) != _by_muon(stepper):
+        before, now = ("adamw", "muon") if _by_muon(stepper) else ("muon", "adamw")
+        raise UsageError(
+            f"{folder} has the optimizer state of {before}, and this run uses {now}. Resume with the same "
+            "optim.optimizer, or start a new run from its exported model."
+        )
+
+
+def _by_muon(stepper: Stepper) -> bool:
+    return hasattr(stepper.optimizer, "muon")
 
 
 def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:

@@ -106,9 +106,10 @@ class LowRank(nn.Module):
         tensors = self._of("lora_A")
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def joined_b(self) -> Tensor:
+    def joined_b(self, *, float32: bool = False) -> Tensor:
         """[rows, sum of ranks], multiplied by the scales."""
-        scaled = [b * adapter.scale for b, adapter in zip(self._of("lora_B"), self.adapters, strict=True)]
+        tensors = [b.float() if float32 else b for b in self._of("lora_B")]
+        scaled = [b * adapter.scale for b, adapter in zip(tensors, self.adapters, strict=True)]
         joined = scaled[0] if len(scaled) == 1 else torch.block_diag(*scaled)
         return self._in_rows(joined, joined.new_zeros(self.num_rows, joined.size(1)))
 
@@ -175,7 +176,7 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """``weight`` with the adapters, float32; with DoRA a collective over tp."""
-        found = dense(weight).float() + self.joined_b().float() @ self.joined_a().float()
+        found = dense(weight).float() + self.joined_b(float32=True) @ self.joined_a().float()
         if self.dora:
             norms = self.exchange.sum_columns(found.square().sum(1)).sqrt()
             magnitude = torch.cat(self._of("lora_magnitude_vector")).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import math
@@ -209,6 +210,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
     _check_optimizer(config.optim, plan)
+    _check_expert_bias(config, plan)
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
@@ -238,6 +240,24 @@ def _check_optimizer(optim: OptimConfig, plan: ModelPlan) -> None:
             "optim.optimizer=muon updates the weight matrices of the layers, and all of them are frozen in this run. "
             "Use optim.optimizer=adamw."
         )
+
+
+def _check_expert_bias(config: RunConfig, plan: ModelPlan) -> None:
+    """The update of the bias has no gradient, so freezing its parameter would not stop it."""
+    if not config.moe.expert_bias_update_rate:
+        return
+    setting = f"moe.expert_bias_update_rate={config.moe.expert_bias_update_rate:g}"
+    if plan.adapters is not None:
+        raise UsageError(
+            f"{setting} with lora: it changes the expert bias of routers, which is no part of an adapter. Leave it out."
+        )
+    placements = plan.family.placements(plan.architecture).items()
+    biases = [name for canonical, placed in placements if canonical.endswith("expert_bias") for name in placed.hf]
+    for pattern in config.train.freeze:
+        if frozen := fnmatch.filter(biases, pattern):
+            raise UsageError(
+                f"train.freeze: {pattern} matches {frozen[0]}, and {setting} changes it. Leave one of them out."
+            )
 
 
 def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:

@@ -116,3 +116,12 @@ def test_outputs_gradients_and_merged_weights_are_those_of_peft(
             layer = layer.base_layer
         for piece in layers.pieces[module]:
             assert torch.allclose(piece.view(merged), layer.weight.data[piece.hf], atol=1e-5)
+
+
+def test_bfloat16_adapters_are_merged_in_float32() -> None:
+    torch.manual_seed(0)
+    layers = Layers("mlp.linear_fc2", ("down_proj",), dora=False, rslora=False)
+    layers.ours.bfloat16()
+    a, b = (tensor.parameter.detach().float() for tensor in layers.ours.tensors())
+    merged = layers.ours.merged(layers.weight)
+    torch.testing.assert_close(merged, layers.weight + b @ a * (ALPHA / RANK), atol=1e-6, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.lora import LoraConfig
+from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Dropout
@@ -125,6 +127,28 @@ def test_optimizer_settings_apply_to_trained_tensors(
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, freeze=freeze)
     config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
     with pytest.raises(UsageError, match=message):
+        check_training(config, plan_model(config))
+
+
+@pytest.mark.parametrize(
+    ("lora", "freeze", "message"),
+    [
+        ({"rank": 2, "targets": ["o_proj"]}, [], "expert_bias_update_rate=0.001 with lora"),
+        (
+            {},
+            ["model.layers.1.*"],
+            r"train.freeze: model.layers.1.\* matches model.layers.1.mlp.gate.e_score_correction",
+        ),
+        ({}, ["model.layers.0.*"], ""),  # has no experts
+    ],
+)
+def test_expert_bias_is_not_updated_if_it_is_frozen(
+    lora: dict[str, Any], freeze: list[str], message: str, tmp_path: Path
+) -> None:
+    config = config_of(build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2), 24, freeze=freeze)
+    sections = {"lora": LoraConfig.model_validate(lora), "moe": MoeConfig(expert_bias_update_rate=0.001)}
+    config = config.model_copy(update=sections)
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
         check_training(config, plan_model(config))
 
 
