@@ -10,6 +10,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from isthmus.data.chat.chat_text import ChatRenderer
+from isthmus.data.chat.message_normalization import Message
 from isthmus.errors import UsageError
 from isthmus.families.family import is_scored
 from isthmus.hf.model_folder import ModelFolder
@@ -49,6 +51,7 @@ class ChatSession:
         self.tokenizer: Tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
         self.tokenizer.use_chat_template(template)
         self.has_template = self.tokenizer.has_own_template
+        self._render = ChatRenderer(self.tokenizer) if self.has_template else None
         if system is not None and not self.has_template:
             raise UsageError(
                 f"{folder} has no chat template, so it has no system prompt. Name one with --chat-template, or leave "
@@ -64,8 +67,8 @@ class ChatSession:
         if (end := self.tokenizer.turn_end_id) is not None:
             generation, known = self._model.generation_config, self._model.generation_config.eos_token_id
             generation.eos_token_id = [*(known if isinstance(known, list) else {known} - {None}), end]
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, str]] = [*self._opening]
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = [*self._opening]
         self.stop_requested = False
         """Set it to end the answer that is being computed after its next token."""
         if sampling.seed is not None:
@@ -104,9 +107,9 @@ class ChatSession:
             self.messages = [*turns, {"role": "assistant", "content": stream.text}]
         return stream.text
 
-    def _prompt(self, text: str, turns: list[dict[str, str]]) -> list[int]:
-        if self.has_template:
-            return self.tokenizer.encode(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True))
+    def _prompt(self, text: str, turns: list[Message]) -> list[int]:
+        if self._render is not None:
+            return self.tokenizer.encode(self._render.prompt(turns))
         first = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
         return first + self.tokenizer.encode(text)
 

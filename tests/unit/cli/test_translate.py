@@ -91,6 +91,7 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
     assert named >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
     for words, message in (
         (["train.epochs=2"], "Megatron-LM counts steps. Give train.steps=N"),
+        (["train.steps=9", "recipe=kto"], "recipe kto: Megatron-LM's arguments have no such training"),
         (["train.steps=9", "model.config.rope_scaling={rope_type: linear, factor: 2.0}"], "no option for rope scaling"),
     ):
         with pytest.raises(UsageError, match=message):

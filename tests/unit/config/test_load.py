@@ -287,6 +287,8 @@ def test_settings_of_another_recipe_are_refused(tmp_path: Path) -> None:
         load_config("dpo", None, ["data.length_buckets=[4096]"], FLAGS)
     with pytest.raises(UsageError, match=r"label_smoothing=0.1 is for loss=sigmoid, .* got ipo"):
         load_config("dpo", None, ["dpo.label_smoothing=0.1", "dpo.loss=ipo"], FLAGS)
+    with pytest.raises(UsageError, match=r"export_merged=false exports adapters alone, and this run has none"):
+        load_config("sft", None, ["checkpoint.export_merged=false"], FLAGS)
     config = load_config("dpo", None, ["dpo.beta=0.2", "data.overlong=drop"], FLAGS)
     assert load_config("dpo", write(tmp_path, dump(config))) == config
 

@@ -115,6 +115,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_merged(self) -> RunConfig:
+        if not self.checkpoint.export_merged and not self.lora.enabled:
+            reason = "export_merged=false exports adapters alone, and this run has none"
+            refuse("checkpoint.export_merged", f"{reason}; set lora.rank, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _quantized_weights_are_dequantized(self) -> RunConfig:
         if self.lora.quantize is not None and self.train.precision == "fp8":
             reason = "multiplies weights of 16 bits in train.precision=bf16 or fp32, not in fp8; leave one of them out"

@@ -57,7 +57,7 @@ class DataConfig(Section):
     """sft, distill: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant
     turn."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """sft, dpo, distill: truncate or drop a sample of more than seq_length tokens."""
+    """All but pretrain: truncate or drop a sample of more than seq_length tokens."""
     on_error: Literal["stop", "skip"] = "stop"
     """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()

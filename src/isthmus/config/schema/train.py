@@ -25,9 +25,9 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the training data, also fractions; 1 if steps is not given."""
     global_batch_size: Count = 16
-    """Sequences (dpo: pairs) per optimizer step, over all ranks."""
+    """Sequences (dpo, reward: pairs; kto: answers) per optimizer step, over all ranks."""
     micro_batch_size: Count = 1
-    """Sequences (dpo: pairs) per forward pass of one data parallel rank."""
+    """Sequences (dpo, reward: pairs; kto: answers) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Precision of matmuls and activations; all but fp32 keep float32 main weights. null: the platform's default."""
     initial_loss_scale: float = Field(default=4096.0, ge=1)

@@ -44,10 +44,14 @@ def find_template(given: str) -> tuple[str, tuple[str, ...]]:
         text = CHATML if given == "chatml" else source.read_text(encoding="utf-8").strip()
         return text, TEMPLATE_TOKENS[given]
     path = Path(given).expanduser()
-    if path.is_dir() and not (path := path / _FILE).is_file():
-        raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")
-    if not path.is_file():
+    try:
+        if path.is_dir() and not (path := path / _FILE).is_file():
+            raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")
+        return path.read_text(encoding="utf-8").strip(), ()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        why = "" if isinstance(error, FileNotFoundError) else f" ({reason})"
         raise UsageError(
-            f"chat.template={given} is neither a file nor a known template. Known are {', '.join(TEMPLATE_TOKENS)}."
-        )
-    return path.read_text(encoding="utf-8").strip(), ()
+            f"chat.template={given:.80} is neither a text file nor a known template{why}. Known are "
+            f"{', '.join(TEMPLATE_TOKENS)}."
+        ) from error

@@ -75,6 +75,11 @@ class ChatRenderer:
         self.without_end = 0
         """Number of texts so far whose last answer has no special token after it."""
 
+    def prompt(self, messages: list[Message]) -> str:
+        """The text before the next answer; DataError if the template rejects the turns."""
+        messages, _ = adapt(self._settings.applied(messages), None, self.capabilities)
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.message_normalization import Message, turns
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
@@ -42,7 +43,8 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architec
         return ()
     given = settings.prompts
     records = _read(Path(given)) if isinstance(given, str) else [(text, "eval.prompts") for text in given]
-    prompts = tuple(_prompt(record, where, config, tokenizer) for record, where in records)
+    render = None if config.recipe == "pretrain" else ChatRenderer(tokenizer, settings=chat_settings(config))
+    prompts = tuple(_prompt(record, where, render, tokenizer) for record, where in records)
     longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
@@ -71,13 +73,14 @@ def _read(path: Path) -> list[tuple[Any, str]]:
         raise DataError(f"{path} has a line that is not JSON ({error}). Correct it, or name the file .txt.") from error
 
 
-def _prompt(record: Any, where: str, config: RunConfig, tokenizer: Tokenizer) -> EvalPrompt:
+def _prompt(record: Any, where: str, render: ChatRenderer | None, tokenizer: Tokenizer) -> EvalPrompt:
+    """``render`` is None for text to continue."""
     content = record.get("messages", record.get("prompt")) if isinstance(record, dict) else record
     if not content or not isinstance(content, str | list):
         raise DataError(
             f"{where}: expected text, or an object with prompt or messages, got {record!r:.{_LONGEST_LINE}}."
         )
-    if config.recipe == "pretrain":
+    if render is None:
         if not isinstance(content, str):
             raise DataError(f"{where}: pretrain continues text, and this prompt is a chat. Give its text as prompt.")
         first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -87,6 +90,4 @@ def _prompt(record: Any, where: str, config: RunConfig, tokenizer: Tokenizer) ->
         return EvalPrompt(content, ids)
     messages: list[Message] = turns(content, where) if isinstance(content, list) else []
     messages = messages or [{"role": "user", "content": str(content)}]
-    settled = chat_settings(config).applied(messages)
-    text = tokenizer.apply_chat_template(settled, add_generation_prompt=True)
-    return EvalPrompt(str(messages[-1]["content"]), tokenizer.encode(text))
+    return EvalPrompt(str(messages[-1]["content"]), tokenizer.encode(render.prompt(messages)))

@@ -242,8 +242,14 @@ def test_templates_are_found(build: Callable[..., Tokenizer], tmp_path: Path) ->
         assert build(given).apply_chat_template(TALK[:2]) == expected
     assert build(own, adds_bos=True).apply_chat_template(TALK[:2]) == "<s>" + expected
     assert build("gemma", adds_bos=True).apply_chat_template(TALK[:2]).count("<s>") == 1
-    with pytest.raises(UsageError, match=r"chat.template=llama is neither a file nor .* Known are alpaca, chatml, "):
+    with pytest.raises(
+        UsageError, match=r"chat.template=llama is neither a text file nor .* Known are alpaca, chatml, "
+    ):
         find_template("llama")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for given in (str(tmp_path / "binary"), "a prompt " * 99):
+        with pytest.raises(UsageError, match=r"is neither a text file nor a known template \(.*\)\. Known are"):
+            find_template(given)
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingInput, match=r"chat_template.jinja does not exist"):
         find_template(str(tmp_path / "empty"))

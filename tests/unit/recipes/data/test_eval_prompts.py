@@ -39,6 +39,11 @@ def test_a_list_is_chats_for_sft_and_text_for_pretraining(tokenizer: Tokenizer) 
     asked, _ = read(tokenizer, "[the sea, is blue]", more=("chat.system=blue",))
     system = tokenizer.apply_chat_template([{"role": "system", "content": "blue"}])
     assert tokenizer.decode(asked.input_ids) == system + turn
+    ignores_system = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }};{% endif %}{% endfor %}"
+    other = Tokenizer(train_tokenizer(["the sea is blue " * 9], vocab_size=300))
+    other.use_chat_template(ignores_system)
+    asked, _ = read(other, "[the sea, is blue]", more=("chat.system=blue",))
+    assert other.decode(asked.input_ids) == "blue\n\nthe sea;"  # as in training
     plain, _ = read(tokenizer, "[the sea, is blue]", "pretrain")
     assert tokenizer.decode(plain.input_ids) == "the sea"
     config = load_config("sft", None, [], {"model": "m", "data": ["d"], "out": "o"})

@@ -83,8 +83,10 @@ def write_arguments(config: RunConfig, model: Mapping[str, Any], rows: int) -> W
     ``model`` are Megatron-LM's args of the model's architecture, ``rows`` the rows of its embedding. The dropout rates
     of the config are not null. A UsageError if Megatron-LM has no such run.
     """
-    if config.recipe == "dpo":
-        raise UsageError("recipe dpo: Megatron-LM does not train on preference pairs.")
+    if config.recipe not in ("sft", "pretrain"):
+        raise UsageError(
+            f"recipe {config.recipe}: Megatron-LM's arguments have no such training, only sft and pretrain."
+        )
     written = WrittenArguments(config)
     written.set("sft", config.recipe == "sft", "recipe")
     write_model(model, written)
