@@ -19,7 +19,7 @@ from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.exchange import Exchange
-from isthmus.engine.lora.input_dropout import input_dropout
+from isthmus.engine.lora.input_dropout import input_dropout, with_this_batch
 from isthmus.families.rules.shard import Index, TensorSlice
 
 
@@ -140,7 +140,7 @@ class LowRank(nn.Module):
             return [input_dropout(x, self.dropout, module=module, first_channel=first)]
 
         inputs = dropped()
-        with recompute_if(True, inputs, dropped):  # else each linear layer would keep a copy of x
+        with recompute_if(True, inputs, with_this_batch(dropped)):  # else each linear layer would keep a copy of x
             return functional.linear(inputs[0], a)
 
     def _gain(self, weight: Tensor) -> Tensor:
