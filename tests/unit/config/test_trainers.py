@@ -214,9 +214,8 @@ def test_every_setting_of_trl_has_an_answer() -> None:
     trl = find_spec("trl")
     if trl is None or trl.origin is None:
         pytest.skip("TRL is not installed (extra: bench)")
-    files = [
-        Path(trl.origin).parent / "trainer" / f"{name}_config.py" for name in ("base", "model", "sft", "dpo", "kto")
-    ]
+    names = ("base", "model", "sft", "dpo", "kto", "reward")
+    files = [Path(trl.origin).parent / "trainer" / f"{name}_config.py" for name in names]
     files += [Path(transformers.__file__).parent / "training_args.py"]
     fields = {name for file in files for name in fields_of(file)}
     assert len(fields) > 150
