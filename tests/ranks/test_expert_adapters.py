@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ranks.rank_pool import RankPool
-from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
+from ranks.test_lora import assert_same
 from ranks.tiny import build_model_folder
 
 STEPS = 4
 LORA: dict[str, Any] = {"rank": 4, "alpha": 16}
-
-
-def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> None:
-    differences = {curve: max_relative_difference(run[curve], truth[curve][first:]) for curve in CURVES}
-    print(differences)
-    assert max(differences.values()) < TOLERANCE
 
 
 def test_layouts_train_and_resume_as_one_process(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
