@@ -1,7 +1,7 @@
 """Frozen weights in NF4 or int8, de-quantized for each matmul: the base of QLoRA (arXiv 2305.14314).
 
 Elements are those of bitsandbytes' ``Linear4bit`` and ``Linear8bitLt``: NF4 with one float32 scale for 64 elements, or
-int8 with one for a row. ``docs/decisions/0041`` says in which layouts they are equal.
+int8 with one for a row. ``docs/decisions/0041`` lists the layouts in which they are equal.
 """
 
 from __future__ import annotations
