@@ -81,6 +81,10 @@ def test_refused_teachers_leave_no_run_folder(
             "distill.teacher_dtype=float16",
             "parallel.fsdp=true",
         ],
+        (2, f"distill.teacher={teacher}: distill.teacher_config: a model of type qwen3 does not use nonsense"): [
+            f"distill.teacher={teacher}",
+            "distill.teacher_config.nonsense=1",
+        ],
         (2, "beta"): [f"distill.teacher={teacher}", "distill.beta=2"],
     }
     for (code, message), settings in refusals.items():

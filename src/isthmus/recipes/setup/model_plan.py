@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -18,7 +19,7 @@ from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.weight_source import PartOfWeights
 from isthmus.engine.layers.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
-from isthmus.errors import UsageError
+from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.architecture import Architecture, Dropout
 from isthmus.families.family import Family
 from isthmus.families.matched_tensors import (
@@ -112,7 +113,16 @@ def teacher_config(config: RunConfig) -> RunConfig:
 
 
 def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
-    """The teacher with the student's layout, without MTP layers and tokens that the student does not have."""
+    """The teacher with the student's layout; errors name its settings."""
+    try:
+        return _teacher(config, student)
+    except IsthmusError as error:
+        named = re.sub(r"\bmodel\.(config|init)\b", r"distill.teacher_\1", str(error))
+        raise type(error)(f"distill.teacher={config.distill.teacher}: {named}") from error
+
+
+def _teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
+    """The teacher without MTP layers and tokens that the student does not have."""
     source = open_source(teacher_config(config).model)
     family = family_for(source.config)
     weights = _weights_of_recipe(config, open_weights(source, family), family, source)
@@ -121,13 +131,10 @@ def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
     arch = replace(weights.arch, mtp_layers=0, vocab_size=min(weights.arch.vocab_size, tokens))
     if arch.moe is None:
         parallel = parallel.model_copy(update={"ep": 1, "etp": None})
-    try:
-        check_tp_size(arch, parallel.tp)
-        check_stages(arch, parallel.pp, parallel.vpp)
-        check_layout(arch, parallel)
-        _check_positions(config, arch)
-    except UsageError as error:
-        raise UsageError(f"distill.teacher={config.distill.teacher}: {error}") from error
+    check_tp_size(arch, parallel.tp)
+    check_stages(arch, parallel.pp, parallel.vpp)
+    check_layout(arch, parallel)
+    _check_positions(config, arch)
     weights = replace(weights, source=PartOfWeights(weights.source, family, weights.arch, arch), arch=arch)
     frozen = frozenset(trained_tensors(family, arch))
     return ModelPlan(
