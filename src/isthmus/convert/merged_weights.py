@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.convert.coverage import describe_problems
 from isthmus.convert.weight_source import TensorSpec, WeightSource
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.adapted_linears import HfLinear, all_linears, module_path
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -185,13 +185,21 @@ def linears_with_adapter(
 ) -> dict[str, tuple[HfLinear, ...]]:
     """The linear layers of the base that have an adapter, by canonical weight name.
 
-    DataError if the adapter has others, or other shapes. Tensors of ``modules_to_save`` are not checked.
+    UsageError if others that the model has are adapted, such as embeddings; DataError if the adapter belongs to another
+    base. Tensors of ``modules_to_save`` are not checked.
     """
     found = {
         canonical: tuple(linear for linear in linears if linear.module in adapter.modules)
         for canonical, linears in all_linears(family, arch).items()
     }
     found = {canonical: linears for canonical, linears in found.items() if linears}
+    trained = {linear.module for linears in found.values() for linear in linears}
+    modules = {module_path(family, name) for name in family.hf_shapes(replace(arch, tie_embeddings=False))}
+    if others := [module for module in adapter.modules if module in modules - trained]:
+        raise UsageError(
+            f"{adapter} adapts {others[0]}, which cannot have an adapter in training. Merge it first: isthmus merge "
+            f"BASE {adapter} OUT"
+        )
     _check([linear for linears in found.values() for linear in linears], None, adapter, _experts(arch), base)
     return found
 

@@ -259,6 +259,15 @@ def test_adapter_of_another_base(plain: Path, tmp_path: Path) -> None:
         convert(fused, tmp_path / "out", "hf", adapter=plain / "adapter")
 
 
+def test_adapters_of_other_modules_are_not_trained(tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", "llama", num_hidden_layers=1)
+    config = json.loads((base / "config.json").read_text())
+    family = family_for(config)
+    adapter = PeftFolder(build_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "embed_tokens"]))
+    with pytest.raises(UsageError, match=r"adapts model.embed_tokens, which .* Merge it first: isthmus merge BASE"):
+        linears_with_adapter(adapter, family, family.to_architecture(config), base)
+
+
 def test_adapter_files(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match=r"has no adapter_config.json"):
         convert(plain / "base", tmp_path / "out", "hf", adapter=plain)
