@@ -7,7 +7,7 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test bench-dry unit lint check format docs site clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry unit lint check format docs site clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -35,8 +35,11 @@ demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 # cores, since tests of failures wait for timeouts.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile --no-loadscope-reorder -q
 
-test: $(STAMP)  ## The whole suite: everything that runs on a CPU, except the benchmarks
-	$(PYTEST) -m "not benchmarks"
+test: $(STAMP)  ## The tests that run on a CPU, without further layouts and models (tests/thorough.txt) and benchmarks
+	$(PYTEST) -m "not benchmarks and not thorough"
+
+test-all: $(STAMP)  ## Every test that runs on a CPU: before a release, and after a change of the engine
+	$(PYTEST)
 
 bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it works: when one has changed
 	$(PYTEST) tests/benchmarks

@@ -59,8 +59,18 @@ def shared_data() -> Path:
     return folder
 
 
+def thorough_tests() -> list[str]:
+    """The files, tests and cases in ``thorough.txt``, by node id."""
+    lines = (REPOSITORY / "tests" / "thorough.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests without a GPU; torch is imported only if such a test is collected."""
+    """Mark ``thorough`` tests; skip ``gpu`` tests without a GPU: torch is imported only if such a test is collected."""
+    thorough = set(thorough_tests())
+    for item in items:
+        if thorough & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+            item.add_marker(pytest.mark.thorough)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

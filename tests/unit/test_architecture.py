@@ -111,3 +111,11 @@ def test_functions_have_at_most_60_lines(repository: Path) -> None:
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 60
     ]
     assert long == []
+
+
+def test_thorough_tests_exist() -> None:
+    lines = (Path(__file__).parents[1] / "thorough.txt").read_text().splitlines()
+    for line in lines[1:]:
+        path, _, test = line.partition("::")
+        assert not test or f"\ndef {test.partition('[')[0]}(" in (Path(__file__).parents[2] / path).read_text(), line
+        assert (Path(__file__).parents[2] / path).is_file(), line
