@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -69,6 +68,7 @@ def test_adapters_and_score_head(one: RankPool, two: RankPool, run: dict[str, An
     before, after = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("before", "adapter"))
     score = "base_model.model.score.weight"
     assert (before[score] - after[score]).abs().max() > 1e-3 and len(after) == 2 * 2 * 4 + 1
+    peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
     base = AutoModelForSequenceClassification.from_pretrained(run["model"], num_labels=1)
     theirs = peft.PeftModel.from_pretrained(base, adapter)
     assert type(theirs).__name__ == "PeftModelForSequenceClassification"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.section import Count, PathText, Section, lacks, refuse
 
 _Text = Annotated[str, Field(min_length=1)]
+# Not Field(strict=False): the members of a union are strict in pydantic 2.9.
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 
 
 class EvalConfig(Section):
@@ -17,7 +19,7 @@ class EvalConfig(Section):
     generate: bool = False
     """Answer the prompts with the current weights at each evaluation, into samples.jsonl and the trackers. Each token
     is a forward pass over all prompts, without a cache: meant for a few short answers."""
-    prompts: PathText | Annotated[tuple[_Text, ...], Field(strict=False)] = ()
+    prompts: PathText | _Texts = ()
     """A list of prompts, or a file: a prompt per line, or .jsonl with prompt or messages. A prompt is the user's turn
     of a chat; pretrain: text to continue."""
     max_new_tokens: Count = 64

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from isthmus.engine.lora.adapter import Adapter
@@ -18,6 +16,7 @@ from isthmus.families.adapted_linears import adapted_linears
 from isthmus.families.models.llama import FAMILY
 from isthmus.families.rules.shard import TensorSlice, tensor_slices, unsharded
 
+peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
 RANK, ALPHA = 3, 5
 ALONE: Any = SimpleNamespace(size=lambda: 1)
 ARCH = FAMILY.to_architecture(
@@ -41,7 +40,7 @@ class Layers:
         self.ours = LowRank(adapters, pieces, self.weight, Exchange("column", ALONE), dora=dora)
         self.theirs: dict[str, Any] = {}
         self.pieces: dict[str, list[TensorSlice]] = {}
-        config = LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=dora, use_rslora=rslora)
+        config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, use_dora=dora, use_rslora=rslora)
         for linear in adapted_linears(FAMILY, ARCH, ("all-linear",))[name]:
             base = nn.Linear(linear.inputs, linear.out, bias=False)
             self.pieces[linear.module] = [piece for piece in pieces if piece.part in dict(linear.parts)]
@@ -49,7 +48,7 @@ class Layers:
                 base.weight.data[piece.hf] = piece.view(self.weight)
             self.theirs[linear.module] = base
             if linear in [adapter.linear for adapter in adapters]:
-                layer = Linear(base, "default", config, r=RANK, lora_alpha=ALPHA)
+                layer = peft.tuners.lora.Linear(base, "default", config, r=RANK, lora_alpha=ALPHA)
                 self.theirs[linear.module] = layer
                 nn.init.normal_(layer.lora_B["default"].weight)
                 if dora:
@@ -111,7 +110,7 @@ def test_outputs_gradients_and_merged_weights_are_those_of_peft(
     assert checked == sum(parameter.numel() for parameter in layers.ours.parameters())
     merged = layers.ours.merged(layers.weight)
     for module, layer in layers.theirs.items():
-        if isinstance(layer, Linear):
+        if isinstance(layer, peft.tuners.lora.Linear):
             layer.merge()
             layer = layer.base_layer
         for piece in layers.pieces[module]:
