@@ -84,7 +84,7 @@ def start_up(folder: str) -> dict[str, Any]:
     """The environment at the first query of the device, and the log, of a run until its ranks join."""
     from isthmus.config.schema import RunConfig
     from isthmus.platforms import gpu
-    from isthmus.recipes.run import _prepare_process
+    from isthmus.recipes.process_setup import prepare_process
     from isthmus.recipes.setup.validation import validate
 
     cuda: Any = torch.cuda
@@ -99,7 +99,7 @@ def start_up(folder: str) -> dict[str, Any]:
     values = {"recipe": "pretrain", "out": folder, "model": {"config": DENSE, "init": "random"}, "data": {"mock": True}}
     config = RunConfig.model_validate(values | {"train": {"steps": 1, "deterministic": True}})
     before = dict(os.environ)
-    log = _prepare_process(validate(config, ranks_here=1))
+    log = prepare_process(validate(config, ranks_here=1))
     ours = {name: value for name, value in os.environ.items() if before.get(name) != value}
     return {"first": first[0], "ours": ours, "log": log, "options": options}
 

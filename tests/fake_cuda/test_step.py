@@ -12,7 +12,7 @@ from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 from isthmus.config.schema.dpo import DpoConfig
-from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint.run_state import sharded_run_state
 from isthmus.train.preference_loss import PreferenceObjective
 
 QWEN3: dict[str, Any] = {
@@ -66,7 +66,7 @@ def memory_of_optimizer_state(*, offload: bool) -> dict[str, int]:
     with measure() as memory:
         rank = build(QWEN3, sections={"optim": {"offload": offload}})
         live = memory.live_bytes
-        saved = save_load._state(rank.stepper, is_loading=False)
+        saved = sharded_run_state(rank.stepper, is_loading=False)
         assert saved["optimizer"]["param_state"]
         parameters = sum(parameter.numel() for stage in rank.model.stages for parameter in stage.parameters())
         return {"live": live, "peak": memory.peak_bytes, "parameters": parameters}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.compiled import set_compile
 from isthmus.engine.parallel.process_groups import agree, open_groups, sum_over_ranks
 from ranks.pool_worker import platform
@@ -67,7 +67,7 @@ def checkpoint_peak(*, root: str, **settings: Any) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     save_load.save(
-        Path(root), training.stepper, save_load.Progress(step=1, data=""), training.model.plan.parallel, keep=1
+        Path(root), training.stepper, run_state.Progress(step=1, data=""), training.model.plan.parallel, keep=1
     )
     parameters = sum(parameter.numel() for stage in training.model.stages for parameter in stage.parameters())
     return {"before": before, "peak": torch.cuda.max_memory_allocated(), "parameters": parameters}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.tensor import DTensor
 
-from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
@@ -110,7 +110,7 @@ def memory_of_checkpoints(*, root: str, **layout: Any) -> list[dict[str, int]]:
         for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"])
     ]
     with LiveMemory() as saving:
-        progress = save_load.Progress(step=0, data="these samples")
+        progress = run_state.Progress(step=0, data="these samples")
         folder = save_load.save(Path(root), stepper, progress, parallel, keep=1)
     with LiveMemory() as loading:
         save_load.load(folder, stepper, parallel)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
-from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.layers.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
@@ -200,7 +200,7 @@ def train(
         for name in names:
             result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
-            progress = save_load.Progress(step=step + 1, data="these samples")
+            progress = run_state.Progress(step=step + 1, data="these samples")
             save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
     if exports is not None:
         export_adapter(training.model, training.config, Path(exports, "adapter"))
@@ -360,7 +360,7 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     training = start(**layout)
     _draw()
     parallel = training.model.plan.parallel
-    save_load.save(Path(root), training.stepper, save_load.Progress(step=1, data=""), parallel, keep=1)
+    save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, keep=1)
     wanted = _draw()
     parallel_state.destroy_model_parallel()
     training = start(**layout)
@@ -383,7 +383,7 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
     training = start(model=model, samples=samples, **layout)
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
-    progress = save_load.Progress(step=2, data="these samples")
+    progress = run_state.Progress(step=2, data="these samples")
     save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, keep=1)
     export_hf(training.model, Path(destination), None, dtype=None, replace=False)
 

@@ -39,7 +39,7 @@ class RunDir:
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
         """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``."""
-        from isthmus.engine.checkpoint.save_load import latest
+        from isthmus.engine.checkpoint.checkpoint_folder import latest
 
         occupied = self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
         if occupied and not self.config.is_file():

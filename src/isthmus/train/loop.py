@@ -12,7 +12,7 @@ from typing import Literal
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.checkpoint.save_load import BestLoss
+from isthmus.engine.checkpoint.run_state import BestLoss
 from isthmus.engine.objective import Objective
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.engine.step import Stepper, StepResult

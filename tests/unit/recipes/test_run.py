@@ -12,7 +12,7 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, UsageError
 from isthmus.platforms.cpu import CpuPlatform
-from isthmus.recipes import run
+from isthmus.recipes import process_setup, run
 from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.setup.validation import RunContext
 
@@ -51,21 +51,21 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
         unused = cast(Any, None)
         unknown = {"plan": unused, "tokenizer": unused, "shape": unused, "prompts": ()}
         context = RunContext(config=config, precision="fp32", messages=(), **unknown, **where)
-        left = run._leave_busy_cores(context)
+        left = process_setup.leave_busy_cores(context)
         if not resume:
             RunDir(tmp_path).config.write_text(dump(left.config))
         return left.config.train.threads, left.messages
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(run, "cores", lambda: 4)
+    monkeypatch.setattr(process_setup, "cores", lambda: 4)
     for used, expected in ((3, 1), (1, 3), (4, 1)):
-        monkeypatch.setattr(run, "cores_in_use", lambda used=used: used)
+        monkeypatch.setattr(process_setup, "cores_in_use", lambda used=used: used)
         chosen, (message,) = threads()
         assert chosen == expected and f"other processes use {used} of this machine's 4 cores" in message
         assert threads(resume=True) == (expected, (f"train.threads={expected}: as when the run began",))
-    monkeypatch.setattr(run, "cores_in_use", lambda: 0)
+    monkeypatch.setattr(process_setup, "cores_in_use", lambda: 0)
     assert threads() == (None, ())
-    monkeypatch.setattr(run, "cores_in_use", lambda: 3)
+    monkeypatch.setattr(process_setup, "cores_in_use", lambda: 3)
     assert threads(resume=True) == (None, ())  # it began on free cores
     given = SFT.model_copy(update={"train": SFT.train.model_copy(update={"threads": 4})})
     assert threads(config=given) == (4, ())

@@ -56,7 +56,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     6. platform, precision, teacher, optimizer offload, attention backend,
     7. memory.
 
-    Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.run`.
+    Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.training_setup`.
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint.save_load import BestLoss, Progress, _publish, check_files, latest, save
+from isthmus.engine.checkpoint.checkpoint_folder import check_files, latest, publish
+from isthmus.engine.checkpoint.run_state import BestLoss, Progress
+from isthmus.engine.checkpoint.save_load import save
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure
@@ -33,7 +35,7 @@ def test_checkpoints_of_an_abandoned_branch_are_removed_first(
     for step in saved:
         staging = tmp_path / "staging"
         staging.mkdir()
-        _publish(staging, tmp_path / f"iter_{step:07d}", step, keep=keep)
+        publish(staging, tmp_path / f"iter_{step:07d}", step, keep=keep)
         assert latest(tmp_path) == tmp_path / f"iter_{step:07d}"
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
 
@@ -41,7 +43,7 @@ def test_checkpoints_of_an_abandoned_branch_are_removed_first(
 def test_best_checkpoint_is_kept(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
         (staging := tmp_path / "staging").mkdir()
-        _publish(staging, tmp_path / f"iter_{step:07d}", step, 1, best)
+        publish(staging, tmp_path / f"iter_{step:07d}", step, 1, best)
         assert {int(path.name[5:]) for path in tmp_path.glob("iter_*")} == {step, best}
 
 

@@ -52,7 +52,7 @@ def watch(callers: set[str]) -> None:
 def main() -> None:
     callers: set[str] = set()
     position = open_groups(ParallelConfig(), detect("cpu"), seed=0)
-    from isthmus.engine.checkpoint import save_load
+    from isthmus.engine.checkpoint import run_state, save_load
     from isthmus.engine.megatron_model import build_stages
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.optim.learning_rate import build_schedule
@@ -78,7 +78,7 @@ def main() -> None:
     stepper.evaluate(batches.eval_batches())
     sum_over_ranks([1.0], stepper.device)
     with tempfile.TemporaryDirectory() as folder:
-        progress = save_load.Progress(step=1, data="these samples")
+        progress = run_state.Progress(step=1, data="these samples")
         saved = save_load.save(Path(folder), stepper, progress, ParallelConfig(), keep=1)
         save_load.load(saved, stepper, ParallelConfig())
     print(json.dumps({"rank": position.rank, "callers": sorted(callers)}))

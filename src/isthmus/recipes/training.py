@@ -1,0 +1,141 @@
+"""One rank that is ready to train, and what it writes: checkpoints, exports, answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isthmus.atomic_write import write_atomic
+from isthmus.config.schema import RunConfig
+from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
+from isthmus.engine.checkpoint.run_state import BestLoss, Progress
+from isthmus.engine.inference import Decoding, Inference
+from isthmus.engine.parallel.process_groups import Position, on_rank_0
+from isthmus.engine.step import Stepper
+from isthmus.engine.trace_region import trace_region
+from isthmus.errors import disk_errors
+from isthmus.hf.hub import push
+from isthmus.recipes.data.eval_prompts import end_tokens
+from isthmus.recipes.model_card import model_card
+from isthmus.recipes.setup.adapter_export import export_adapter
+from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
+from isthmus.recipes.setup.memory_estimate import num_parameters
+from isthmus.recipes.setup.rank_model import RankModel
+from isthmus.recipes.setup.validation import RunContext
+from isthmus.train.loop import RunData
+from isthmus.train.reporter import Reporter
+
+
+def exports_model(config: RunConfig) -> bool:
+    """Whether an export has the whole model."""
+    return config.checkpoint.export_merged or not config.lora.enabled
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One rank, ready for the first step."""
+
+    context: RunContext
+    position: Position
+    data: RunData
+    model: RankModel
+    stepper: Stepper
+    reporter: Reporter
+    start: int
+    """Steps done before, by the run that is resumed."""
+    best: BestLoss
+    base: str
+    """Fingerprint of the frozen weights of a run with adapters."""
+
+    def describe(self) -> str:
+        """Steps, epochs, tokens of a step and parameters."""
+        plan, data = self.context.plan, self.data
+        epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
+        total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
+        trained += 0 if plan.adapters is None else plan.adapters.num_parameters
+        return (
+            f"training: {data.steps} steps, {'random tokens' if self.context.config.data.mock else epochs}, "
+            f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {trained:,} trainable"
+        )
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; a collective."""
+        context = self.context
+        with trace_region("checkpoint"):
+            path = save_load.save(
+                context.run_dir.checkpoints,
+                self.stepper,
+                Progress(step=step, data=self.data.fingerprint, best=self.best, base=self.base),
+                context.plan.parallel,
+                keep=context.config.checkpoint.keep,
+                keep_best=context.config.checkpoint.keep_best,
+                args=checkpoint_args(self.model, step),
+                write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
+            )
+        self.reporter.saved(step, path)
+
+    def export(self, step: int, *, final: bool = False) -> None:
+        """Write the Hugging Face folder of the state after ``step``; a collective."""
+        context = self.context
+        named = context.config.model.export_dtype
+        dtype = None if named == "source" else getattr(torch, named)
+        which = None if final else step
+        if context.plan.adapters is not None:
+            path = context.run_dir.adapter(which)
+            with trace_region("export"):
+                export_adapter(self.model, context.config, path)
+                self._write_card(path, step, adapter=True)
+            self.reporter.exported(step, path)
+            if not exports_model(context.config):
+                return
+        path = context.run_dir.export(which)
+        with trace_region("export"):
+            export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
+            self._write_card(path, step)
+        self.reporter.exported(step, path)
+
+    def _write_card(self, folder: Path, step: int, *, adapter: bool = False) -> None:
+        if self.position.rank == 0:
+            context, data = self.context, self.data.train
+            metrics = context.run_dir.root / "metrics.jsonl"
+            card = model_card(context.config, context.plan, data, metrics, step, adapter=adapter)
+            with disk_errors(folder):
+                write_atomic(folder / "README.md", card)
+
+    def push(self) -> str | None:
+        """Upload the final export; a collective. Returns the address, on rank 0 only."""
+        repo, config = self.context.config.checkpoint.push, self.context.config
+        if repo is None:
+            return None
+        run_dir, private = self.context.run_dir, not config.checkpoint.push_public
+        folders = {".": run_dir.export()} if exports_model(config) else {}
+        if config.lora.enabled:
+            folders["adapter" if folders else "."] = run_dir.adapter()
+        address: list[str] = []
+        on_rank_0(lambda: address.append(push(folders, repo, private=private, report=self.reporter.log)), "push")
+        return next(iter(address), None)
+
+    def answer(self, step: int) -> None:
+        """Report answers to the prompts of ``eval.generate`` after ``step``; a collective."""
+        context, plan = self.context, self.context.plan
+        if not context.prompts:
+            return
+        config, tokenizer = context.config, context.tokenizer
+        tokens = config.train.micro_batch_size * config.data.seq_length
+        inference = Inference(self.stepper, plan.architecture, plan.parallel, batch_tokens=tokens)
+        settings, ends = config.eval, end_tokens(plan.source, tokenizer)
+        decoding = Decoding(settings.max_new_tokens, ends, settings.temperature, config.train.seed)
+        with trace_region("sample answers"):
+            answers = inference.generate([prompt.input_ids for prompt in context.prompts], decoding)
+        texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        prompts = (prompt.text for prompt in context.prompts)
+        self.reporter.answers(step, list(zip(prompts, texts, strict=True)))
+
+    def load_best(self) -> None:
+        """Load the weights with the lowest validation loss; a collective."""
+        folder = checkpoint_dir(self.context.run_dir.checkpoints, self.best.step or 0)
+        save_load.load(folder, self.stepper, self.context.plan.parallel)
+        self.reporter.log(f"best: step {self.best.step}, validation loss {self.best.loss:.4f}")

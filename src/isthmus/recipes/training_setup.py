@@ -1,0 +1,108 @@
+"""Load the data, build model and optimizer, and resume."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+from isthmus.config.load import dump
+from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint.run_state import Progress
+from isthmus.engine.optim.learning_rate import build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer
+from isthmus.engine.parallel.process_groups import Position, agree
+from isthmus.engine.step import Stepper
+from isthmus.engine.trace_region import trace_region
+from isthmus.errors import DataError, UsageError
+from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.dpo_reference import (
+    compute_reference,
+    has_reference,
+    objective_of,
+    stepper_of,
+)
+from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.setup.model_source import answer_end
+from isthmus.recipes.setup.rank_model import build_rank_model
+from isthmus.recipes.setup.teacher_model import build_teacher
+from isthmus.recipes.setup.validation import RunContext
+from isthmus.recipes.training import Training
+from isthmus.train.loop import RunData
+from isthmus.train.reporter import Reporter
+from isthmus.train.stop import StopFlag
+
+
+def set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> Training:
+    """Load the data, build model and optimizer, resume. A failure removes a new run folder."""
+    config, run_dir, main = context.config, context.run_dir, position.rank == 0
+    text = dump(config)
+    checks = ExitStack()
+    agree(lambda: checks.enter_context(run_dir.checking(text)) if main else None)
+    with checks:
+        with trace_region("data preparation"):
+            data = _load_data(context, position, reporter, stop)
+        check_schedule(config, data.steps)
+        check_best(config, has_validation=data.valid is not None)
+        with trace_region("loading the model"):
+            model = build_rank_model(config, context.plan, context.platform, position, context.precision)
+        for message in model.messages:
+            reporter.log(message)
+        optimizer = build_optimizer(model.stages, config.optim, config.train, family=context.plan.family)
+        schedule = build_schedule(optimizer, config.optim, data.steps)
+        with trace_region("loading the teacher"):
+            teacher = build_teacher(config, context.plan, context.platform, position, context.precision)
+        stepper = stepper_of(config)(model.stages, optimizer, schedule, objective_of(config), teacher)
+        if has_reference(config):
+            parts = {"train": data.train, "valid": data.valid, "test": data.test}
+            fresh = context.resume is None
+            compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
+        progress = _resume(context, stepper, data, reporter)
+        check_profiled_steps(config, data.steps)
+        agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)
+    return Training(context, position, data, model, stepper, reporter, progress.step, progress.best, progress.base)
+
+
+def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
+    config, plan = context.config, context.plan
+    corpus = load_corpus(
+        config,
+        context.run_dir.data,
+        context.tokenizer,
+        vocab_size=plan.architecture.vocab_size,
+        resume=context.resume,
+        stop=stop,
+        report=reporter.log,
+    )
+    dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
+    device_type = context.platform.device_type
+    end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.score_head else None
+    train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type, end=end)
+    if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
+        why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
+        reporter.log(f"pipeline: stages exchange the length of each micro batch, because {why}")
+    steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
+    if corpus.mixture:
+        epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
+        reporter.log(f"epochs of each set in {steps} steps: {epochs}")
+    return RunData(train, valid, test, steps, corpus.fingerprint(config))
+
+
+def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> Progress:
+    """The progress of the loaded checkpoint, or step 0."""
+    base = base_fingerprint(context.config, context.plan)
+    if context.resume is None:
+        return Progress(step=0, data=data.fingerprint, base=base)
+    with trace_region("loading the checkpoint"):
+        progress = save_load.load(context.resume, stepper, context.plan.parallel)
+    check_fingerprint(progress.data, data.fingerprint, context.resume)
+    if progress.base != base:
+        raise DataError(
+            f"{context.resume} has adapters of another model than {context.plan.source}. Restore the model of this "
+            "run, or start a new one with --out."
+        )
+    reporter.log(f"resumed from {context.resume} at step {progress.step}")
+    if progress.step > data.steps:
+        raise UsageError(
+            f"{context.resume} is at step {progress.step}, beyond this run's {data.steps} steps. Raise train.steps."
+        )
+    return progress
