@@ -1,0 +1,390 @@
+"""Checksums of files in blocks, made while the files are written and checked by each reader of a part of them.
+
+A folder has a ``checksums.json`` with the size and the XXH3 hash of each block of its own files; subfolders have their
+own, so that each folder can be moved by itself. It detects accidents, not forgeries. To write a folder::
+
+    written = WrittenBlocks()                       # one per process
+    with written.wrap(path.open("wb"), "model.pt") as file:
+        torch.save(state, file)                     # or, for writes at any offset: written.add(name, offset, content)
+    write_checksums(folder, [written.parts()])      # one process, with the parts of all, before the folder is renamed
+
+``write_checksums`` hashes what no process has seen whole from the files, so small files need nothing else. To read::
+
+    verifier = ChecksumVerifier()                   # for as long as the files are open; remembers checked blocks
+    config = json.loads(verifier.read_bytes(folder / "config.json"))
+    verifier.check(folder / "model.pt", offset, offset + length, tensor="lm_head.weight")
+
+Files in no list (of other programs, or added later) are read unchecked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import xxhash
+
+from isthmus.atomic_write import TEMPORARY, write_atomic
+from isthmus.errors import DataError, IOFailure, UnsafeInput, disk_errors
+
+CHECKSUMS = "checksums.json"
+BLOCK_BYTES = 1 << 20
+_ALGORITHM = "xxh3_64"
+_HASH_BYTES = 8
+_MAX_LIST_BYTES = 256 << 20  # lists files of 16 TiB
+_THREADS = min(4, os.cpu_count() or 1)
+_NAME = re.compile(r"[^/\\\0]+")
+
+Parts = dict[str, dict[int, tuple[int, bytes] | None]]
+"""By file (path relative to the folder, with ``/``) and number of the block: its length and hash, or None if it must be
+hashed from the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileChecksums:
+    """Size and hashes of one file."""
+
+    size: int
+    hashes: bytes
+    """8 bytes per block; the last block may be shorter."""
+    block_bytes: int = BLOCK_BYTES
+
+    def as_json(self) -> dict[str, Any]:
+        return {"bytes": self.size, "block_bytes": self.block_bytes, "blocks": self.hashes.hex()}
+
+    @classmethod
+    def from_json(cls, entry: Any) -> FileChecksums:
+        """The reverse of ``as_json``; a ValueError if it is not such an entry."""
+        if not isinstance(entry, dict) or entry.keys() != {"bytes", "block_bytes", "blocks"}:
+            raise ValueError("an entry without bytes, block_bytes and blocks")
+        size, block_bytes, blocks = entry["bytes"], entry["block_bytes"], entry["blocks"]
+        if type(size) is not int or type(block_bytes) is not int or not isinstance(blocks, str):
+            raise ValueError("an entry with values of another type")
+        if size < 0 or not 1 << 12 <= block_bytes <= 1 << 26:
+            raise ValueError("an entry with a size out of range")
+        if len(blocks) != 2 * _HASH_BYTES * -(-size // block_bytes):
+            raise ValueError("an entry whose number of blocks does not match its size")
+        return cls(size, bytes.fromhex(blocks), block_bytes)
+
+
+class WrittenBlocks:
+    """Hashes of blocks of files, made from the buffers that are written; thread-safe.
+
+    Buffers may come in any order and from several threads. A block is hashed while its content comes in order, at once
+    or in pieces; :func:`write_checksums` hashes the others from the file.
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._parts: Parts = defaultdict(dict)
+        self._states: dict[tuple[str, int], tuple[int, xxhash.xxh3_64]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, offset: int, content: bytes | memoryview) -> None:
+        """Record that ``content`` is written at ``offset`` of a file (path relative to the folder, with ``/``)."""
+        view, done = memoryview(content).cast("B"), 0
+        while done < len(view):
+            number, at = divmod(offset + done, self._block_bytes)
+            piece = view[done : done + self._block_bytes - at]
+            done += len(piece)
+            whole = (len(piece), xxhash.xxh3_64_digest(piece)) if len(piece) == self._block_bytes else None
+            with self._lock:
+                if whole is not None:
+                    self._parts[name][number] = whole
+                    self._states.pop((name, number), None)
+                else:
+                    self._add_piece(name, number, at, piece)
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Bytes ``start`` to ``stop`` are written in another way: their blocks must be hashed from the file."""
+        with self._lock:
+            for number in range(start // self._block_bytes, -(-stop // self._block_bytes)):
+                self._parts[name][number] = None
+                self._states.pop((name, number), None)
+
+    def wrap(self, file: BinaryIO, name: str) -> BinaryIO:
+        """A file object that hashes what is written through it, to an empty file."""
+        return cast(BinaryIO, _HashedFile(file, name, self))
+
+    def parts(self) -> Parts:
+        """The hashes so far, also those of begun blocks; can be pickled for the process that writes the list."""
+        with self._lock:
+            found = {name: dict(blocks) for name, blocks in self._parts.items()}
+            for (name, number), (length, state) in self._states.items():
+                found.setdefault(name, {})[number] = length, state.digest()
+        return found
+
+    def _add_piece(self, name: str, number: int, at: int, piece: memoryview) -> None:
+        blocks, key = self._parts[name], (name, number)
+        length, state = self._states.pop(key, (0, xxhash.xxh3_64()))
+        if number in blocks or at != length:  # written before, or not in order
+            blocks[number] = None
+            return
+        state.update(piece)
+        self._states[key] = length + len(piece), state
+        if length + len(piece) == self._block_bytes:
+            blocks[number] = self._block_bytes, state.digest()
+            del self._states[key]
+
+
+class _HashedFile:
+    """A writable binary file, with all methods of ``file``."""
+
+    def __init__(self, file: BinaryIO, name: str, blocks: WrittenBlocks) -> None:
+        self._file, self._name, self._blocks = file, name, blocks
+        self._at = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        done = self._file.write(content)
+        self._blocks.add(self._name, self._at, memoryview(content).cast("B")[:done])
+        self._at += done
+        return done
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = self._file.seek(offset, whence)
+        return self._at
+
+    def __enter__(self) -> _HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def write_checksums(folder: Path, parts: Iterable[Parts] = (), *, about: Mapping[str, Any] | None = None) -> None:
+    """Write ``checksums.json`` into ``folder`` and each folder below it, for all files in them but model cards.
+
+    Args:
+        folder: complete, and not yet published.
+        parts: of all processes that wrote into it; the other blocks are hashed from the files, in threads.
+        about: further JSON content of the list of ``folder``, which the checksum of the list covers.
+
+    Raises:
+        NoSpace, IOFailure: the list cannot be written, or a file cannot be read.
+    """
+    merged: Parts = defaultdict(dict)
+    for part in parts:
+        for name, blocks in part.items():
+            for number, found in blocks.items():
+                same = merged[name].setdefault(number, found) == found
+                merged[name][number] = found if same else None  # two processes wrote into it
+    with disk_errors(folder), ThreadPoolExecutor(_THREADS) as pool:
+        for root, _, names in os.walk(folder):
+            here = Path(root)
+            files = {
+                name: _complete(here / name, merged.get((here / name).relative_to(folder).as_posix(), {}), pool)
+                for name in sorted(names)
+                if name != CHECKSUMS and not name.startswith(TEMPORARY) and not name.endswith(".md")
+            }
+            listed = {name: checksums.as_json() for name, checksums in files.items()}
+            _write_list(here / CHECKSUMS, listed, about if here == folder else None)
+
+
+def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
+    """Hash an existing file, in threads."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return _complete(path, {}, pool, block_bytes)
+
+
+def _complete(
+    path: Path, known: Mapping[int, tuple[int, bytes] | None], pool: ThreadPoolExecutor, block_bytes: int = BLOCK_BYTES
+) -> FileChecksums:
+    """Hash the blocks of a file that are not ``known`` with their length in the complete file."""
+    size = path.stat().st_size
+
+    def of(number: int) -> bytes:
+        length, digest = known.get(number) or (0, b"")
+        complete = length == min(block_bytes, size - number * block_bytes)
+        return digest if complete else _hash_block(path, number, block_bytes)
+
+    return FileChecksums(size, b"".join(pool.map(of, range(-(-size // block_bytes)))), block_bytes)
+
+
+def _hash_block(path: Path, number: int, block_bytes: int) -> bytes:
+    """Hash one block of a file; a buffer of this thread bounds the memory."""
+    if len(getattr(_thread, "buffer", b"")) < block_bytes:
+        _thread.buffer = bytearray(block_bytes)
+    view, done = memoryview(_thread.buffer)[:block_bytes], 0
+    with path.open("rb", buffering=0) as file:
+        while done < block_bytes and (got := os.preadv(file.fileno(), [view[done:]], number * block_bytes + done)):
+            done += got
+    return xxhash.xxh3_64_digest(view[:done])
+
+
+_thread = threading.local()
+
+
+def _write_list(path: Path, files: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
+    content = {"algorithm": _ALGORITHM, "files": files, **({"about": about} if about else {})}
+    write_atomic(path, json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n")
+
+
+def _own_checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_checksums(folder: Path) -> dict[str, FileChecksums] | None:
+    """The list of a folder, by name of the file; None without one.
+
+    Raises:
+        DataError: the list is damaged, or not of Isthmus.
+        UnsafeInput: it names a file that is not directly in the folder.
+    """
+    path = folder / CHECKSUMS
+    try:
+        size = path.stat().st_size
+        if size > _MAX_LIST_BYTES:
+            raise DataError(f"{path} has {size} bytes, more than the {_MAX_LIST_BYTES} of a list of checksums. {_HINT}")
+        content = json.loads(path.read_bytes())
+        expected = content.pop("checksum")
+        if content["algorithm"] != _ALGORITHM:
+            raise ValueError(f"algorithm {content['algorithm']!r}, expected {_ALGORITHM}")
+        if _own_checksum(content) != expected:
+            raise ValueError("its own checksum does not match")
+        for name in content["files"]:
+            if _NAME.fullmatch(name) is None or name in (".", ".."):
+                raise UnsafeInput(f"{path} lists {name!r}, which is not a file of this folder. Do not use it.")
+        return {name: FileChecksums.from_json(entry) for name, entry in content["files"].items()}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{path} is damaged, or not a list of checksums of Isthmus ({reason}). {_HINT}") from None
+
+
+_HINT = (
+    "Copy or make the files again. If they are right, and you changed them on purpose, delete checksums.json or "
+    "give --trust."
+)
+
+
+class ChecksumVerifier:
+    """Checks files before or while they are read; thread-safe. Reads each block once, and each list once."""
+
+    def __init__(self) -> None:
+        self._lists: dict[Path, dict[str, FileChecksums]] = {}
+        self._checked: dict[Path, bytearray] = {}
+        self._lock = threading.Lock()
+
+    def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
+        """Check the blocks that contain bytes ``start`` to ``stop`` (default: the end) of a file.
+
+        ``tensor`` names what is read, for the message. Files that no list has are not checked.
+
+        Raises:
+            DataError: the file differs from the list in the folder, or that list is damaged.
+            UnsafeInput: the list is hostile.
+            IOFailure: reading failed.
+        """
+        listed = self._find(path)
+        if listed is None:
+            return
+        try:
+            checked = self._blocks(path, listed)
+            stop = listed.size if stop is None else min(stop, listed.size)
+            for number in range(start // listed.block_bytes, -(-stop // listed.block_bytes)):
+                if not checked[number]:
+                    digest = _hash_block(path, number, listed.block_bytes)
+                    _compare(path, listed, number, digest, tensor)
+                    checked[number] = 1
+        except OSError as error:
+            raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
+
+    def check_read(self, path: Path, start: int, content: memoryview, *, tensor: str = "") -> None:
+        """As ``check`` for ``content``, which was read at ``start``; does not read its whole blocks again."""
+        listed = self._find(path)
+        if listed is None:
+            return
+        size, stop = listed.block_bytes, start + len(content)
+        checked = self._blocks(path, listed)
+        for number in range(-(-start // size), stop // size):
+            if not checked[number]:
+                digest = xxhash.xxh3_64_digest(content[number * size - start : (number + 1) * size - start])
+                _compare(path, listed, number, digest, tensor)
+                checked[number] = 1
+        self.check(path, start, stop, tensor=tensor)
+
+    def read_bytes(self, path: Path) -> bytes:
+        """The whole content of a file, after it was checked.
+
+        Raises:
+            FileNotFoundError and other OSErrors, as of ``Path.read_bytes``.
+            DataError, UnsafeInput: as of ``check``.
+        """
+        content = path.read_bytes()
+        if (listed := self._find(path)) is not None:
+            _check_size(path, listed, len(content))
+            for start in range(0, len(content), listed.block_bytes):
+                digest = xxhash.xxh3_64_digest(content[start : start + listed.block_bytes])
+                _compare(path, listed, start // listed.block_bytes, digest, "")
+        return content
+
+    def check_complete(self, folder: Path) -> None:
+        """Check that all listed files of a folder exist and have the listed size; DataError if not."""
+        for name, listed in self._list(folder).items():
+            self._blocks(folder / name, listed)
+
+    def has_list(self, folder: Path) -> bool:
+        """Whether there are checksums, and they are checked."""
+        return bool(self._list(folder))
+
+    def _find(self, path: Path) -> FileChecksums | None:
+        return self._list(path.parent).get(path.name)
+
+    def _list(self, folder: Path) -> dict[str, FileChecksums]:
+        if _trusted:
+            return {}
+        with self._lock:
+            if folder not in self._lists:
+                self._lists[folder] = read_checksums(folder) or {}
+            return self._lists[folder]
+
+    def _blocks(self, path: Path, listed: FileChecksums) -> bytearray:
+        """One byte per block, 1 if it was checked; checks the size on first use."""
+        with self._lock:
+            if path not in self._checked:
+                _check_size(path, listed, path.stat().st_size if path.is_file() else None)
+                self._checked[path] = bytearray(-(-listed.size // listed.block_bytes))
+            return self._checked[path]
+
+
+def _check_size(path: Path, listed: FileChecksums, size: int | None) -> None:
+    if size != listed.size:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise DataError(f"{path} {found}; checksums.json lists it with {listed.size} bytes. {_HINT}")
+
+
+def _compare(path: Path, listed: FileChecksums, number: int, digest: bytes, tensor: str) -> None:
+    if digest != listed.hashes[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
+        start = number * listed.block_bytes
+        stop = min(listed.size, start + listed.block_bytes)
+        part = f", in {tensor}," if tensor else ""
+        raise DataError(f"{path} is damaged: bytes {start} to {stop}{part} do not match checksums.json. {_HINT}")
+
+
+_trusted = False
+
+
+@contextlib.contextmanager
+def trusting(trust: bool = True) -> Iterator[None]:
+    """Within the block, no checksums are checked in this process, if ``trust``."""
+    global _trusted
+    before, _trusted = _trusted, _trusted or trust
+    try:
+        yield
+    finally:
+        _trusted = before
