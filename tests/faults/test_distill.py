@@ -60,6 +60,9 @@ def test_the_student_approaches_the_teacher(
     assert isthmus(*args, "--out", parts, "train.steps=9").returncode == 0
     assert "resumed from" in isthmus(*args, "--out", parts, "train.steps=16").stderr
     assert (parts / "hf/model.safetensors").read_bytes() == (whole / "hf/model.safetensors").read_bytes()
+    refused = isthmus(*args, "--out", parts, "train.steps=17", f"distill.teacher={args[2]}")
+    assert "distill.teacher num_layers 3 -> 2" in refused.stderr
+    assert refused.error(2) and "--accept-changes distill.teacher" in refused.stderr
 
 
 def test_refused_teachers_leave_no_run_folder(

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from faults.command import finished, listing, rows, start
 from faults.fork_server import ForkServer
@@ -199,31 +200,57 @@ def test_resume_from_a_given_checkpoint(isthmus: ForkServer, sft_args: list[str]
     weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (other, tmp_path / "out")]
     assert weights[0] == weights[1]
     by_muon = isthmus(*sft_args, "--out", tmp_path / "muon", from_it, "optim.optimizer=muon")
-    assert "optimizer state of adamw, and this run uses muon" in by_muon.error(2)
+    assert "optim.optimizer adamw -> muon" in by_muon.error(2)
     assert "no such folder" in isthmus(*sft_args, "--out", tmp_path / "c", "checkpoint.resume=iter_9").error(66)
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("change", ["file", "seq_length", "batch", "valid_fraction"])
-def test_changed_data_on_resume(
-    isthmus: ForkServer, sft_args: list[str], chats: Path, tmp_path: Path, change: str
+def test_what_changed_since_the_checkpoint_is_refused_or_accepted(
+    isthmus: ForkServer, sft_args: list[str], model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "chats.json"
+    """With another model, other data or other settings that shape the result; the run folder stays as it is."""
+    data, other, out = tmp_path / "chats.json", tmp_path / "other", tmp_path / "out"
     data.write_bytes(chats.read_bytes())
     args = [*sft_args, "--data", str(data)]
     isthmus(*args)
-    if change == "file":
-        data.write_bytes(chats.read_bytes().replace(b"number 7", b"number 8"))
-    more = {
-        "file": "train.steps=6",
-        "seq_length": "data.seq_length=32",
-        "batch": "train.global_batch_size=8",
-        "valid_fraction": "data.valid_fraction=0.25",
-    }[change]
-    before = listing(tmp_path / "out")
-    line = isthmus(*args, "train.steps=6", more).error(65)
-    assert "--out" in line and "differ" in line
-    assert listing(tmp_path / "out") == before
+    shutil.copytree(model, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    before = listing(out)
+
+    weights = isthmus(*args, "train.steps=6", "--model", other).error(2)
+    assert f"model weights of {model} -> other weights in {other}. Restore it, or start a new run with" in weights
+    several = ["data.seq_length=32", "train.global_batch_size=8", "data.valid_fraction=0.25", "optim.lr=1e-4"]
+    refused = isthmus(*args, "train.steps=6", *several)
+    assert "iter_0000004 was trained with other settings:" in refused.error(2)
+    for line in (
+        "data.seq_length 64 -> 32", "train.global_batch_size 4 -> 8", "data.valid_fraction 0.02 -> 0.25",
+        "optim.lr 0.001 -> 0.0001", "To resume with another optim.lr: --accept-changes optim.lr",
+    ):  # fmt: skip
+        assert line in refused.stderr
+    assert "a checkpoint fits one data.seq_length only" in isthmus(*args, "--accept-changes", "seq_length").error(2)
+    data.write_bytes(chats.read_bytes().replace(b"number 7", b"number 8"))
+    changed = isthmus(*args, "train.steps=6").error(65)
+    assert "--out" in changed and str(data) in changed
+    assert listing(out) == before
+
+    data.write_bytes(chats.read_bytes())
+    accepted = isthmus(*args, "train.steps=6", "optim.lr=1e-4", "--accept-changes", "lr")
+    assert accepted.result["steps"] == 6
+    text = "optim.lr 0.001 -> 0.0001, train.steps 4 -> 6"
+    assert f"changed since {out / 'checkpoints' / 'iter_0000004'}: {text}" in accepted.stderr
+    record = json.loads((out / "checkpoints" / "iter_0000006" / "run_record.json").read_text())
+    assert record == json.loads((out / "run_record.json").read_text()) and not record["trust_remote_code"]
+    assert [", ".join(entry["changes"]) for entry in record["changes"]] == [text]
+    assert isthmus(*args, "train.steps=7", "optim.lr=1e-4", "parallel.tp=2", "--nproc", "2").result["steps"] == 7
+
+
+def test_a_checkpoint_without_record_resumes(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    isthmus(*sft_args)
+    (tmp_path / "out" / "checkpoints" / "iter_0000004" / "run_record.json").unlink()
+    completed = isthmus(*sft_args, "train.steps=5", "optim.lr=1e-4")
+    assert completed.result["steps"] == 5
+    assert "iter_0000004 was written by an older version and has no run record" in completed.stderr
 
 
 def test_moved_data_with_new_mtime_resumes(
@@ -262,8 +289,9 @@ def test_checkpoint_of_another_model(isthmus: ForkServer, sft_args: list[str], m
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     before = listing(tmp_path / "out")
-    line = isthmus(*sft_args, "--model", other, "model.init=random", "train.steps=6").error(65)
-    assert "iter_0000004" in line and listing(tmp_path / "out") == before
+    refused = isthmus(*sft_args, "--model", other, "model.init=random", "train.steps=6")
+    assert "iter_0000004" in refused.error(2) and "model ffn_hidden_size 64 -> 96" in refused.error(2)
+    assert listing(tmp_path / "out") == before
 
 
 def test_partial_outputs_are_removed(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
@@ -298,8 +326,8 @@ def test_mock_data(isthmus: ForkServer, model: Path, tmp_path: Path, recipe: str
         assert again["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
         assert [row["padding"] for row in late] == [0.25, 0.25]
     else:
-        line = isthmus(*args, "--out", rest, from_it, "data.seed=1").error(65)
-        assert "differ" in line and not rest.exists()
+        line = isthmus(*args, "--out", rest, from_it, "data.seed=1").error(2)
+        assert "data.seed 0 -> 1" in line and "checkpoint.resume=never" in line and not rest.exists()
 
 
 def test_pretraining(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ Out = Annotated[
 ]
 Nproc = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks to start on this machine.")]
 HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
+AcceptChanges = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...", help="Resume with other values of these settings than the checkpoint's, such as lr."
+    ),
+]
 Rehearse = Annotated[
     bool,
     typer.Option(
@@ -66,13 +72,14 @@ def _verb(recipe: str, description: str) -> Callable[..., int]:
         hf_every: HfEvery = None,
         push: Push = None,
         public: Public = False,
+        accept_changes: AcceptChanges = None,
         rehearse: Rehearse = False,
         dry_run: DryRun = False,
         debug: Debug = False,
         json: Json = False,
     ) -> int:
         flags = {"model": model, "data": data or None, "out": out, "hf_every": hf_every}
-        flags |= {"push": push, "public": public or None}
+        flags |= {"push": push, "public": public or None, "accept_changes": accept_changes}
         return train(
             recipe, words or [], flags, nproc=nproc, rehearse=rehearse, dry_run=dry_run, debug=debug, json=json
         )

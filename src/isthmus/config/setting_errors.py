@@ -21,6 +21,7 @@ GIVEN_BY: Mapping[str, Key] = {
     "--hf-every": ("checkpoint", "hf_every"),
     "--push": ("checkpoint", "push"),
     "--public": ("checkpoint", "push_public"),
+    "--accept-changes": ("checkpoint", "accept_changes"),
 }
 """Command-line options and the settings that they set."""
 

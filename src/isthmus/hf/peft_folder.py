@@ -24,6 +24,7 @@ from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
+from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
 
 PREFIX = "base_model.model."
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -154,6 +155,10 @@ class PeftFolder:
     def saved(self) -> dict[str, TensorInfo]:
         """The tensors of ``modules_to_save``, which replace those of the base, by name."""
         return {name.replace(".base_layer.", "."): info for name, info in self._infos.items() if ".lora_" not in name}
+
+    def fingerprint(self) -> str:
+        """Of the settings and the tensors, see :func:`fingerprint_of`."""
+        return f"{fingerprint_of(self._infos)} {self.config.r} {self.config.lora_alpha}"
 
     @property
     def has_score_head(self) -> bool:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.hf.model_folder import read_json
+
+RUN_RECORD = "run_record.json"
+"""What shapes the result of the run, in the run folder and in each checkpoint."""
 
 
 class RunDir:
@@ -99,10 +105,11 @@ class RunDir:
                     path.rmdir()
             raise
 
-    def begin(self, config: str, *, fresh: bool) -> None:
-        """Write the config and remove temporary files; ``fresh`` also removes metrics of an earlier start."""
+    def begin(self, config: str, record: Mapping[str, Any], *, fresh: bool) -> None:
+        """Write config and run record, remove temporary files; ``fresh`` also removes metrics of an earlier start."""
         with disk_errors(self.root):
             write_atomic(self.config, config)
+            write_record(self.root, record)
             for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
                 if leftover.is_dir():
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -113,3 +120,14 @@ class RunDir:
                     (self.root / name).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write a run record, see :mod:`isthmus.recipes.setup.run_record`."""
+    write_atomic(folder / RUN_RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def read_record(checkpoint: Path) -> dict[str, Any] | None:
+    """None for a checkpoint of an older version; DataError if the file is damaged."""
+    path = checkpoint / RUN_RECORD
+    return read_json(path) if path.is_file() else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from isthmus.errors import disk_errors
 from isthmus.hf.hub import push
 from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.model_card import model_card
+from isthmus.recipes.run_dir import write_record
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
@@ -47,8 +50,8 @@ class Training:
     start: int
     """Steps done before, by the run that is resumed."""
     best: BestLoss
-    base: str
-    """Fingerprint of the frozen weights of a run with adapters."""
+    record: Mapping[str, Any]
+    """The run record; empty on other ranks than the first."""
 
     def describe(self) -> str:
         """Steps, epochs, tokens of a step and parameters."""
@@ -68,14 +71,19 @@ class Training:
             path = save_load.save(
                 context.run_dir.checkpoints,
                 self.stepper,
-                Progress(step=step, data=self.data.fingerprint, best=self.best, base=self.base),
+                Progress(step=step, data=self.data.fingerprint, best=self.best),
                 context.plan.parallel,
                 keep=context.config.checkpoint.keep,
                 keep_best=context.config.checkpoint.keep_best,
                 args=checkpoint_args(self.model, step),
-                write_beside=lambda folder: write_checkpoint_config(self.model, folder, context.tokenizer),
+                write_beside=self._write_beside,
             )
         self.reporter.saved(step, path)
+
+    def _write_beside(self, folder: Path) -> None:
+        """What a checkpoint has besides the state."""
+        write_checkpoint_config(self.model, folder, self.context.tokenizer)
+        write_record(folder, self.record)
 
     def export(self, step: int, *, final: bool = False) -> None:
         """Write the Hugging Face folder of the state after ``step``; a collective."""

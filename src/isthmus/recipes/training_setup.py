@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from typing import Any
 
 from isthmus.config.load import dump
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer
-from isthmus.engine.parallel.process_groups import Position, agree
+from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import UsageError
 from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.dpo_reference import (
     compute_reference,
@@ -21,9 +22,10 @@ from isthmus.recipes.dpo_reference import (
     objective_of,
     stepper_of,
 )
-from isthmus.recipes.setup.model_plan import base_fingerprint, check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.model_source import answer_end
 from isthmus.recipes.setup.rank_model import build_rank_model
+from isthmus.recipes.setup.resume_check import checked_record
 from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.recipes.training import Training
@@ -35,7 +37,8 @@ from isthmus.train.stop import StopFlag
 def set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> Training:
     """Load the data, build model and optimizer, resume. A failure removes a new run folder."""
     config, run_dir, main = context.config, context.run_dir, position.rank == 0
-    text = dump(config)
+    text, record = dump(config), dict[str, Any]()
+    on_rank_0(lambda: record.update(_checked_record(context, reporter)), "run record")
     checks = ExitStack()
     agree(lambda: checks.enter_context(run_dir.checking(text)) if main else None)
     with checks:
@@ -58,8 +61,16 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
             compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
         progress = _resume(context, stepper, data, reporter)
         check_profiled_steps(config, data.steps)
-        agree(lambda: run_dir.begin(text, fresh=context.resume is None) if main else None)
-    return Training(context, position, data, model, stepper, reporter, progress.step, progress.best, progress.base)
+        record |= {"data": data.fingerprint} if main else {}
+        agree(lambda: run_dir.begin(text, record, fresh=context.resume is None) if main else None)
+    return Training(context, position, data, model, stepper, reporter, progress.step, progress.best, record)
+
+
+def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:
+    record, messages = checked_record(context)
+    for message in messages:
+        reporter.log(message)
+    return record
 
 
 def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
@@ -89,17 +100,11 @@ def _load_data(context: RunContext, position: Position, reporter: Reporter, stop
 
 def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> Progress:
     """The progress of the loaded checkpoint, or step 0."""
-    base = base_fingerprint(context.config, context.plan)
     if context.resume is None:
-        return Progress(step=0, data=data.fingerprint, base=base)
+        return Progress(step=0, data=data.fingerprint)
     with trace_region("loading the checkpoint"):
         progress = save_load.load(context.resume, stepper, context.plan.parallel)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
-    if progress.base != base:
-        raise DataError(
-            f"{context.resume} has adapters of another model than {context.plan.source}. Restore the model of this "
-            "run, or start a new one with --out."
-        )
     reporter.log(f"resumed from {context.resume} at step {progress.step}")
     if progress.step > data.steps:
         raise UsageError(

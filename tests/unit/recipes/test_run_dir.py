@@ -110,10 +110,10 @@ def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
     (folder.checkpoints / ".tmp-iter_0000006").mkdir()
     (tmp_path / ".tmp-hf").mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    folder.begin("new", fresh=False)
+    folder.begin("new", {}, fresh=False)
     assert folder.config.read_text() == "new" and (tmp_path / "metrics.jsonl").exists()
     assert not list(tmp_path.rglob(".tmp*"))
-    folder.begin("new", fresh=True)
+    folder.begin("new", {}, fresh=True)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

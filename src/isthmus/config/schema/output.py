@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from isthmus.config.schema.resume_rules import names_accepted
 from isthmus.config.schema.section import Count, Interval, PathText, Section, listed, refuse
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -23,6 +24,16 @@ class CheckpointConfig(Section):
     instead of the last state; needs train.eval_every."""
     resume: PathText = "auto"
     """auto: resume from the newest checkpoint in out, if any; never: start anew; or a checkpoint folder."""
+    accept_changes: Annotated[
+        tuple[str, ...],
+        BeforeValidator(
+            lambda given: [name.strip() for name in given.split(",")] if isinstance(given, str) else given,
+            json_schema_input_type=str | tuple[str, ...],
+        ),
+        Field(strict=False),
+    ] = ()
+    """Settings with which a run is resumed although they differ from those of its checkpoint and affect the result,
+    such as lr, min_lr; see the page on checkpoints."""
     hf_every: Interval = None
     """Steps between Hugging Face exports; null or 0: only at the end."""
     save_final: bool = True
@@ -35,6 +46,14 @@ class CheckpointConfig(Section):
     """Repository on the Hub, NAMESPACE/NAME, to which the exported model is uploaded at the end."""
     push_public: bool = False
     """Make a repository that push creates public; else it is private."""
+
+    @model_validator(mode="after")
+    def _changes_can_be_accepted(self) -> CheckpointConfig:
+        try:
+            names_accepted(self.accept_changes)
+        except ValueError as error:
+            refuse("accept_changes", str(error))
+        return self
 
     @model_validator(mode="after")
     def _something_to_push(self) -> CheckpointConfig:

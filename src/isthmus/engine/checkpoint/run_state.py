@@ -48,8 +48,6 @@ class Progress:
     step: int
     data: str
     """Fingerprint of the data and its order."""
-    base: str = ""
-    """Fingerprint of the frozen weights that the checkpoint of a run with adapters does not have."""
     best: BestLoss = field(default_factory=BestLoss)
 
 

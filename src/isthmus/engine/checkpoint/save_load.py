@@ -149,7 +149,7 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
             stage.load_state_dict(loaded[name])
     saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
     done = common["isthmus"]["progress"]
-    progress = Progress(**{**done, "best": BestLoss(**done.get("best", {}))})
+    progress = Progress(step=done["step"], data=done["data"], best=BestLoss(**done.get("best", {})))
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)
     for adam in torch_optimizers(stepper.optimizer):

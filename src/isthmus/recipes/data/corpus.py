@@ -41,6 +41,7 @@ from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import (
     DataSource,
     Use,
+    changed_files,
     chat_settings,
     data_fingerprint,
     find_data_sources,
@@ -212,7 +213,7 @@ def _tokenize_sources(
     same = same_data(fingerprint, earlier)
     if not same:
         if earlier and resume is not None:
-            check_fingerprint(str(earlier), str(fingerprint), resume)
+            check_fingerprint(str(earlier), str(fingerprint), resume, changed_files(fingerprint, earlier))
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         write_atomic(path, json.dumps(fingerprint))
@@ -316,12 +317,13 @@ def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Seq
     return Corpus(SampleStore.concatenated(train), valid, test, tuple(mixture) if data.sets else ())
 
 
-def check_fingerprint(saved: str, now: str, checkpoint: Path) -> None:
-    """Check that the data order is that of the checkpoint."""
+def check_fingerprint(saved: str, now: str, checkpoint: Path, files: Sequence[str] = ()) -> None:
+    """Check that the data order is that of the checkpoint; ``files`` are those with other content, if known."""
     if saved != now:
+        settings = "a setting under data, the tokenizer, train.global_batch_size or the data format of isthmus"
+        what = f"the data files (changed: {first_names(files)})" if files else f"the data files, {settings}"
         raise DataError(
-            f"the data files, a setting under data, the tokenizer, train.global_batch_size or the data format of "
-            f"isthmus differ from those of {checkpoint}, so its step does not match a position in them. Restore them, "
+            f"{what} differ from those of {checkpoint}, so its step does not match a position in them. Restore them, "
             "or start a new run with --out."
         )
 

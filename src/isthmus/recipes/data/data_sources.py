@@ -139,6 +139,12 @@ def _content(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"files": [file["digest"] for file in record.get("files", [])]}
 
 
+def changed_files(record: dict[str, Any], earlier: dict[str, Any]) -> list[str]:
+    """The files of ``record`` whose content ``earlier`` does not have."""
+    known = {file["digest"] for file in earlier["files"]}
+    return [file["stat"][0] for file in record["files"] if file["digest"] not in known]
+
+
 def read_fingerprint(path: Path) -> dict[str, Any]:
     """Empty if ``path`` does not exist; DataError if it is damaged."""
     if not path.is_file():

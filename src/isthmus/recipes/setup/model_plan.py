@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import json
 import math
 import re
 from dataclasses import asdict, dataclass, field, replace
-
-import torch
 
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from isthmus.config.schema.lora import LoraConfig
@@ -193,21 +189,6 @@ def dropout_messages(plan: ModelPlan) -> list[str]:
         return []
     text = "dropout: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return [f"{text} (config.json of {plan.family.name} has no key for: {without})" if without else text]
-
-
-def base_fingerprint(config: RunConfig, plan: ModelPlan) -> str:
-    """Of the model below adapters: its config, and the first rows of some tensors. Empty without adapters."""
-    if plan.adapters is None:
-        return ""
-    hasher = hashlib.blake2b(json.dumps(plan.source.config, sort_keys=True, default=str).encode(), digest_size=16)
-    if config.model.init == "random":
-        hasher.update(f"random {config.train.seed}".encode())
-        return hasher.hexdigest()
-    names = sorted(plan.weights.source.tensors)
-    for name in names[:: max(1, len(names) // 16)]:
-        row = plan.weights.source.read(name, (slice(0, 1),))
-        hasher.update(row.contiguous().flatten().view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
 
 
 def check_training(config: RunConfig, plan: ModelPlan) -> None:

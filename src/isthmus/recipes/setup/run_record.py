@@ -1,0 +1,70 @@
+"""The run record: what shapes the result of a run, in its folder and in each checkpoint.
+
+It is compared when a run is resumed. Files are identified by their content: on another machine, paths differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import isthmus
+from isthmus.config.schema import RunConfig
+from isthmus.config.schema.resume_rules import RESUME_RULES
+from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.recipes.data.data_sources import tokenizer_record
+from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.validation import RunContext
+
+_PROBE = "Hello, world! 3.14 + 2026\n\tdef f(x):  return x**2  # \u00e9\u00df\u4f60\u597d\u0416 \U0001f600 don't <b>"
+"""Its tokens tell tokenizers with the same vocabulary and other merges or normalization apart."""
+
+
+def run_record(context: RunContext) -> dict[str, Any]:
+    """The record of a run; reads some bytes of each tensor of the model."""
+    config, plan = context.config, context.plan
+    given = config.model_dump(mode="json")
+    values = {name: _value(given, name) for name in RESUME_RULES}
+    values |= {
+        "train.precision": context.precision,
+        "train.attention_dropout": plan.dropout.attention,
+        "train.hidden_dropout": plan.dropout.hidden,
+    }
+    if config.lora.rank is not None:
+        values["lora.alpha"] = config.lora.alpha_of(config.lora.rank)
+    folders = {folder for folder in (context.tokenizer.folder, plan.source.path) if folder is not None}
+    code = sorted(file for folder in folders for file in folder.glob("*.py")) if config.model.trust_remote_code else []
+    record: dict[str, Any] = {
+        "isthmus": isthmus.__version__,
+        "settings": values,
+        "model": _model_identity(plan, config),
+        "teacher": None if plan.teacher is None else _model_identity(plan.teacher, config),
+        "adapter": None if plan.existing is None else plan.existing.fingerprint(),
+        "tokenizer": _tokenizer_identity(context.tokenizer),
+        "trust_remote_code": config.model.trust_remote_code,
+        "remote_code": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in code},
+        "changes": [],
+    }
+    return dict(json.loads(json.dumps(record)))
+
+
+def _value(given: Mapping[str, Any], name: str) -> Any:
+    section, _, key = name.partition(".")
+    return given[section][key] if key else given[section]
+
+
+def _model_identity(plan: ModelPlan, config: RunConfig) -> dict[str, Any]:
+    if plan.source.tensors:
+        weights = fingerprint_of(plan.source.tensors)
+    else:  # below adapters, random weights are not in the checkpoint
+        weights = "random" if plan.adapters is None else f"random, train.seed={config.train.seed}"
+    return {"name": str(plan.source), "architecture": asdict(plan.architecture), "weights": weights}
+
+
+def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
+    tokens = json.dumps(tokenizer.encode(_PROBE) if tokenizer.folder is not None else tokenizer.vocab_size)
+    return {**tokenizer_record(tokenizer), "probe": hashlib.blake2b(tokens.encode(), digest_size=16).hexdigest()}
