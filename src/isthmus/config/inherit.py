@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.presets import Kind, config_path
-from isthmus.config.yaml_text import Key, Syntax, read_mapping, read_value
+from isthmus.config.yaml_text import TEXT_BYTES, Key, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.input_files import read_bytes
 
 _BASES = ("bases", "extends")
 _OVERRIDES = "overrides"
@@ -70,7 +71,7 @@ def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], 
 
 def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, TEXT_BYTES).decode("utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
         if chain:
             named = " -> ".join(str(each) for each in (*chain, path))

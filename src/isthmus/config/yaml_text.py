@@ -1,8 +1,9 @@
-"""YAML 1.2 as plain values, with the line and column of each key."""
+"""YAML 1.2 as plain values, with the line and column of each key; size, depth and aliases are bounded."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +11,21 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode
+from ruamel.yaml.nodes import CollectionNode, MappingNode
 from ruamel.yaml.representer import SafeRepresenter
+
+from isthmus.input_files import MAX_DEPTH
 
 Key = tuple[str, ...]
 """Parts of a setting's dotted name."""
 
-_MAX_DEPTH = 16
-"""An alias can nest a mapping in itself."""
+TEXT_BYTES = 1 << 20
+"""Largest config file; reading one takes about 5 seconds."""
+_MAX_MAPPINGS = 16
+"""Most levels of nested mappings in a config file."""
+_MAX_NODES = 100_000
+"""Most values of a text; an alias counts as all that it stands for, since a few lines of them can mean billions."""
+_MAX_DIGITS = 100
 
 
 class Syntax(Exception):
@@ -32,29 +40,60 @@ def _reader() -> YAML:
     # "safe": plain values only. "pure": ruamel's own parser, the only one for YAML 1.2.
     reader = YAML(typ="safe", pure=True)
     reader.Constructor = _Constructor
+    reader.max_depth = MAX_DEPTH
     return reader
 
 
 def read_value(text: str) -> Any:
     """The value of YAML text such as ``2e-5``, ``true`` or ``[a.json, b.json]``."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _reader().load(text)
-    except (YAMLError, ValueError) as error:
-        raise _as_syntax(error) from error
+    return _read(text)[0]
 
 
 def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
     """The values, and the line and column (from 1) of each key. Repeated keys and non-text keys raise Syntax."""
-    value = read_value(text)
+    value, root = _read(text)
     if value is None:
         return {}, {}
     if not isinstance(value, dict):
         raise Syntax("a config file must be a mapping of settings, such as `train: {steps: 100}`", 1, 1)
     places: dict[Key, tuple[int, int]] = {}
-    _walk(_reader().compose(io.StringIO(text)), (), places)
+    _walk(root, (), places)
     return value, places
+
+
+def _read(text: str) -> tuple[Any, Any]:
+    """The value, and the node that it was constructed from."""
+    if len(text) > TEXT_BYTES:
+        raise Syntax(f"more than {TEXT_BYTES >> 20} MiB of text")
+    reader = _reader()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            root = reader.compose(io.StringIO(text))
+            if root is None:
+                return None, None
+            _count(root, {})
+            return reader.constructor.construct_document(root), root
+    except RecursionError:
+        raise Syntax(f"more than {MAX_DEPTH} levels are nested") from None
+    except (YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:  # ruamel raises all of these
+        raise _as_syntax(error) from error
+
+
+def _count(node: Any, counts: dict[int, int]) -> int:
+    """The number of values below a node, each alias expanded."""
+    if not isinstance(node, CollectionNode):
+        return 1
+    place = (node.start_mark.line + 1, node.start_mark.column + 1)
+    if id(node) not in counts:
+        counts[id(node)] = 0  # while it is counted
+        children = itertools.chain(*node.value) if isinstance(node, MappingNode) else node.value
+        counts[id(node)] = 1 + sum(_count(child, counts) for child in children)
+    elif not counts[id(node)]:
+        raise Syntax("an alias stands for a value that contains it", *place)
+    if counts[id(node)] > _MAX_NODES:
+        raise Syntax(f"more than {_MAX_NODES:,} values, with those that aliases stand for", *place)
+    return counts[id(node)]
 
 
 def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
@@ -62,10 +101,10 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
         return
     for key, value in node.value:
         place = (key.start_mark.line + 1, key.start_mark.column + 1)
-        if not key.tag.endswith((":str", ":merge")):
-            raise Syntax(f"key {key.value!r} must be text; put it in quotes", *place)
-        if len(prefix) == _MAX_DEPTH:
-            raise Syntax(f"more than {_MAX_DEPTH} nested mappings", *place)
+        if not str(key.tag).endswith((":str", ":merge")):
+            raise Syntax(f"key {str(key.value)[:60]!r} must be text; put it in quotes", *place)
+        if len(prefix) == _MAX_MAPPINGS:
+            raise Syntax(f"more than {_MAX_MAPPINGS} nested mappings", *place)
         path = (*prefix, key.value)
         places[path] = place
         _walk(value, path, places)
@@ -73,7 +112,7 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
 
 def _as_syntax(error: Exception) -> Syntax:
     if not isinstance(error, MarkedYAMLError):
-        return Syntax(str(error).splitlines()[0])
+        return Syntax(next(iter(str(error).splitlines()), type(error).__name__))
     # Later lines are advice to programmers.
     reason = ", ".join(part.splitlines()[0] for part in (error.context, error.problem) if part)
     mark = error.problem_mark or error.context_mark
@@ -95,8 +134,15 @@ def write_mapping(values: Mapping[str, Any]) -> str:
 class _Constructor(SafeConstructor):
     """Dates are text: a folder may be named by a date."""
 
+    def construct_yaml_int(self, node: Any) -> Any:
+        """Python prints no integer of more than 4300 digits, and pydantic takes none."""
+        if len(node.value) > _MAX_DIGITS:
+            raise ValueError(f"a number has more than {_MAX_DIGITS} digits")
+        return super().construct_yaml_int(node)
+
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", _Constructor.construct_yaml_str)
+_Constructor.add_constructor("tag:yaml.org,2002:int", _Constructor.construct_yaml_int)
 
 
 class _Representer(SafeRepresenter):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from isthmus.errors import DataError
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 """Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
@@ -12,6 +14,23 @@ Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 ``pre``: x + f(norm(x)); ``post``: x + norm(f(x)); ``sandwich``: x + norm(f(norm(x)));
 ``parallel``: x + attention(norm(x)) + mlp(norm(x)) with one norm, ``parallel_two_norms`` with one for each.
 """
+
+MAX_INT = 2**31 - 1
+"""Largest integer of a config."""
+MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 4096, 1 << 16, 1 << 17
+"""Of a model; experts in all its layers."""
+
+
+def check_sizes(*, layers: int, heads: int = 1, experts: int = 0) -> None:
+    """Refuse a model with more layers, heads, or experts in all layers, than can be enumerated in seconds."""
+    sizes = (
+        ("layers", layers, MAX_LAYERS),
+        ("attention heads", heads, MAX_HEADS),
+        ("experts in all layers", layers * experts, MAX_EXPERTS),
+    )
+    for name, size, most in sizes:
+        if size > most:
+            raise DataError(f"the config has {size:,} {name}; at most {most:,} are supported. Correct it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +214,9 @@ class Architecture:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Reset fields without effect, so that equal models compare equal."""
+        """Refuse senseless sizes, and reset fields without effect, so that equal models compare equal."""
+        experts = 0 if self.moe is None else self.moe.num_experts
+        check_sizes(layers=self.num_layers + self.mtp_layers, heads=self.num_attention_heads, experts=experts)
         if self.sliding_window is None:
             object.__setattr__(self, "full_attention_layers", ())
             object.__setattr__(self, "window_rotary_base", None)

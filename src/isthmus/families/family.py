@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Dropout, Mla, Moe
+from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, check_sizes
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
@@ -17,6 +17,7 @@ from isthmus.families.rules.sliding_window import Window, read_window, write_win
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
 _REQUIRED = object()
+_MAX_FLOAT = 1e38  # of float32
 _SCORED = "ForSequenceClassification"
 SCORE = copy("output_layer.weight", "score.weight", "1", "H")
 """The score head of a reward model, in place of the output layer."""
@@ -66,10 +67,11 @@ class Key:
             return self.choices[value]
         fits = isinstance(value, int | float if self.kind is float else self.kind)
         if self.kind in (int, float) and fits:
-            fits = not isinstance(value, bool) and value >= (self.least if self.kind is int else 0)
+            least, most = (self.least, MAX_INT) if self.kind is int else (0, _MAX_FLOAT)
+            fits = not isinstance(value, bool) and least <= value <= most
         if not fits:
             wanted = _TYPE_NAMES[self.kind] if self.least else "non-negative integer"
-            raise DataError(f"config.json: {self.hf} must be a {wanted}, got {value!r}.")
+            raise DataError(f"config.json: {self.hf} must be a {wanted}, got {value!r:.60}.")
         value = self.kind(value)
         try:
             return value if self.decode is None else self.decode(value, hf)
@@ -171,6 +173,7 @@ class Family:
             UsageError: a setting is not supported, with the reason.
         """
         self._check_fixed(hf, training=False)
+        check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
         values |= {name: derived.read(hf) for name, derived in self.derived.items()}
         heads, groups = values["num_attention_heads"], values["num_query_groups"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from isthmus import input_files
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
@@ -213,10 +214,7 @@ def _is_within(folder: Path, file: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}.") from None
+    value = input_files.read_json(path)
     if not isinstance(value, dict):
         raise DataError(f"{path} must be a JSON object, got {type(value).__name__}.")
     return value

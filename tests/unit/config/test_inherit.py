@@ -172,5 +172,6 @@ def test_the_json_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -
     variable = {"type": "string", "pattern": r"\$\{"}
     assert variable in optim["properties"]["lr"]["anyOf"] and optim["properties"]["lr"]["default"] == 2e-5
     assert {"type": "string"} in schema["$defs"]["DataConfig"]["properties"]["files"]["anyOf"]
-    assert {"type": "integer", "minimum": 0} in schema["$defs"]["CheckpointConfig"]["properties"]["every"]["anyOf"]
+    every = schema["$defs"]["CheckpointConfig"]["properties"]["every"]["anyOf"]
+    assert {"type": "integer", "minimum": 0, "maximum": 2**31 - 1} in every
     assert optim["additionalProperties"] is False and optim["properties"]["lr"]["description"] == "Peak learning rate."

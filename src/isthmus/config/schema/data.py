@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.config.schema.section import Count, Paths, Section, lacks, refuse
+from isthmus.config.schema.section import Count, Length, Paths, Section, Seed, lacks, refuse
 
 DOCUMENT_SETTINGS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """What happens at a document end within a sequence, for pretraining."""
@@ -41,7 +41,7 @@ class DataConfig(Section):
     """Test files, evaluated once after the last step; without them test_fraction of the training samples is used."""
     test_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the training samples for the test if there are no test_files; 0: no test."""
-    seq_length: Count = 2048
+    seq_length: Length = 2048
     """Maximum number of tokens of a sequence."""
     packing: bool = True
     """Pack several samples into a sequence; attention stays within each sample."""
@@ -51,7 +51,7 @@ class DataConfig(Section):
     """pretrain: positions restart in each document; false: they continue over document ends."""
     eod_mask_loss: bool = True
     """pretrain: no loss for the first token of a document; false: the document before it predicts it."""
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of the sample order and of the validation and test split."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """sft, distill: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from isthmus.config.schema.section import Count, PathText, Section, lacks, refuse
+from isthmus.config.schema.section import Length, PathText, Section, lacks, refuse
 
 _Text = Annotated[str, Field(min_length=1)]
 # Not Field(strict=False): the members of a union are strict in pydantic 2.9.
@@ -22,7 +22,7 @@ class EvalConfig(Section):
     prompts: PathText | _Texts = ()
     """A list of prompts, or a file: a prompt per line, or .jsonl with prompt or messages. A prompt is the user's turn
     of a chat; pretrain: text to continue."""
-    max_new_tokens: Count = 64
+    max_new_tokens: Length = 64
     """Longest answer, in tokens."""
     temperature: float = Field(default=0.0, ge=0)
     """0: always the most probable token; else random tokens, the same in all layouts."""

@@ -31,7 +31,7 @@ class LoraConfig(Section):
     modules_to_save: Names = ()
     """Other modules of the Hugging Face model that are trained whole, such as embed_tokens or lm_head: all whose path
     ends so, as in PEFT (norm also means q_norm)."""
-    init: str = Field(default="kaiming", pattern=r"^(kaiming|gaussian|pissa(_niter_[1-9]\d*)?)$")
+    init: str = Field(default="kaiming", pattern=r"^(kaiming|gaussian|pissa(_niter_[1-9][0-9]?)?)$")
     """Initial adapters, as in PEFT. B is zero and A uniform (kaiming) or normal with standard deviation 1 / rank
     (gaussian), or B A is the part of the weight with the largest singular values, which is subtracted from it (pissa,
     arXiv 2404.02948; pissa_niter_4 computes it with 4 iterations, much faster)."""

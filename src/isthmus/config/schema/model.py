@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from isthmus.config.presets import is_model_file
-from isthmus.config.schema.section import Count, PathText, Section, lacks, refuse
+from isthmus.config.schema.section import PathText, Section, lacks, refuse
 
 
 class ModelConfig(Section):
@@ -54,7 +54,7 @@ class TokenizerConfig(Section):
         | None
     ) = None
     """Megatron-LM's name of the tokenizer type, checked against the files; null: the type of the files."""
-    vocab_size: Count | None = None
+    vocab_size: int | None = Field(default=None, ge=1, le=2**22)
     """NullTokenizer: number of token ids; the end-of-document token is one more."""
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class OptimConfig(Section):
     """polynomial: exponent of the decay; 1 is linear."""
     num_cycles: Count = 1
     """cosine_with_restarts: number of cosine decays from lr, of equal length."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
     """Steps over which the learning rate rises from 0 to lr."""
     warmup_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Instead of warmup_steps: share of the run's steps, rounded down."""
@@ -55,7 +55,7 @@ class OptimConfig(Section):
     """muon: peak learning rate of the matrices; their schedule is that of lr. null: lr."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """muon: decay rate of the (Nesterov) momentum."""
-    muon_ns_steps: Count = 5
+    muon_ns_steps: int = Field(default=5, ge=1, le=100)
     """muon: Newton-Schulz iterations."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """muon: factor of the update of a matrix [M, N]: match_rms_adamw: 0.2 sqrt(max(M, N)), for learning rates of AdamW

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from isthmus.config.schema.section import Count, Section, refuse
+from isthmus.config.schema.section import Count, Seconds, Section, refuse
 from isthmus.errors import UsageError
 
 
@@ -31,9 +31,9 @@ class ParallelConfig(Section):
     """Tensor parallel size of each expert; null: tp."""
     fsdp: bool = False
     """Fully sharded data parallelism: data parallel ranks split weights, gradients and optimizer state."""
-    join_timeout_s: float = Field(default=600.0, gt=0)
+    join_timeout_s: Seconds = 600.0
     """Seconds that a rank waits for the others at the start."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Seconds = 600.0
     """Seconds that a rank waits for another one in a collective, until the run ends. A rank whose process or machine is
     lost is noticed earlier, after 90 seconds at most.
     """

@@ -21,13 +21,19 @@ Paths = Annotated[
     BeforeValidator(listed, json_schema_input_type=str | tuple[PathText, ...]),
     Field(strict=False),
 ]
-Count = Annotated[int, Field(ge=1)]
+# Bounds far beyond any run, within which no library overflows, starts a million threads or computes for ever.
+_MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]
+Length = Annotated[int, Field(ge=1, le=2**24)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 # 0 and null mean never. Only null is passed on, so that no code divides by 0.
 Interval = Annotated[
     Count | None,
     BeforeValidator(
         lambda value: None if type(value) is int and value == 0 else value,
-        json_schema_input_type=Annotated[int, Field(ge=0)] | None,
+        json_schema_input_type=Annotated[int, Field(ge=0, le=_MAX_COUNT)] | None,
     ),
 ]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from isthmus.config.schema.section import Count, Interval, Section, refuse
+from isthmus.config.schema.section import Count, Interval, Section, Seed, Sequences, refuse
 
 RecomputedModule = Literal["core_attn", "mlp", "moe", "layernorm", "mlp_act", "moe_act", "rope"]
 _OF_PRECISION = {
@@ -22,15 +22,15 @@ class TrainConfig(Section):
     exclusive = ("steps", "epochs")
     steps: Count | None = None
     """Optimizer steps; give this or epochs."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the training data, also fractions; 1 if steps is not given."""
-    global_batch_size: Count = 16
+    global_batch_size: Sequences = 16
     """Sequences (dpo, reward: pairs; kto: answers) per optimizer step, over all ranks."""
-    micro_batch_size: Count = 1
+    micro_batch_size: Sequences = 1
     """Sequences (dpo, reward: pairs; kto: answers) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Precision of matmuls and activations; all but fp32 keep float32 main weights. null: the platform's default."""
-    initial_loss_scale: float = Field(default=4096.0, ge=1)
+    initial_loss_scale: float = Field(default=4096.0, ge=1, le=1e12)
     """fp16: initial loss scale; each step whose gradient overflows halves it, down to 1."""
     loss_scale_window: Count = 1000
     """fp16: the loss scale is doubled after this many steps in a row without overflow."""
@@ -50,7 +50,7 @@ class TrainConfig(Section):
     """GPUs: use only kernels that give the same bits in each run, so that a resumed run equals an uninterrupted one;
     slower. A CPU always does.
     """
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)
     """Dropout rate of attention probabilities; null: that of the model's config."""
@@ -83,9 +83,9 @@ class TrainConfig(Section):
     """Steps between validations; null or 0: only before the first and after the last step."""
     early_stopping: Count | None = None
     """End training after this many validations in a row without a lower loss; needs eval_every. null: never."""
-    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")] | None = None
+    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}-[1-9][0-9]{0,8}$")] | None = None
     """First and last step to profile, such as 3-5: writes a trace and a table per rank. null: no profile."""
-    threads: Count | None = None
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads per rank; null: the cores of the machine divided by its ranks. A single rank leaves out cores that
     other processes use when the run begins."""
 

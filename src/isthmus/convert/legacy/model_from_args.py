@@ -12,7 +12,7 @@ from typing import Any
 from isthmus.convert.family_matching import match_family
 from isthmus.convert.legacy.megatron_args import CLAMPED_SWIGLU, ROPE_SCALING, YARN
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.architecture import MAX_INT, Architecture, Mla, Moe, RopeScaling, check_sizes
 
 _MUST_BE_FALSE = (
     *("squared_relu", "use_legacy_models", "apply_residual_connection_post_layernorm", "attention_output_gate"),
@@ -53,6 +53,7 @@ def architecture_from_args(args: Mapping[str, Any], vocab_size: int | None = Non
     known.check_supported()
     vocab, notes = _vocabulary(known, vocab_size)
     heads, hidden, num_layers = (known.number(name) for name in ("num_attention_heads", "hidden_size", "num_layers"))
+    check_sizes(layers=num_layers)  # before they are enumerated
     groups = known.number("num_query_groups") if known.get("group_query_attention", False) else heads
     biases = known.get("add_bias_linear", not known.get("disable_bias_linear", False))
     mla = _latent(known)
@@ -239,8 +240,8 @@ class ArgsReader:
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer, else a DataError."""
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DataError(f"Megatron-LM's args have {name}={value!r}, not a number above 0.")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_INT:
+            raise DataError(f"Megatron-LM's args have {name}={value!r:.60}, not a number above 0.")
         return value
 
     def epsilon(self) -> float:

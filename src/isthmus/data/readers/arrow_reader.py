@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, too_large
 from isthmus.data.readers.data_names import HUB
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
@@ -64,6 +64,8 @@ def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
     for batch in batches:
         if not batch.num_rows:
             continue
+        if batch.nbytes > RECORD_BYTES * min(batch.num_rows, 16):
+            raise too_large(f"{path}:{first}")
         sink = library.BufferOutputStream()
         with library.ipc.new_stream(sink, batch.schema) as writer:
             writer.write(batch)

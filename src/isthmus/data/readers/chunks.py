@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from isthmus.errors import DataError
 
 OnError = Literal["stop", "skip"]
 CHUNK_BYTES = 1 << 18
 """Approximate size of a chunk; one record may be larger."""
+RECORD_BYTES = 1 << 28
+"""Largest record, and longest line."""
 
 
 @dataclass(slots=True)
@@ -47,3 +49,15 @@ class RecordChunk(Protocol):
 
     def parse(self) -> Iterator[Record | DataError]:
         """Its records in order, a bad one as its error; raises DataError if the rest cannot be read."""
+
+
+def read_line(file: BinaryIO, path: str) -> bytes:
+    """The next line, or the rest of it; empty at the end."""
+    raw = file.readline(RECORD_BYTES + 1)
+    if len(raw) > RECORD_BYTES:
+        raise too_large(path)
+    return raw
+
+
+def too_large(where: str) -> DataError:
+    return DataError(f"{where}: a record of more than {RECORD_BYTES >> 20} MiB. Is the file damaged? Else split it.")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
-from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, read_line
 from isthmus.data.readers.decompress import open_decompressed
 from isthmus.data.readers.json_chunks import decode_utf8
 from isthmus.errors import DataError
-
-_LONGEST_CELL = 1 << 28  # characters; a longer cell has an unclosed quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
     Columns are separated by tabs if ``tabs``; else by the first of comma, tab and semicolon in the column names. Blank
     lines before them are skipped.
     """
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(RECORD_BYTES)  # a longer cell has an unclosed quote
     with open_decompressed(path) as file:
-        lines = (decode_utf8(raw, path, number) for number, raw in enumerate(file, start=1))
+        raw_lines = iter(partial(read_line, file, path), b"")
+        lines = (decode_utf8(raw, path, number) for number, raw in enumerate(raw_lines, start=1))
         first, blank = next(lines, "").removeprefix("\ufeff"), 0
         while first and not first.strip():
             first, blank = next(lines, ""), blank + 1
@@ -76,7 +77,7 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
 
 def _names(row: list[str], path: str, line: int) -> list[str]:
     names = [name.strip() for name in row]
-    twice = {name for name in names if names.count(name) > 1}
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or not all(names):
         wrong = f"{sorted(twice)[0]!r} occurs twice" if twice else "a name is empty"
         raise DataError(f"{path}:{line}: the first row must contain the column names, but {wrong}.")

@@ -24,13 +24,15 @@ _UNSUPPORTED = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 _BUFFER_BYTES = 1 << 17
+_MOST_BYTES, _MOST_RATIO = 1 << 28, 200
+"""A file may expand to the larger of both: bytes, or times its size. Text compresses 3 to 20 times."""
 
 
 @contextmanager
 def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
     """Open a file that is uncompressed, or compressed with gzip or Zstandard, as a stream.
 
-    A damaged or truncated file raises DataError while it is read.
+    A damaged or truncated file raises DataError while it is read, and so does one that expands beyond all measure.
     """
     damaged: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error)
     try:
@@ -40,11 +42,11 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
                 if start.startswith(magic):
                     raise DataError(f"{path}: compressed with {name}. Expected no compression, gzip or Zstandard.")
             if start.startswith(_GZIP):
-                yield cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file), _BUFFER_BYTES))
+                yield _expanded(gzip.GzipFile(fileobj=file), path)
             elif start.startswith(_ZSTD):
                 zstd = _zstd(path)
                 damaged = (zstd.ZstdError,)
-                yield cast(BinaryIO, io.BufferedReader(zstd.ZstdFile(file), _BUFFER_BYTES))
+                yield _expanded(zstd.ZstdFile(file), path)
             else:
                 yield file
     except damaged as error:
@@ -55,6 +57,29 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
         raise MissingInput(f"{path}: no such data file.") from error
     except OSError as error:
         raise IOFailure(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
+class _Expanded(io.RawIOBase):
+    def __init__(self, inner: Any, path: Path | str) -> None:
+        self._inner, self._path = inner, path
+        self._left = max(_MOST_BYTES, _MOST_RATIO * Path(path).stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._inner.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise DataError(
+                f"{self._path}: expands to more than {_MOST_RATIO} times its size, as no text does. If it is data, "
+                "decompress it first."
+            )
+        return count
+
+
+def _expanded(inner: Any, path: Path | str) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Expanded(inner, path), _BUFFER_BYTES))
 
 
 def is_compressed(path: Path | str) -> bool:

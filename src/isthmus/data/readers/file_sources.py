@@ -12,6 +12,7 @@ from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
 from isthmus.data.readers.data_names import FORMATS, HUB, uncompressed_name
 from isthmus.data.store.manifest import PARTIAL, is_manifest
 from isthmus.errors import MissingInput, UsageError
+from isthmus.input_files import check_regular
 
 _SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 
@@ -51,6 +52,9 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
             _find_matches(name, found)
         else:
             raise MissingInput(f"{name}: no such data file.")
+    for name in found.names:
+        if not name.startswith(HUB):
+            check_regular(name)
     return found
 
 

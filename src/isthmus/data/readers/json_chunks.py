@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from isthmus.data.readers.chunks import CHUNK_BYTES, Record
+from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, read_line, too_large
 from isthmus.data.readers.decompress import open_decompressed
 from isthmus.errors import DataError
+from isthmus.input_files import parse_json
 
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"
@@ -33,10 +34,10 @@ class JsonLinesChunk:
             if not raw.strip():
                 continue
             try:
-                yield _record(json.loads(decode_utf8(raw, self.path, number)), self.path, number)
+                yield _record(parse_json(decode_utf8(raw, self.path, number)), self.path, number)
             except DataError as error:
                 yield error
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 yield DataError(f"{self.path}:{number}: not JSON: {_reason(error)}.")
 
 
@@ -50,9 +51,11 @@ class JsonArrayChunk:
     def parse(self) -> Iterator[Record | DataError]:
         for line, text in self.texts:
             try:
-                yield _record(json.loads(text), self.path, line)
+                yield _record(parse_json(text), self.path, line)
             except DataError as error:
                 yield error
+            except ValueError as error:
+                yield DataError(f"{self.path}:{line}: not JSON: {_reason(error)}.")
 
 
 def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
@@ -64,7 +67,7 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
     with open_decompressed(path) as file:
         line = 1
         while raw := file.read(CHUNK_BYTES):
-            raw += file.readline()
+            raw += read_line(file, path)
             yield JsonLinesChunk(path, line, raw)
             line += raw.count(b"\n")
 
@@ -72,9 +75,9 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
 def _single_object(path: str) -> JsonArrayChunk | None:
     """The object of a file if it is a single one on several lines."""
     with open_decompressed(path) as file:
-        raw, line = file.readline().removeprefix(_BOM), 1
+        raw, line = read_line(file, path).removeprefix(_BOM), 1
         while not raw.strip():
-            raw, line = file.readline(), line + 1
+            raw, line = read_line(file, path), line + 1
         try:
             json.loads(raw)
         except (ValueError, RecursionError):
@@ -172,6 +175,8 @@ class _TextWindow:
 
     def _grow(self) -> None:
         """Drop the text before the position and read as much as remains, so that long elements take few attempts."""
+        if len(self._window) - self.position > RECORD_BYTES:
+            raise too_large(f"{self._path}:{self.line()}")
         self.line()
         newline = self._window.rfind("\n", 0, self.position)
         self._before = self.position - newline - 1 if newline >= 0 else self._before + self.position

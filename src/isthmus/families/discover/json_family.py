@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import MAX_LAYERS, Architecture, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
 from isthmus.families.rules.rule import HfPart, Init, Layers, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
+from isthmus.input_files import parse_json, read_bytes
 
 FORMAT = 1
 FILE = "family.json"
@@ -54,7 +55,7 @@ WHY = "the family was inferred from a config with another value; infer it for th
 
 def load_family(path: Path) -> Family:
     try:
-        return _parsed(path.read_text(encoding="utf-8"))
+        return _parsed(read_bytes(path).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}.") from None
     except DataError as error:
@@ -65,8 +66,8 @@ def load_family(path: Path) -> Family:
 def _parsed(text: str) -> Family:
     """Cached, so that two models with the same file have the same family object."""
     try:
-        return read_family(json.loads(text))
-    except (ValueError, RecursionError) as error:
+        return read_family(parse_json(text))
+    except ValueError as error:
         raise DataError(f"not JSON: {error}.") from None
 
 
@@ -158,7 +159,7 @@ def _key(entry: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
     if meaning == "first_dense":
         layers = parse_formula(_text(entry["of"]), absent)
         dense = expert_tensors.first_dense(default=entry.get("default", 0))
-        return replace(dense, hf=_text(entry["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf)))))
+        return replace(dense, hf=_text(entry["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf), MAX_LAYERS))))
     if meaning == "number_of_experts":
         width = parse_formula(_text(entry["of"]), absent)
         shared = expert_tensors.shared_width(_text(entry["hf"]), default=entry.get("default", 0))

@@ -7,7 +7,6 @@ separately, with the word mark that sentencepiece adds before it.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from isthmus.errors import DataError, UsageError
+from isthmus.hf.model_folder import read_json
 
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -84,10 +84,7 @@ def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
     named = {key: pieces[number] for key, number in numbers.items() if 0 <= number < len(pieces)}
     config = folder / "tokenizer_config.json"
     if config.is_file():
-        try:
-            values = json.loads(config.read_bytes())
-        except ValueError as error:
-            raise DataError(f"{config}: not JSON: {error}.") from error
+        values = read_json(config)
         for key in numbers:
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value

@@ -28,7 +28,7 @@ from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
-from isthmus.hf.model_folder import tokenizer_files
+from isthmus.hf.model_folder import read_json, tokenizer_files
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
@@ -68,9 +68,9 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
 def _placeholder_config(path: Path) -> PreTrainedConfig | None:
     """An empty config for a model type that transformers does not know, so that none of its code runs; else None."""
     try:
-        hf_config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        hf_config = read_json(path / "config.json")
         unknown = hf_config["model_type"] not in CONFIG_MAPPING
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, DataError, LookupError, TypeError):
         return None
     kept: dict[str, Any] = {"tokenizer_class": hf_config.get("tokenizer_class")}
     return PreTrainedConfig(**kept) if unknown else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.input_files import parse_json, read_bytes
 from isthmus.recipes.data.data_sources import chat_settings
 
 _LONGEST_LINE = 100
@@ -59,7 +59,7 @@ def _read(path: Path) -> list[tuple[Any, str]]:
     if not path.is_file():
         raise MissingInput(f"eval.prompts={path} is no file. Give a file, or a list: eval.prompts='[first, second]'.")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other line separators in a text
+        lines = read_bytes(path).decode("utf-8").split("\n")  # JSON may have other line separators in a text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it.") from error
     found = [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -68,7 +68,7 @@ def _read(path: Path) -> list[tuple[Any, str]]:
     if path.suffix != ".jsonl":
         return list(found)
     try:
-        return [(json.loads(line), where) for line, where in found]
+        return [(parse_json(line), where) for line, where in found]
     except ValueError as error:
         raise DataError(f"{path} has a line that is not JSON ({error}). Correct it, or name the file .txt.") from error
 

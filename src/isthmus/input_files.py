@@ -1,0 +1,90 @@
+"""Opens input files within bounds: regular files only, JSON of limited size and depth.
+
+``open`` of a named pipe without a writer waits for ever, and a device has no end. docs/reference/limits.md lists all
+bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import DataError
+
+JSON_BYTES = 64 << 20
+"""Largest JSON file that is read as a whole: the index of a model of 500,000 tensors has about 50 MiB."""
+MAX_DEPTH = 64
+"""Most levels of nested objects and arrays, or of nested YAML."""
+_MAX_DIGITS = 20
+_KINDS: Mapping[Callable[[int], bool], str] = {
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
+
+
+def check_regular(path: Path | str) -> None:
+    """Raise DataError for a pipe, a device or a socket, and OSError for a file that does not exist."""
+    mode = Path(path).stat().st_mode
+    for is_kind, name in _KINDS.items():
+        if is_kind(mode):
+            raise DataError(f"{path} is {name}, expected a file. Write its content into a file, and give that.")
+
+
+def read_bytes(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
+    """The content of a file; DataError if it has more than ``most_bytes`` or is not a regular file."""
+    check_regular(path)
+    with path.open("rb") as file:
+        raw = file.read(most_bytes + 1)
+    if len(raw) > most_bytes:
+        raise DataError(f"{path} has more than {most_bytes / 2**20:g} MiB. Is it the right file?")
+    return raw
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        DataError: it is not JSON in UTF-8, or larger or deeper nested than the bounds.
+        OSError: it cannot be read.
+    """
+    try:
+        return parse_json(read_bytes(path, most_bytes), parse_int=_setting)
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}.") from None
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """The value of JSON text, of at most ``MAX_DEPTH`` levels; ValueError if it is not.
+
+    ``hooks`` are those of ``json.loads``.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError(f"more than {MAX_DEPTH} levels are nested") from None
+    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"more than {MAX_DEPTH} levels are nested")
+    return value
+
+
+def _setting(text: str) -> int:
+    """No float has the value of a larger integer."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    nested = [value]
+    for _ in range(levels + 1):
+        containers = [inner.values() if isinstance(inner, dict) else inner for inner in nested]
+        nested = [inner for each in containers for inner in each if isinstance(inner, dict | list)]
+        if not nested:
+            return False
+    return True
