@@ -1,7 +1,7 @@
 """Opens input files within bounds: regular files only, JSON of limited size and depth.
 
-``open`` of a named pipe without a writer waits for ever, and a device has no end. docs/reference/limits.md lists all
-bounds.
+``open`` of a named pipe without a writer waits for ever, and a device has no end. docs/reference/exit-codes.md lists
+all bounds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _setting(text: str) -> int:
 
 def _is_deeper(value: Any, levels: int) -> bool:
     nested = [value]
-    for _ in range(levels + 1):
+    for _ in range(levels):
         containers = [inner.values() if isinstance(inner, dict) else inner for inner in nested]
         nested = [inner for each in containers for inner in each if isinstance(inner, dict | list)]
         if not nested:

@@ -37,7 +37,8 @@ def prepare(
         typer.Option(metavar="KIND", help="text, chat, preference or unpaired; default: kind of the first record."),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit.")
+        int | None,
+        typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
     ] = None,
     overlong: Annotated[
         str, typer.Option(metavar="WHAT", help="What happens to a longer sample: truncate or drop.")
@@ -59,7 +60,9 @@ def prepare(
         list[str] | None,
         typer.Option(metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes; default: one per core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="Processes; default: one per core.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")
     ] = False,

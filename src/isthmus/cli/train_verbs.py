@@ -44,7 +44,7 @@ Data = Annotated[
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")
 ]
-Nproc = Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks to start on this machine.")]
+Nproc = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Number of ranks to start on this machine.")]
 HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
 AcceptChanges = Annotated[
     str | None,

@@ -156,6 +156,10 @@ def test_missing_settings_are_described_and_name_their_option(tmp_path: Path) ->
     assert "data.files  is missing" in message and "--data or data.files=..." in message
 
 
+LAUGHS = "a0: &a0 {x: [1, 2]}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 40))
+"""A billion laughs: 40 lines that mean 9 ** 40 values."""
+
+
 @pytest.mark.parametrize(
     ("text", "place", "part"),
     [
@@ -166,7 +170,14 @@ def test_missing_settings_are_described_and_name_their_option(tmp_path: Path) ->
         ("1: a\n", "sft.yaml:1:1", "key '1' must be text"),
         ("\tout: a\n", "sft.yaml:1:1", "cannot start any token"),
         ("out: !!python/object/apply:os.system [ls]\n", "sft.yaml:1:6", "tag"),
-        ("out: &a {b: *a}\n", "sft.yaml:1:", "nested mappings"),
+        ("out: &a {b: *a}\n", "sft.yaml:1:6", "an alias stands for a value that contains it"),
+        ("data: {}\n" + LAUGHS, "sft.yaml:7:", "more than 100,000 values"),
+        ("data: {}\n" + LAUGHS.replace("[", "{<<: [").replace("]", "]}"), "sft.yaml:7:", "more than 100,000 values"),
+        ("out: " + "[" * 2000, "sft.yaml", "depth"),
+        ("out: " + "{a: " * 2000, "sft.yaml", "depth"),
+        ("".join(f"{' ' * level}a:\n" for level in range(40)), "sft.yaml:17:17", "nested mappings"),
+        ("out: !!bool x\n", "sft.yaml", "x"),
+        ("train: {seed: 0x" + "9" * 5000 + "}\n", "sft.yaml", "more than 100 digits"),
     ],
 )
 def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part: str) -> None:
@@ -306,7 +317,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def denied(*_args: object, **_kwargs: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(IOFailure, match="Permission denied"):
         load_config("sft", bad)
 

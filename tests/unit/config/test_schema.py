@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from isthmus.config.load import load_config
 from isthmus.config.schema import RunConfig, Section
 from isthmus.config.setting_errors import GIVEN_BY, other_names, settings, trainers
+from isthmus.errors import UsageError
 
 
 def sections() -> list[type[Section]]:
@@ -54,3 +63,68 @@ def test_documented_names_exist() -> None:
         *(f"optim.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")),
         *(f"checkpoint.{name}" for name in ("every", "keep", "resume")),
     }
+
+
+HOSTILE = (0, -1, 2**31, 2**64, 10**300, -(2**64), 1e300, 5e-324, -1e300, float("nan"), float("inf"), -float("inf"))
+TESTED: dict[str, Any] = {"recipe": "sft", "out": "o", "model.path": "m", "data.files": ["d"]}
+NEEDS: dict[str, dict[str, Any]] = {
+    "distill.": {"recipe": "distill", "distill.teacher": "t"},
+    "dpo.": {"recipe": "dpo"},
+    "kto.": {"recipe": "kto"},
+    "reward.": {"recipe": "reward"},
+    "lora.": {"lora.rank": 8},
+    "eval.": {"eval.generate": True, "eval.prompts": ["a"]},
+    "tokenizer.": {"tokenizer.type": "NullTokenizer", "tokenizer.vocab_size": 9},
+    "optim.muon_": {"optim.optimizer": "muon"},
+    "train.initial_loss_scale": {"train.precision": "fp16"},
+    "train.loss_scale_window": {"train.precision": "fp16"},
+    "train.recompute_layers": {"train.recompute": "full"},
+}
+"""Settings with which others are in use, by the beginning of the names of those."""
+
+
+def numeric_settings() -> Iterator[tuple[str, Any]]:
+    for name, field in RunConfig.model_fields.items():
+        section: Any = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            for inner, setting in section.model_fields.items():
+                kinds = {kind for kind in (int, float) if re.search(rf"\b{kind.__name__}\b", str(setting.annotation))}
+                if kinds and "dict" not in str(setting.annotation) and "tuple" not in str(setting.annotation):
+                    yield f"{name}.{inner}", kinds
+
+
+def checked(name: str, value: Any) -> RunConfig | None:
+    """The config with this value; None if it is refused with a message that names the setting."""
+    values = {
+        **TESTED,
+        **{key: needed for start, more in NEEDS.items() if name.startswith(start) for key, needed in more.items()},
+        name: value,
+    }
+    try:
+        return load_config(None, None, [], values)
+    except UsageError as error:
+        assert name.partition(".")[2] in str(error), (name, value, error)
+        assert len(str(error)) < 1000
+        return None
+
+
+@pytest.mark.parametrize("name", [name for name, _ in numeric_settings()])
+def test_numbers_have_bounds(name: str) -> None:
+    """What is not refused can be computed with: it is a number that int64 and float64 represent."""
+    for value in HOSTILE:
+        config = checked(name, value)
+        if config is not None:
+            section, _, key = name.partition(".")
+            taken = getattr(getattr(config, section), key)
+            if isinstance(taken, int):
+                assert abs(taken) < (2**63 if key == "seed" else 2**31), value
+            else:
+                assert taken is None or math.isfinite(taken), value
+    assert checked(name, 2**64) is None or float in dict(numeric_settings())[name]
+
+
+def test_the_walk_finds_all_numbers() -> None:
+    found = {name for name, _ in numeric_settings()}
+    assert {"train.steps", "optim.lr", "data.seq_length", "lora.rank", "parallel.timeout_s"} <= found and len(
+        found
+    ) > 70

@@ -335,6 +335,17 @@ def test_unsupported_settings_are_rejected(change: dict[str, Any], message: str)
             {"model_type": "gemma3_text", "rope_parameters": [1]},
             r"rope_parameters must have an object for each kind of layer, got \[1\]",
         ),
+        ({"num_hidden_layers": 10**9}, "1,000,000,000 layers; at most 4,096"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers must be a positive integer, got 1000"),
+        ({"num_attention_heads": 10**9, "num_key_value_heads": 1, "head_dim": 2}, "1,000,000,000 attention heads"),
+        ({"vocab_size": 10**10}, "vocab_size must be a positive integer, got 10000000000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a non-negative number, got nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a non-negative number, got 1000"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "3,000,000,000 experts in all layers; at most 131,072"),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 10**9, "first_k_dense_replace": 10**9},
+            "1,000,000,000 layers",
+        ),
     ],
 )
 def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None:

@@ -159,7 +159,9 @@ def _key(entry: Mapping[str, Any], absent: Mapping[str, Any]) -> Key:
     if meaning == "first_dense":
         layers = parse_formula(_text(entry["of"]), absent)
         dense = expert_tensors.first_dense(default=entry.get("default", 0))
-        return replace(dense, hf=_text(entry["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf), MAX_LAYERS))))
+        return replace(
+            dense, hf=_text(entry["hf"]), decode=lambda number, hf: tuple(range(min(number, layers(hf), MAX_LAYERS)))
+        )
     if meaning == "number_of_experts":
         width = parse_formula(_text(entry["of"]), absent)
         shared = expert_tensors.shared_width(_text(entry["hf"]), default=entry.get("default", 0))

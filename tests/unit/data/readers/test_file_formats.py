@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
+from isthmus.data.readers import chunks, csv_reader, decompress, json_chunks
 from isthmus.data.readers.chunks import SkippedRecords
 from isthmus.errors import DataError, MissingInput, UsageError
 from unit.data.records import read_records
@@ -100,3 +102,40 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path):
     assert [value for _, value in values(path, on_error="skip", skipped=skipped)] == [{"a": 1}, {"a": 2}]
     assert skipped.count == 3
     assert [reason.split(": ")[0].rsplit(":", 1)[1] for reason in skipped.reasons] == ["2", "3"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz", "a.txt.gz"])
+def test_a_bomb_is_not_decompressed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompress, "_MOST_BYTES", 1 << 20)
+    path = tmp_path / name
+    start = {"csv": b"text\n", "json": b'[{"text": "'}.get(name.split(".")[1], b'{"text": "')
+    path.write_bytes(gzip.compress(start + b"a" * (3 << 20)))
+    with pytest.raises(DataError, match=r"expands to more than 200 times its size"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize("start", [b'{"text": "', b'[{"text": "', b"text\n"])
+def test_a_record_has_a_largest_size(tmp_path: Path, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunks, json_chunks, csv_reader):
+        monkeypatch.setattr(module, "RECORD_BYTES", 1 << 20)
+    path = tmp_path / ("a.csv" if start == b"text\n" else "a.json")
+    path.write_bytes(start + b"a" * (3 << 20))
+    with pytest.raises(DataError, match="a record of more than"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize("text", ['{"a": %s}', '[{"a": %s}]'])
+def test_depth_of_records(tmp_path: Path, text: str) -> None:
+    for levels in (70, 900, 100_000):
+        path = tmp_path / "a.json"
+        path.write_text(text % ("[" * levels + "]" * levels))
+        with pytest.raises(DataError, match=r"a\.json:1: not JSON: (more than 64 levels|nested too deeply)"):
+            list(read_records(path))
+
+
+def test_many_columns(tmp_path: Path) -> None:
+    """Names are compared in linear time."""
+    path = tmp_path / "a.csv"
+    path.write_text(",".join(f"c{number}" for number in range(200_000)) + "\n1\n")
+    with pytest.raises(DataError, match="1 cells in a table of 200000 columns"):
+        list(read_records(path))
