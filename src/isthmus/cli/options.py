@@ -1,4 +1,4 @@
-"""Options of ``isthmus convert``, and of several commands."""
+"""Options of ``isthmus convert`` and ``prepare``, and of several commands."""
 
 from __future__ import annotations
 
@@ -65,3 +65,4 @@ Public = Annotated[bool, typer.Option("--public", help="Make a repository that -
 ChatTemplate = Annotated[
     str | None, typer.Option("--chat-template", metavar="TEMPLATE", help="Chat template, as chat.template of a run.")
 ]
+Workers = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Processes; default: one per core.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from isthmus.cli.options import ChatTemplate, Debug, Json
+from isthmus.cli.options import ChatTemplate, Debug, Json, Workers
 from isthmus.cli.terminal import show
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import UsageError
@@ -60,9 +60,7 @@ def prepare(
         list[str] | None,
         typer.Option(metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, metavar="N", help="Processes; default: one per core.")
-    ] = None,
+    workers: Workers = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")
     ] = False,
