@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
@@ -270,6 +275,53 @@ def test_damaged_checkpoint_is_refused_on_every_rank(
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert names in refused["text"] and str(damaged) in refused["text"]
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
+
+
+class CreateFolder:
+    """Unpickled without protection, it creates a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile_index(folder: Path, code: CreateFolder) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(code))
+
+
+def hostile_common_state(folder: Path, code: CreateFolder) -> None:
+    torch.save({"isthmus": code}, folder / "common.pt")
+
+
+def hostile_random_state(folder: Path, code: CreateFolder) -> None:
+    index = dcp.FileSystemReader(folder).read_metadata()
+    for key, entry in index.storage_data.items():
+        if key.fqn.startswith("rng_state"):
+            file = folder / entry.relative_path
+            torch.save(code, content := io.BytesIO())
+            entry.offset, entry.length = file.stat().st_size, len(content.getvalue())
+            file.write_bytes(file.read_bytes() + content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize("attack", [hostile_index, hostile_common_state, hostile_random_state])
+def test_checkpoint_runs_no_code(
+    attack: Callable[[Path, CreateFolder], None],
+    two: RankPool,
+    models: dict[str, Path],
+    samples: Path,
+    damaged: Path,
+    tmp_path: Path,
+) -> None:
+    attack(damaged, CreateFolder(tmp_path / "executed"))
+    (damaged / "checksums.json").unlink(missing_ok=True)
+    refused = two.run(
+        "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=damaged, timeout_s=60
+    )
+    assert (refused["kind"], refused["code"]) == ("UnsafeInput", 77), refused
+    assert str(damaged) in refused["text"] and not (tmp_path / "executed").exists()
 
 
 def test_folder_without_a_checkpoint(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from isthmus.atomic_write import rename, write_atomic
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace
+from isthmus.engine.checkpoint.index_file import INDEX, read_index
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:
@@ -52,20 +52,16 @@ def check_files(folder: Path) -> None:
     Raises:
         MissingInput: the folder or its index is missing.
         DataError: a file is missing or truncated, or the index is unreadable.
+        UnsafeInput: the index would run code.
     """
-    index = folder / ".metadata"
-    if not index.is_file():
+    if not (folder / INDEX).is_file():
         raise MissingInput(
             f"{folder} has no torch_dist checkpoint: .metadata is missing. Choose a folder that has one."
         )
     if not (folder / "common.pt").is_file():
         raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
-    try:
-        storage = dcp.FileSystemReader(folder).read_metadata().storage_data
-    except Exception as error:  # a damaged pickle raises almost any
-        raise DataError(f"{index} cannot be read ({error}). Resume from another checkpoint.") from error
     ends: dict[str, int] = {}
-    for entry in storage.values():
+    for entry in read_index(folder).storage_data.values():
         ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1
@@ -99,7 +95,7 @@ def write_errors(stage: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Translate errors to IOFailure or DataError; the files are complete."""
+    """Translate errors to IOFailure, UnsafeInput or DataError; the files are complete."""
     try:
         yield
     except OSError as error:
@@ -108,6 +104,11 @@ def read_errors(folder: Path) -> Iterator[None]:
         lines = _lines(error)
         message = lines[-1] if isinstance(error, CheckpointException) else lines[0]
         # torch lists every tensor of the checkpoint
+        if "Weights only load failed" in str(error):  # of torch.load
+            raise UnsafeInput(
+                f"{folder} contains a pickle that names code, which no checkpoint of a run needs. Do not load it; "
+                "resume from a checkpoint of your own."
+            ) from error
         message = message if len(message) <= 200 else f"{message[:200]}..."
         raise DataError(
             f"{folder} cannot be loaded: it is damaged, or of another model ({message}). "

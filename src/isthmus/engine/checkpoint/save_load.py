@@ -43,6 +43,7 @@ from isthmus.engine.optim.optimizer import chain, torch_optimizers
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
+from isthmus.engine.upstream.compat import load_objects_without_code
 from isthmus.errors import DataError, IsthmusError, UsageError
 
 
@@ -130,9 +131,11 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
 
     Raises:
         MissingInput, DataError: the checkpoint is missing, truncated or of another model.
+        UnsafeInput: loading it would run code.
         UsageError: other tensors were trained, or by another optimizer.
     """
     check_files(folder)
+    load_objects_without_code()
     with read_errors(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
     if "isthmus" not in common:
