@@ -4,27 +4,40 @@ VENV := .venv
 STAMP := $(VENV)/.setup-done
 RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry unit lint check format docs site clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 setup: $(STAMP)  ## Create .venv with all dependencies
 
 # torch goes first, so that the rest is resolved around it. One that is in .venv already (a ROCm build, say) stays.
-$(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+# Where a lock of this Python exists, each file is compared with its SHA-256. A build of torch for a GPU needs libraries
+# that are in no lock: pip adds them.
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt constraints/*.lock)
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
 	{ echo "No Python 3.10 or newer with venv on the PATH. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(VENV)/bin/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@set -e; \
-	tag=py$$($(VENV)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \
-	cat constraints/cpu-$$tag.txt > $(VENV)/pins.txt 2>/dev/null || true; \
+	set_of=constraints/cpu-py$$($(VENV)/bin/python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \
+	cat $$set_of.txt > $(VENV)/pins.txt 2>/dev/null || true; \
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then cat $$set_of.lock; fi > $(VENV)/locked.txt 2>/dev/null || true; \
 	if $(VENV)/bin/python -c 'import torch' 2>/dev/null; then \
-		grep -v '^torch==' $(VENV)/pins.txt > $(VENV)/pins.tmp || true; mv $(VENV)/pins.tmp $(VENV)/pins.txt; \
-	else echo "Installing torch (this takes a while)"; $(PIP) -c $(VENV)/pins.txt torch; fi; \
-	echo "Installing isthmus and its tools"; $(PIP) -c $(VENV)/pins.txt -e '.[dev]'
+		for file in pins locked; do \
+			grep -v '^torch==' $(VENV)/$$file.txt > $(VENV)/$$file.tmp || true; mv $(VENV)/$$file.tmp $(VENV)/$$file.txt; \
+		done; \
+	else \
+		echo "Installing torch (this takes a while)"; \
+		if grep '^torch==' $(VENV)/locked.txt > $(VENV)/torch.txt; then $(LOCKED) -r $(VENV)/torch.txt; fi; \
+		$(PIP) -c $(VENV)/pins.txt torch; \
+	fi; \
+	echo "Installing isthmus and its tools"; \
+	if [ -s $(VENV)/locked.txt ]; then \
+		$(LOCKED) -r $(VENV)/locked.txt; $(PIP) --no-deps --no-build-isolation -e .; \
+	else $(PIP) -c $(VENV)/pins.txt -e '.[dev]'; fi
 	@touch $@
 
 demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
@@ -64,12 +77,32 @@ docs: $(STAMP)  ## Generate the reference pages from the code
 
 SITE_STAMP := $(VENV)/.docs-done
 $(SITE_STAMP): $(STAMP)
-	@echo "Installing mkdocs-material and mkdocstrings"; $(PIP) -c $(VENV)/pins.txt -e '.[docs]'
+	@$(VENV)/bin/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
+	{ echo "Installing mkdocs-material and mkdocstrings"; $(PIP) -c $(VENV)/pins.txt -e '.[docs]'; }
 	@touch $@
 
 site: $(SITE_STAMP)  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "Open build/site/index.html"
+
+# The tools have an environment of their own: they must not change what is tested.
+TOOLS := build/tools
+$(TOOLS)/.done: constraints/tools.lock $(STAMP)
+	@rm -rf $(TOOLS) && $(RUN) venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r constraints/tools.lock
+	@touch $@
+
+lock: $(TOOLS)/.done  ## Write the hashes of constraints/*.txt into constraints/*.lock: after a change of versions
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(VENV)/bin/python constraints/lock.py
+
+dist: $(TOOLS)/.done  ## Build the wheel and the sdist, with the locked build tools; the same commit gives the same bytes
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --no-build-isolation \
+	--python $(VENV)/bin/python --out-dir dist
+
+audit: $(TOOLS)/.done  ## Known vulnerabilities of the locked versions, and of the workflows; needs network
+	for lock in constraints/*.lock; do \
+	$(TOOLS)/bin/pip-audit --strict --progress-spinner off --disable-pip --require-hashes -r $$lock || exit 1; done
+	$(TOOLS)/bin/zizmor --offline .github/workflows
 
 # A GPU machine may have no network and its own torch: gpu-wheels fills a folder on another machine, gpu installs from it
 # beside that torch. Without the folder, gpu uses .venv (with the torch build of the GPU: see docs/how-to/install.md).

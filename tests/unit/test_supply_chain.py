@@ -1,0 +1,44 @@
+"""Locks have the tested versions with hashes, and workflows name the commit of each action."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SETS = ("cpu-py310", "cpu-py311", "tools")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_lock_has_the_versions_of_its_set_and_only_hashed_files(repository: Path, name: str) -> None:
+    versions = (repository / f"constraints/{name}.txt").read_text().splitlines()
+    lock = (repository / f"constraints/{name}.lock").read_text().splitlines()
+    locked = [re.fullmatch(r"(\S+)(?: --hash=sha256:[0-9a-f]{64})+", line) for line in lock]
+    assert all(locked), "each line is a version with its hashes; write it with `make lock`"
+    expected = [line.split("==") for line in versions if not line.startswith("#")]
+    found = {line[1] for line in locked if line}
+    assert found == {f"{canonicalize_name(package)}=={version}" for package, version in expected}
+
+
+@pytest.mark.parametrize("name", SETS[:2])
+def test_a_lock_is_complete(repository: Path, pyproject: dict[str, Any], name: str) -> None:
+    """Installed without the dependencies of its packages: those of this project must be in it."""
+    lock = (repository / f"constraints/{name}.lock").read_text().splitlines()
+    locked = {canonicalize_name(line.split("==")[0]) for line in lock}
+    project, python = pyproject["project"], {"python_version": f"3.{name[-2:]}", "extra": ""}
+    extras = ("dev", "tensorboard", "wandb", "mlflow", "sentencepiece", "data")
+    lines = [*project["dependencies"], *(line for each in extras for line in project["optional-dependencies"][each])]
+    needed = [Requirement(line) for line in [*lines, *pyproject["build-system"]["requires"]]]
+    missing = [each for each in needed if not each.marker or each.marker.evaluate(python)]
+    assert [str(each) for each in missing if canonicalize_name(each.name) not in locked | {"isthmus"}] == []
+
+
+def test_actions_are_named_by_commit(repository: Path) -> None:
+    workflows = sorted((repository / ".github/workflows").glob("*.yml"))
+    used = [line for path in workflows for line in re.findall(r"uses: (.+)", path.read_text())]
+    assert len(workflows) == 2 and len(used) > 5
+    assert [line for line in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v[\d.]+", line)] == []
