@@ -16,18 +16,21 @@ CHATS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_qwen3(folder: Path) -> Path:
     """A Qwen3 model with two layers and two query groups, a few hundred kB."""
     from isthmus.hf.tiny_model import build_tiny_qwen3
 
-    folder = tmp_path_factory.mktemp("model") / "tiny"
     return build_tiny_qwen3(
         folder,
         (chat["instruction"] + chat["output"] for chat in CHATS),
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from faults.command import CompletedCommand, environment
+from faults.failing_calls import arm, library
 
 Rank = tuple[Sequence[str], dict[str, str]]
 """The arguments after ``isthmus``, and environment variables."""
@@ -75,9 +76,10 @@ class ForkServer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ranks = 0
+        preloaded = {} if (built := library()) is None else {"LD_PRELOAD": str(built)}
         self._server = subprocess.Popen(
             [sys.executable, __file__],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            env=environment() | preloaded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
         )  # fmt: skip
 
     def __call__(
@@ -158,6 +160,8 @@ def _run_rank(request: dict[str, Any]) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the default of Python; write() then fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
         os.environ.update(request["variables"])
+        if "FAILING_CALLS" in os.environ:
+            arm()
         if fault := os.environ.get("FAULT"):
             from faults.hosts import inject
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isthmus.atomic_write import TEMPORARY, rename, sync
 from isthmus.errors import NoSpace, disk_errors
+from isthmus.folder_lock import LOCK, FolderLock
 
 
 class StagedFolder:
@@ -21,14 +22,25 @@ class StagedFolder:
         self.destination = Path(destination).absolute()
         self.replace = replace
         self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
+        self._lock = FolderLock(self.path.with_name(f"{self.path.name}{LOCK}"), self.destination)
+        self._is_created = False
 
     def create(self) -> None:
-        """Create the temporary folder; removes that of an earlier process that was killed."""
+        """Create the temporary folder and lock it; removes that of an earlier process that was killed."""
         self._refuse_existing()
         with disk_errors(self.path):
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        self._is_created = True
+        try:
+            self._refuse_existing()
+            with disk_errors(self.path):
+                if self.path.exists():
+                    shutil.rmtree(self.path)
+                self.path.mkdir()
+        except BaseException:
+            self.discard()
+            raise
 
     def publish(self) -> None:
         """Sync all files and folders, and rename the folder."""
@@ -42,11 +54,15 @@ class StagedFolder:
             shutil.rmtree(replaced, ignore_errors=True)
             if self.destination.is_dir():
                 self.destination.rename(replaced)
+            self._lock.release()
             rename(self.path, self.destination)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what was created."""
+        if self._is_created:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
 
     def __enter__(self) -> StagedFolder:
         self.create()

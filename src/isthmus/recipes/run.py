@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
-from isthmus.engine.parallel.process_groups import close_groups, on_rank_0, open_groups
+from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
 from isthmus.errors import Preempted, UsageError
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
@@ -23,8 +24,9 @@ from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.recipes.training import Training, exports_model
 from isthmus.recipes.training_setup import set_up
-from isthmus.train.loop import Loop
-from isthmus.train.reporter import Reporter, first_valid_loss
+from isthmus.train.loop import Loop, is_due
+from isthmus.train.reporter import Reporter
+from isthmus.train.row_file import first_valid_loss
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
@@ -82,15 +84,20 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
 def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> RunResult:
     config, platform = context.config, context.platform
     position = open_groups(config.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
-    with Reporter(
-        context.run_dir.root,
-        config.logging,
-        is_main=position.rank == 0,
-        callbacks=config.callbacks,
-        device="rank" if platform.device_type == "cpu" else "GPU",
-        # Megatron-LM prints on the last rank; its users look for the log on the last machine.
-        prints_steps=config.logging.style == "megatron" and rank_env.is_last_of_several_machines(),
-    ) as reporter:
+    lock = ExitStack()
+    agree(lambda: lock.enter_context(context.run_dir.locked()) if position.rank == 0 else None)
+    with (
+        lock,
+        Reporter(
+            context.run_dir.root,
+            config.logging,
+            is_main=position.rank == 0,
+            callbacks=config.callbacks,
+            device="rank" if platform.device_type == "cpu" else "GPU",
+            # Megatron-LM prints on the last rank; its users look for the log on the last machine.
+            prints_steps=config.logging.style == "megatron" and rank_env.is_last_of_several_machines(),
+        ) as reporter,
+    ):
         for message in messages:
             reporter.log(message)
         if (repo := config.checkpoint.push) is not None:
@@ -108,7 +115,9 @@ def _train(training: Training, stop: StopFlag) -> RunResult:
     if profiled and profiled[-1] <= start < steps:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
     loop = _build_loop(training)
-    before = loop.evaluate(start) if start < steps else None
+    continues = context.resume and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
+    evaluates = start < steps and (not continues or is_due(config.train.eval_every, start))
+    before = loop.evaluate(start) if evaluates else None
     outcome = loop.run(start, stop)
     if config.checkpoint.save_final and start < outcome.last_step:
         training.save(outcome.last_step)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.folder_lock import LOCK, locked_folder
 from isthmus.hf.model_folder import read_json
 
 RUN_RECORD = "run_record.json"
@@ -47,7 +48,10 @@ class RunDir:
         """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``."""
         from isthmus.engine.checkpoint.checkpoint_folder import latest
 
-        occupied = self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir()))
+        # A command that was killed before its first file leaves the lock or a temporary file.
+        occupied = self.root.exists() and (
+            not self.root.is_dir() or any(not path.name.startswith((LOCK, TEMPORARY)) for path in self.root.iterdir())
+        )
         if occupied and not self.config.is_file():
             raise NoSpace(
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
@@ -76,20 +80,21 @@ class RunDir:
             raise MissingInput(f"checkpoint.resume={resume} has no checkpoint. Name an iter_NNNNNNN folder.")
         return below
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Create the folder and lock it for the block; raises as :class:`isthmus.folder_lock.FolderLock`."""
+        return locked_folder(self.root)
+
     @contextmanager
     def checking(self, config: str) -> Iterator[None]:
-        """Create the folder for the checks before the first step; a new folder is removed if they fail.
+        """Write the config for the checks before the first step; a new run folder is removed if they fail.
 
         An existing ``config.yaml`` describes the earlier steps and is kept until :meth:`begin`.
         """
         if self.config.is_file():
             yield
             return
-        created = [path for path in (self.root, *self.root.parents) if not path.exists()]
         try:
-            with disk_errors(self.root):
-                self.root.mkdir(parents=True, exist_ok=True)
-                write_atomic(self.config, config)
+            write_atomic(self.config, config)
             yield
         except Preempted:
             raise  # the same command resumes with the prepared data
@@ -100,9 +105,6 @@ class RunDir:
             for file in (self.reference, self.config):
                 with suppress(OSError):
                     file.unlink()
-            for path in created:
-                with suppress(OSError):  # absent, or in use by another process
-                    path.rmdir()
             raise
 
     def begin(self, config: str, record: Mapping[str, Any], *, fresh: bool) -> None:

@@ -81,7 +81,8 @@ class Training:
         self.reporter.saved(step, path)
 
     def _write_beside(self, folder: Path) -> None:
-        """What a checkpoint has besides the state."""
+        """What a checkpoint has besides the state; the rows of its steps are on the disk before it is published."""
+        self.reporter.sync()
         write_checkpoint_config(self.model, folder, self.context.tokenizer)
         write_record(folder, self.record)
 

@@ -142,11 +142,11 @@ class Loop:
 
     def _between_steps(self, done: int, stop_requested: bool) -> None:
         checkpoint, improved = self.config.checkpoint, False
-        if _is_due(self.config.train.eval_every, done) and (loss := self.evaluate(done)) is not None:
+        if is_due(self.config.train.eval_every, done) and (loss := self.evaluate(done)) is not None:
             improved = self.best.update(done, loss)
-        if _is_due(checkpoint.hf_every, done):
+        if is_due(checkpoint.hf_every, done):
             self.export(done)
-        if stop_requested or _is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
+        if stop_requested or is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
             self.save(done)
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:
@@ -205,7 +205,8 @@ class Loop:
         )
 
 
-def _is_due(every: int | None, done: int) -> bool:
+def is_due(every: int | None, done: int) -> bool:
+    """Whether something that happens every ``every`` steps does after ``done`` steps."""
     return bool(every) and done % (every or 1) == 0
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import LoggingConfig
-from isthmus.errors import IOFailure
+from isthmus.errors import IOFailure, IsthmusError
 from isthmus.train.callbacks import Callbacks
 from isthmus.train.metrics import (
     WIDTH,
@@ -25,6 +23,7 @@ from isthmus.train.metrics import (
     step_line,
     tracker_tag,
 )
+from isthmus.train.row_file import RowFile
 from isthmus.train.trackers import TrackedRun, Trackers
 
 if TYPE_CHECKING:
@@ -81,7 +80,8 @@ class Console:
 class Reporter:
     """Prints (to stderr) and records on the main rank only.
 
-    A closed terminal does not end the run; a ``metrics.jsonl`` that cannot be written does.
+    A closed terminal or a tracker that fails does not end the run. A ``metrics.jsonl`` that cannot be written does so
+    at the next checkpoint: a resumed run needs its rows.
     """
 
     def __init__(
@@ -99,13 +99,14 @@ class Reporter:
         device: unit of TFLOP/s, "GPU" or "rank".
         prints_steps: print the steps on another rank too.
         """
-        self._run_dir = run_dir
+        self._run_dir, self._samples_path = run_dir, run_dir / "samples.jsonl"
         self._settings = settings
         self._is_main = is_main
         self._device = device
         self._prints_steps = is_main or prints_steps
         self._total_steps = 0
-        self._file: IO[str] | None = None
+        self._metrics: RowFile | None = None
+        self._samples: RowFile | None = None
         self._trackers: Trackers | None = None
         self._console = Console()
         self._callbacks = Callbacks(callbacks if is_main else ())
@@ -113,19 +114,17 @@ class Reporter:
         """The first step of this process and the monotonic time of its end, in seconds."""
 
     def begin(self, *, total_steps: int, start: int = 0, settings: Mapping[str, Any] | None = None) -> None:
-        """Open the files; rows of steps after ``start`` (left by an interruption) are removed.
-
-        ``settings`` are recorded by trackers.
-        """
+        """Open the files, see :class:`RowFile`; ``settings`` are recorded by trackers."""
         self._total_steps = total_steps
         if not self._is_main:
             return
         path = self._run_dir / "metrics.jsonl"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            for file in (path, self._run_dir / "samples.jsonl"):
-                cut_after(file, start)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._metrics, self._samples = (
+                RowFile(file, start=start, warn=self._console.print) for file in (path, self._samples_path)
+            )
+            self._metrics.sync()
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise IOFailure(f"{path} cannot be written: {error.strerror}. Choose another --out.") from error
         self._console.show_progress(total_steps, start)
@@ -141,10 +140,24 @@ class Reporter:
         self._console.close()
         if self._trackers is not None:
             self._trackers.close(failed=kind is not None)
-        if self._file is not None:
-            self._file.close()
-        self._trackers = self._file = None
-        self._callbacks.call("end", error)
+        files = [file for file in (self._metrics, self._samples) if file is not None]
+        self._trackers = self._metrics = self._samples = None
+        try:
+            for file in files:
+                with suppress(*([IsthmusError] if kind else [])):  # the run fails for a reason of its own
+                    file.close()
+        finally:
+            self._callbacks.call("end", error)
+
+    def sync(self) -> None:
+        """Write all rows to the disk, on the main rank; a checkpoint that is saved now needs them.
+
+        Raises:
+            NoSpace, IOFailure: a file cannot be written.
+        """
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.sync()
 
     def saved(self, step: int, checkpoint: Path) -> None:
         self.log(f"saved {checkpoint}")
@@ -194,20 +207,19 @@ class Reporter:
         """Write answers to prompts, (prompt, answer), to ``samples.jsonl`` and the trackers; print the first."""
         if not self._is_main or not answers:
             return
-        path = self._run_dir / "samples.jsonl"
-        rows = [{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in answers]
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        assert self._samples is not None, "begin() comes first"
+        self._samples.add([{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in answers])
         if self._trackers is not None:
             self._trackers.log_answers(answers, step)
         text = " ".join(f"{answers[0][0]} -> {answers[0][1]}".split())
-        self._console.print(f"{step_cell(step, self._total_steps)}  {shortened(text, WIDTH - 20)}  ({path})")
+        cell = step_cell(step, self._total_steps)
+        self._console.print(f"{cell}  {shortened(text, WIDTH - 20)}  ({self._samples_path})")
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
-        assert self._file is not None, "begin() comes first"
+        assert self._metrics is not None, "begin() comes first"
         # JSON has no NaN.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        self._metrics.add([clean])
         if points and self._trackers is not None:
             values = {tracker_tag(k): v for k, v in clean.items() if k != "step" and v is not None}
             self._trackers.log(values, row["step"])
@@ -223,28 +235,3 @@ class Reporter:
             return None
         first, at_s = self._first
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
-
-
-def first_valid_loss(path: Path) -> float | None:
-    """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):  # another row, or one that is being written
-            return float(json.loads(line)["valid_loss"])
-    return None
-
-
-def cut_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and an incomplete last row, from a file of rows; step 0 empties it."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines() if step else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        # The resumed run evaluates the state after ``step`` again.
-        last = step - 1 if isinstance(row, dict) and row.keys() & {"valid_loss", "test_loss", "answer"} else step
-        if isinstance(row, dict) and row.get("step", step + 1) <= last:
-            kept.append(line)
-    write_atomic(path, b"".join(line + b"\n" for line in kept))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted
+from isthmus.folder_lock import LOCK
 from isthmus.recipes.run_dir import RunDir
 
 
@@ -64,7 +65,7 @@ def test_export_without_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_failed_checks_remove_a_new_run(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "a" / "b")
-    with pytest.raises(Failed), folder.checking("new"):
+    with pytest.raises(Failed), folder.locked(), folder.checking("new"):
         assert folder.config.read_text() == "new"
         folder.data.mkdir()
         (folder.data / "part").touch()
@@ -74,7 +75,7 @@ def test_failed_checks_remove_a_new_run(tmp_path: Path) -> None:
 
 def test_stop_keeps_the_prepared_data(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "run")
-    with pytest.raises(Preempted), folder.checking("new"):
+    with pytest.raises(Preempted), folder.locked(), folder.checking("new"):
         folder.data.mkdir()
         raise Preempted("as asked")
     assert folder.data.is_dir() and folder.checkpoint_to_resume("auto") is None
@@ -83,7 +84,7 @@ def test_stop_keeps_the_prepared_data(tmp_path: Path) -> None:
 def test_a_lost_worker_or_a_full_disk_keeps_the_tokenized_parts(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "run")
     for error in (Hang("a worker was killed"), NoSpace("the disk is full")):
-        with pytest.raises(type(error)), folder.checking("new"):
+        with pytest.raises(type(error)), folder.locked(), folder.checking("new"):
             (folder.data / "train.partial").mkdir(parents=True, exist_ok=True)
             raise error
         assert (folder.data / "train.partial").is_dir()
@@ -91,7 +92,7 @@ def test_a_lost_worker_or_a_full_disk_keeps_the_tokenized_parts(tmp_path: Path) 
 
 def test_failed_checks_keep_foreign_files(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "run")
-    with pytest.raises(Failed), folder.checking("new"):
+    with pytest.raises(Failed), folder.locked(), folder.checking("new"):
         (folder.root / "notes.txt").touch()
         raise Failed
     assert [path.name for path in folder.root.iterdir()] == ["notes.txt"]
@@ -100,9 +101,19 @@ def test_failed_checks_keep_foreign_files(tmp_path: Path) -> None:
 def test_failed_checks_keep_an_earlier_run(tmp_path: Path) -> None:
     folder = with_checkpoint(tmp_path, 5)
     folder.data.mkdir()
-    with pytest.raises(Failed), folder.checking("new"):
+    with pytest.raises(Failed), folder.locked(), folder.checking("new"):
         raise Failed
     assert folder.config.read_text() == "old" and folder.data.is_dir()
+
+
+def test_start_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
+    """It left the lock and a temporary file, and no config yet."""
+    for name in (LOCK, ".tmp-config.yaml"):
+        (tmp_path / name).touch()
+    assert RunDir(tmp_path).checkpoint_to_resume("auto") is None
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(NoSpace, match="not a run folder"):
+        RunDir(tmp_path).checkpoint_to_resume("auto")
 
 
 def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
@@ -119,5 +130,5 @@ def test_begin_records_the_config_and_clears_leftovers(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(IOFailure, match="file/run"), RunDir(tmp_path / "file" / "run").checking("new"):
+    with pytest.raises(IOFailure, match="file/run"), RunDir(tmp_path / "file" / "run").locked():
         pass

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
 from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tracker_tag
-from isthmus.train.reporter import Console, Reporter, cut_after, first_valid_loss
+from isthmus.train.reporter import Console, Reporter
+from isthmus.train.row_file import first_valid_loss
 
 
 def metrics(step: int, **more: Any) -> StepMetrics:
@@ -161,23 +164,46 @@ def test_non_finite_values_are_null(tmp_path: Path) -> None:
 
 def test_resuming_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    validation = [f'{{"step": {step}, "valid_loss": 1.0}}' for step in (1, 2)]  # the second is measured again
-    validation[1] += '\n{"step": 2, "test_loss": 1.0}'
-    path.write_text(
-        "\n".join(['{"step": 1}', validation[0], '{"step": 2}', validation[1], '{"step": 3}', '{"step": 4, "lo'])
-    )
+    kept = ['{"step": 1}', '{"step": 1, "valid_loss": 1.0}', '{"step": 2}', '{"step": 2, "valid_loss": 1.5}']
+    path.write_text("\n".join([*kept, '{"step": "2"}', '{"step": 3}', '{"step": 4, "lo']))
     with reporter(tmp_path) as report:
         report.begin(total_steps=9, start=2)
+        report.evaluation(2, 1.5)  # has its row
+        report.evaluation(2, 2.5, part="test")
+        report.evaluation(2, 2.5, part="test")
         report.step(metrics(3))
-    assert [(row["step"], "valid_loss" in row) for row in rows(tmp_path)] == [
-        (1, False),
-        (1, True),
-        (2, False),
-        (3, False),
-    ]
-    cut_after(path, 0)
+    assert path.read_text().splitlines()[:-1] == [*kept, '{"step": 2, "test_loss": 2.5}']
+    assert rows(tmp_path)[-1]["step"] == 3
+    with reporter(tmp_path) as report:
+        report.begin(total_steps=9)
     assert path.read_text() == ""
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """RLIMIT_FSIZE is the disk: it is full in the middle of a row."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with reporter(tmp_path) as report:
+            report.begin(total_steps=5)
+            report.step(metrics(1))
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, before[1]))
+            report.step(metrics(2))
+            report.evaluation(2, 1.5)
+            assert [row["step"] for row in rows(tmp_path)] == [1]
+            with pytest.raises(IOFailure, match=re.escape("metrics.jsonl")):
+                report.sync()
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            report.step(metrics(3))
+            assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3]
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size, before[1]))
+            report.step(metrics(4))
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "metrics.jsonl cannot be written" in warnings[0]
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:

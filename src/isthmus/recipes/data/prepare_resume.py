@@ -7,7 +7,6 @@ in the same folder and renamed, the manifest last.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import time
@@ -27,6 +26,7 @@ from isthmus.data.store.manifest import MASK, PARTIAL, VALUES, indexed_file, wri
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, NoSpace, disk_errors
+from isthmus.folder_lock import LOCK, FolderLock
 
 PART_TOKENS = 1 << 21
 """Tokens after which a part is written; memory contains one part."""
@@ -65,12 +65,7 @@ class PartialOutput:
         content = json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}, indent=1)  # parts are counted in chunks
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / "lock").open("w")
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise NoSpace(f"{self.folder}: another process is preparing the same output. Wait for it.") from None
+        with FolderLock(self.folder / LOCK, self.prefix):
             with disk_errors(self.folder):
                 record = self.folder / "inputs.json"
                 same = record.is_file() and record.read_bytes() == content.encode()
@@ -86,7 +81,7 @@ class PartialOutput:
                     self._load_parts()
                 else:
                     for path in self.folder.iterdir():
-                        if path.name != "lock":
+                        if path.name != LOCK:
                             path.unlink()
                     write_atomic(record, content)
             try:

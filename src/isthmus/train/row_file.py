@@ -1,0 +1,114 @@
+"""A file of JSON rows, one per line: ``metrics.jsonl`` and ``samples.jsonl`` of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from isthmus.atomic_write import write_atomic
+from isthmus.errors import disk_errors
+
+_EVALUATIONS = ("valid_loss", "test_loss", "answer")
+"""Keys of rows that a resumed run may compute again, at the step from which it resumes."""
+
+
+class RowFile:
+    """Appends rows. What cannot be written stays in memory, and is written with a later row or by :meth:`sync`."""
+
+    def __init__(self, path: Path, *, start: int, warn: Callable[[str], None]) -> None:
+        """Remove what an interruption left: rows of steps after ``start``, and an incomplete last row.
+
+        Args:
+            warn: called once if a row cannot be written.
+
+        Raises:
+            NoSpace, IOFailure: an existing file cannot be written.
+        """
+        self._path, self._warn = path, warn
+        self._file: FileIO | None = None
+        self._size_bytes = 0
+        self._unwritten: list[bytes] = []
+        self._has_warned = False
+        kept = list(_rows_until(path, start))
+        self._evaluations = {(start, kind) for row in kept if row["step"] == start for kind in _kinds(row)}
+        """Step and kind of the evaluations that need not be recorded again."""
+        if path.exists():
+            write_atomic(path, _lines(kept))
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows of one step and kind, unless they are of an evaluation that the file has."""
+        evaluations = {(rows[0]["step"], kind) for kind in _kinds(rows[0])}
+        if evaluations & self._evaluations:
+            return
+        self._evaluations |= evaluations
+        self._unwritten.append(_lines(rows))
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_warned:
+                self._warn(
+                    f"warning: {self._path} cannot be written ({error.strerror or error}). Its rows stay in memory; "
+                    "they are written as soon as possible, and before a checkpoint is saved."
+                )
+            self._has_warned = True
+
+    def sync(self) -> None:
+        """Write all rows to the disk; raises NoSpace or IOFailure."""
+        with disk_errors(self._path):
+            self._write()
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; raises as :meth:`sync` if rows cannot be written."""
+        try:
+            if self._unwritten:
+                self.sync()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._file = FileIO(self._path, "ab")
+            self._size_bytes = self._path.stat().st_size
+        content = memoryview(b"".join(self._unwritten))
+        try:
+            while content:  # a full disk may take a part
+                content = content[self._file.write(content) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size_bytes)
+            raise
+        self._size_bytes += sum(map(len, self._unwritten))
+        self._unwritten.clear()
+
+
+def first_valid_loss(path: Path) -> float | None:
+    """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # another row, or one that is being written
+            return float(json.loads(line)["valid_loss"])
+    return None
+
+
+def _rows_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The complete rows of steps until ``step``; none for step 0, from which a run begins anew."""
+    for line in path.read_bytes().splitlines() if step and path.exists() else ():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
+                yield row
+
+
+def _kinds(row: Mapping[str, Any]) -> list[str]:
+    return [kind for kind in _EVALUATIONS if kind in row]
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
