@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import chat, config, convert, evaluate, prepare, train_verbs, verify
+from isthmus.cli import chat, config, convert, evaluate, patch, prepare, train_verbs, verify
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -65,6 +65,7 @@ app.command("merge", short_help="Merge a LoRA adapter into its base model.")(con
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
+app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
 
 
