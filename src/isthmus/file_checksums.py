@@ -25,7 +25,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,14 @@ _ALGORITHM = "xxh3_64"
 _HASH_BYTES = 8
 _MAX_LIST_BYTES = 256 << 20  # lists files of 16 TiB
 _THREADS = min(4, os.cpu_count() or 1)
+_MANY_BLOCKS = 64
+"""From this number of blocks on, threads check them."""
 _NAME = re.compile(r"[^/\\\0]+")
 
-Parts = dict[str, dict[int, tuple[int, bytes] | None]]
-"""By file (path relative to the folder, with ``/``) and number of the block: its length and hash, or None if it must be
-hashed from the file."""
+Blocks = dict[int, tuple[int, bytes] | None]
+"""By number of the block: its length and hash, or None if it must be hashed from the file."""
+Parts = dict[str, Blocks]
+"""By file (path relative to the folder, with ``/``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +177,49 @@ def write_checksums(folder: Path, parts: Iterable[Parts] = (), *, about: Mapping
     Raises:
         NoSpace, IOFailure: the list cannot be written, or a file cannot be read.
     """
-    merged: Parts = defaultdict(dict)
-    for part in parts:
-        for name, blocks in part.items():
-            for number, found in blocks.items():
-                same = merged[name].setdefault(number, found) == found
-                merged[name][number] = found if same else None  # two processes wrote into it
+    known = merge_parts(parts)
     with disk_errors(folder), ThreadPoolExecutor(_THREADS) as pool:
         for root, _, names in os.walk(folder):
             here = Path(root)
-            files = {
-                name: _complete(here / name, merged.get((here / name).relative_to(folder).as_posix(), {}), pool)
-                for name in sorted(names)
-                if name != CHECKSUMS and not name.startswith(TEMPORARY) and not name.endswith(".md")
-            }
-            listed = {name: checksums.as_json() for name, checksums in files.items()}
-            _write_list(here / CHECKSUMS, listed, about if here == folder else None)
+            listed = {}
+            for name in sorted(names):
+                if name != CHECKSUMS and not name.startswith(TEMPORARY) and not name.endswith(".md"):
+                    path = here / name
+                    blocks = known.get(path.relative_to(folder).as_posix(), {})
+                    listed[name] = _complete(path, blocks, pool).as_json()
+            if listed:
+                _write_list(here / CHECKSUMS, listed, about if here == folder else None)
+
+
+def merge_parts(parts: Iterable[Parts]) -> Parts:
+    """The parts of several processes as one."""
+    merged: Parts = {}
+    for part in parts:
+        for name, blocks in part.items():
+            known = merged.setdefault(name, {})
+            for number, found in blocks.items():
+                same = known.setdefault(number, found) == found
+                known[number] = found if same else None  # two processes wrote into it
+    return merged
+
+
+def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:
+    """Hash the share of a rank of the blocks that are not ``known``, of the files in ``known``.
+
+    Args:
+        folder: complete, and visible to all ranks.
+        known: merged parts of all ranks.
+        rank, world_size: of the processes that call it.
+    """
+    found: Parts = {}
+    for name, blocks in known.items():
+        size = (folder / name).stat().st_size
+        missing = [number for number in range(-(-size // BLOCK_BYTES)) if not _known(blocks, number, size, BLOCK_BYTES)]
+        found[name] = {
+            number: (_block_length(number, size, BLOCK_BYTES), _hash_block(folder / name, number, BLOCK_BYTES))
+            for number in missing[rank::world_size]
+        }
+    return found
 
 
 def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
@@ -198,18 +228,24 @@ def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
         return _complete(path, {}, pool, block_bytes)
 
 
-def _complete(
-    path: Path, known: Mapping[int, tuple[int, bytes] | None], pool: ThreadPoolExecutor, block_bytes: int = BLOCK_BYTES
-) -> FileChecksums:
-    """Hash the blocks of a file that are not ``known`` with their length in the complete file."""
+def _complete(path: Path, known: Blocks, pool: ThreadPoolExecutor, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
+    """Hash the blocks of a file that are not ``known``."""
     size = path.stat().st_size
 
     def of(number: int) -> bytes:
-        length, digest = known.get(number) or (0, b"")
-        complete = length == min(block_bytes, size - number * block_bytes)
-        return digest if complete else _hash_block(path, number, block_bytes)
+        return _known(known, number, size, block_bytes) or _hash_block(path, number, block_bytes)
 
     return FileChecksums(size, b"".join(pool.map(of, range(-(-size // block_bytes)))), block_bytes)
+
+
+def _known(blocks: Blocks, number: int, size: int, block_bytes: int) -> bytes | None:
+    """The known hash of a block, if it has the length of the block in the complete file."""
+    length, digest = blocks.get(number) or (0, b"")
+    return digest if length == _block_length(number, size, block_bytes) else None
+
+
+def _block_length(number: int, size: int, block_bytes: int) -> int:
+    return min(block_bytes, size - number * block_bytes)
 
 
 def _hash_block(path: Path, number: int, block_bytes: int) -> bytes:
@@ -277,89 +313,114 @@ class ChecksumVerifier:
 
     def __init__(self) -> None:
         self._lists: dict[Path, dict[str, FileChecksums]] = {}
-        self._checked: dict[Path, bytearray] = {}
+        self._files: dict[Path, ListedFile] = {}
         self._lock = threading.Lock()
 
-    def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
-        """Check the blocks that contain bytes ``start`` to ``stop`` (default: the end) of a file.
-
-        ``tensor`` names what is read, for the message. Files that no list has are not checked.
+    def file(self, path: Path) -> ListedFile | None:
+        """The file with its checksums; None if no list has it, or checksums are not checked.
 
         Raises:
-            DataError: the file differs from the list in the folder, or that list is damaged.
+            DataError: the list in its folder is damaged, or the file is missing or has another size.
             UnsafeInput: the list is hostile.
             IOFailure: reading failed.
         """
-        listed = self._find(path)
-        if listed is None:
-            return
-        try:
-            checked = self._blocks(path, listed)
-            stop = listed.size if stop is None else min(stop, listed.size)
-            for number in range(start // listed.block_bytes, -(-stop // listed.block_bytes)):
-                if not checked[number]:
-                    digest = _hash_block(path, number, listed.block_bytes)
-                    _compare(path, listed, number, digest, tensor)
-                    checked[number] = 1
-        except OSError as error:
-            raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
+        with self._lock:
+            if path not in self._files and (listed := self._list(path.parent).get(path.name)) is not None:
+                with _read_errors(path):
+                    _check_size(path, listed, path.stat().st_size if path.is_file() else None)
+                self._files[path] = ListedFile(path, listed)
+            return None if _trusted else self._files.get(path)
 
-    def check_read(self, path: Path, start: int, content: memoryview, *, tensor: str = "") -> None:
-        """As ``check`` for ``content``, which was read at ``start``; does not read its whole blocks again."""
-        listed = self._find(path)
-        if listed is None:
-            return
-        size, stop = listed.block_bytes, start + len(content)
-        checked = self._blocks(path, listed)
-        for number in range(-(-start // size), stop // size):
-            if not checked[number]:
-                digest = xxhash.xxh3_64_digest(content[number * size - start : (number + 1) * size - start])
-                _compare(path, listed, number, digest, tensor)
-                checked[number] = 1
-        self.check(path, start, stop, tensor=tensor)
+    def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
+        """Check the blocks with bytes ``start`` to ``stop`` (default: the end) of a file; raises as ``file``.
+
+        ``tensor`` names what is read, for the message. Files in no list are not checked.
+        """
+        if (listed := self.file(path)) is not None:
+            listed.check(start, listed.checksums.size if stop is None else stop, tensor)
+
+    def check_folder(self, folder: Path, *, contents: Callable[[str], bool] = lambda name: True) -> None:
+        """Check that all listed files of a folder exist, and all bytes of those for whose name ``contents`` is true.
+
+        Raises as ``file``.
+        """
+        with self._lock:
+            listed = sorted(self._list(folder))
+        for name in listed:
+            if (file := self.file(folder / name)) is not None and contents(name):
+                file.check(0, file.checksums.size)
 
     def read_bytes(self, path: Path) -> bytes:
-        """The whole content of a file, after it was checked.
-
-        Raises:
-            FileNotFoundError and other OSErrors, as of ``Path.read_bytes``.
-            DataError, UnsafeInput: as of ``check``.
-        """
+        """The whole content of a file, checked; raises the OSErrors of ``Path.read_bytes``, and as ``file``."""
         content = path.read_bytes()
-        if (listed := self._find(path)) is not None:
-            _check_size(path, listed, len(content))
-            for start in range(0, len(content), listed.block_bytes):
-                digest = xxhash.xxh3_64_digest(content[start : start + listed.block_bytes])
-                _compare(path, listed, start // listed.block_bytes, digest, "")
+        if (listed := self.file(path)) is not None:
+            _check_size(path, listed.checksums, len(content))
+            listed.compare(0, memoryview(content))
         return content
-
-    def check_complete(self, folder: Path) -> None:
-        """Check that all listed files of a folder exist and have the listed size; DataError if not."""
-        for name, listed in self._list(folder).items():
-            self._blocks(folder / name, listed)
 
     def has_list(self, folder: Path) -> bool:
         """Whether there are checksums, and they are checked."""
-        return bool(self._list(folder))
-
-    def _find(self, path: Path) -> FileChecksums | None:
-        return self._list(path.parent).get(path.name)
+        with self._lock:
+            return bool(self._list(folder))
 
     def _list(self, folder: Path) -> dict[str, FileChecksums]:
         if _trusted:
             return {}
-        with self._lock:
-            if folder not in self._lists:
-                self._lists[folder] = read_checksums(folder) or {}
-            return self._lists[folder]
+        if folder not in self._lists:
+            self._lists[folder] = read_checksums(folder) or {}
+        return self._lists[folder]
 
-    def _blocks(self, path: Path, listed: FileChecksums) -> bytearray:
-        """One byte per block, 1 if it was checked; checks the size on first use."""
-        with self._lock:
-            if path not in self._checked:
-                _check_size(path, listed, path.stat().st_size if path.is_file() else None)
-                self._checked[path] = bytearray(-(-listed.size // listed.block_bytes))
-            return self._checked[path]
+
+class ListedFile:
+    """A file in a list, and which of its blocks were checked; thread-safe."""
+
+    def __init__(self, path: Path, checksums: FileChecksums) -> None:
+        self.path, self.checksums = path, checksums
+        self._unchecked = bytearray(b"\1" * -(-checksums.size // checksums.block_bytes))
+
+    def check(self, start: int, stop: int, tensor: str = "") -> None:
+        """Read and check the blocks with bytes ``start`` to ``stop``; DataError if one differs."""
+        size = self.checksums.block_bytes
+        first, end = start // size, -(-stop // size)
+        if self._unchecked.find(1, first, end) < 0:
+            return
+        numbers = [number for number in range(first, min(end, len(self._unchecked))) if self._unchecked[number]]
+
+        def check(number: int) -> None:
+            self._compare(number, _hash_block(self.path, number, size), tensor)
+
+        with _read_errors(self.path):
+            if len(numbers) < _MANY_BLOCKS:
+                for number in numbers:
+                    check(number)
+            else:
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    list(pool.map(check, numbers))
+
+    def check_read(self, start: int, content: memoryview, tensor: str = "") -> None:
+        """As ``check`` for ``content``, which was read at ``start``: whole blocks in it are not read again."""
+        size, stop = self.checksums.block_bytes, start + len(content)
+        first, end = -(-start // size), stop // size
+        if first < end:
+            self.compare(first, content[first * size - start : end * size - start], tensor)
+        self.check(start, stop, tensor)
+
+    def compare(self, first: int, content: memoryview, tensor: str = "") -> None:
+        """Check ``content``, the blocks from number ``first``; DataError if one differs."""
+        size = self.checksums.block_bytes
+        for at in range(0, len(content), size):
+            self._compare(first + at // size, xxhash.xxh3_64_digest(content[at : at + size]), tensor)
+
+    def _compare(self, number: int, digest: bytes, tensor: str) -> None:
+        listed = self.checksums
+        if digest != listed.hashes[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
+            start = number * listed.block_bytes
+            stop = min(listed.size, start + listed.block_bytes)
+            part = f", in {tensor}," if tensor else ""
+            raise DataError(
+                f"{self.path} is damaged: bytes {start} to {stop}{part} do not match checksums.json. {_HINT}"
+            )
+        self._unchecked[number] = 0
 
 
 def _check_size(path: Path, listed: FileChecksums, size: int | None) -> None:
@@ -368,12 +429,12 @@ def _check_size(path: Path, listed: FileChecksums, size: int | None) -> None:
         raise DataError(f"{path} {found}; checksums.json lists it with {listed.size} bytes. {_HINT}")
 
 
-def _compare(path: Path, listed: FileChecksums, number: int, digest: bytes, tensor: str) -> None:
-    if digest != listed.hashes[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
-        start = number * listed.block_bytes
-        stop = min(listed.size, start + listed.block_bytes)
-        part = f", in {tensor}," if tensor else ""
-        raise DataError(f"{path} is damaged: bytes {start} to {stop}{part} do not match checksums.json. {_HINT}")
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 _trusted = False

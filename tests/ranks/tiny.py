@@ -95,6 +95,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 """Additional sizes of some families."""
 
 
+def without_checksums(folder: Path) -> Path:
+    """The folder as another program writes it."""
+    for path in folder.rglob("checksums.json"):
+        path.unlink()
+    return folder
+
+
 def build_model_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, shards: str = "5GB", **settings: Any
 ) -> Path:

@@ -14,6 +14,7 @@ from isthmus.file_checksums import (
     BLOCK_BYTES,
     CHECKSUMS,
     ChecksumVerifier,
+    ListedFile,
     WrittenBlocks,
     _own_checksum,
     hash_file,
@@ -45,6 +46,12 @@ def _folder(path: Path, parts: Any = ()) -> Path:
     return path
 
 
+def _listed(folder: Path) -> ListedFile:
+    listed = ChecksumVerifier().file(folder / "model.bin")
+    assert listed is not None
+    return listed
+
+
 def test_each_folder_lists_its_own_files_and_they_pass(tmp_path: Path) -> None:
     folder, verifier = _folder(tmp_path / "a"), ChecksumVerifier()
     assert {name: each.size for name, each in (read_checksums(folder) or {}).items()} == {
@@ -66,7 +73,7 @@ def test_a_flip_is_found_in_the_blocks_that_are_read(tmp_path: Path, offset: int
     with pytest.raises(DataError, match=message):
         ChecksumVerifier().check(folder / "model.bin", offset, offset + 1, tensor="lm_head")
     with pytest.raises(DataError, match="is damaged"):
-        ChecksumVerifier().check_read(folder / "model.bin", 0, memoryview((folder / "model.bin").read_bytes()))
+        _listed(folder).check_read(0, memoryview((folder / "model.bin").read_bytes()))
     with pytest.raises(DataError, match="is damaged"):
         ChecksumVerifier().read_bytes(folder / "model.bin")
     other = (offset + 2 * BLOCK_BYTES) % SIZE
@@ -83,7 +90,7 @@ def test_other_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
             check(folder / "model.bin")
     (folder / "config.json").unlink()
     with pytest.raises(DataError, match=r"config.json is missing"):
-        ChecksumVerifier().check_complete(folder)
+        ChecksumVerifier().check_folder(folder)
     (folder / "added.txt").write_text("of somebody else")
     ChecksumVerifier().check(folder / "added.txt")
 
@@ -94,7 +101,7 @@ def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("isthmus.file_checksums._hash_block", lambda *_: pytest.fail("read again"))
     verifier.check(folder / "model.bin")
     whole = memoryview(_content())
-    ChecksumVerifier().check_read(folder / "model.bin", BLOCK_BYTES, whole[BLOCK_BYTES : 3 * BLOCK_BYTES])
+    _listed(folder).check_read(BLOCK_BYTES, whole[BLOCK_BYTES : 3 * BLOCK_BYTES])
 
 
 def _pieces(kind: str) -> list[list[tuple[int, int]]]:

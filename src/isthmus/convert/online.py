@@ -16,6 +16,7 @@ from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
+from isthmus.file_checksums import WrittenBlocks
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 
 MergeTensor = Callable[[str, Tensor], Tensor]
@@ -89,17 +90,19 @@ def export_weights(
     layout: Layout,
     writes: bool = True,
     merge: MergeTensor | None = None,
+    written: WrittenBlocks | None = None,
 ) -> int:
     """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them; returns bytes written.
 
     One data-parallel rank per shard writes (``writes``). With FSDP all data-parallel ranks must call it, and one tensor
     at a time is gathered. Of tensor-parallel replicas the first rank writes; aliases and vocabulary padding are not
-    written, so the bytes of all ranks add up to ``plan.total_bytes``. ``merge`` returns the tensors to write.
+    written, so the bytes of all ranks add up to ``plan.total_bytes``. ``merge`` returns the tensors to write;
+    ``written`` gets the checksums of what is written.
     """
     num_bytes = 0
     placements = iter(_placed(live, family, arch, layout))
     try:
-        with SafetensorsWriter(plan, folder) as writer:
+        with SafetensorsWriter(plan, folder, written) as writer:
             for placement in placements:
                 tensor = _final(placement.canonical, live, merge)
                 for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():

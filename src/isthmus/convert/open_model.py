@@ -25,6 +25,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import PeftFolder
 
@@ -95,7 +96,7 @@ def checkpoint_folder(path: Path) -> Path | None:
     tracker = path / TRACKER
     if not tracker.is_file():
         return None
-    word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    word = ChecksumVerifier().read_bytes(tracker).decode(errors="replace").strip()
     is_step = re.fullmatch("[0-9]{1,18}", word) is not None
     folder = path / (f"iter_{int(word):07d}" if is_step else "release")
     if not (is_step or word == "release") or not folder.is_dir():
@@ -134,6 +135,8 @@ def _open_checkpoint(
             raise UsageError(f"{hf_folder} sets the vocabulary size. Omit --vocab-size.")
         around = (path, checkpoint, checkpoint.parent)
         family_file = next((at / FAMILY_FILE for at in around if (at / FAMILY_FILE).is_file()), None)
+        if family_file is not None:
+            ChecksumVerifier().check(family_file)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)
     if isinstance(folder, LegacyFolder):

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from isthmus.errors import DataError, UnsafeInput
+from isthmus.errors import DataError, IOFailure, UnsafeInput
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _LOCAL_HEADER_BYTES = 30
@@ -58,23 +59,35 @@ class StridedTensor:
     strides: tuple[int, ...]
 
 
-def read_torch_pickle(path: Path, offset: int = 0, length: int | None = None, *, strided: bool = False) -> Any:
+def read_torch_pickle(
+    path: Path,
+    offset: int = 0,
+    length: int | None = None,
+    *,
+    strided: bool = False,
+    verifier: ChecksumVerifier | None = None,
+    tensor: str = "",
+) -> Any:
     """Load a file of ``torch.save`` with a ``TensorInfo`` in place of each tensor.
 
     The zip archive has ``length`` bytes (None: the rest of the file) from ``offset``. ``strided`` allows non-contiguous
-    tensors, as :class:`StridedTensor`. Raises UnsafeInput if the pickle names other types, DataError if it is damaged.
+    tensors, as :class:`StridedTensor`. ``verifier`` (default: one of its own) checks what is read, and names ``tensor``
+    if it is damaged. Raises UnsafeInput if the pickle names other types, DataError if it is damaged.
     """
     advice = "Fetch it again"
     try:
-        with _Window(path, offset, length) as window:
+        with _Window(path, offset, length, verifier or ChecksumVerifier(), tensor) as window:
             if window.read(2) != b"PK":
                 advice = "Load it and save it again with torch >= 1.6, or fetch it again"
                 raise DataError("it is not a zip archive, so it is damaged or torch < 1.6 wrote it")
             return _TensorUnpickler(path, window, strided).load()
+    except IOFailure:
+        raise
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None
     except DataError as error:
-        raise DataError(f"{path} cannot be read: {error}. {advice}.") from None
+        reason = str(error).rstrip(".")
+        raise DataError(reason if str(path) in reason else f"{path} cannot be read: {reason}. {advice}.") from None
     except Exception as error:  # a damaged file can cause any exception
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
 
@@ -94,8 +107,9 @@ def save_without_data(content: Any, path: Path) -> None:
 class _Window(io.FileIO):
     """A file, opened at ``offset``, that ends after ``length`` bytes; ``zipfile`` finds an archive at its end."""
 
-    def __init__(self, path: Path, offset: int, length: int | None) -> None:
+    def __init__(self, path: Path, offset: int, length: int | None, verifier: ChecksumVerifier, tensor: str) -> None:
         super().__init__(path)
+        self._path, self._verifier, self._tensor = path, verifier, tensor
         self._end = path.stat().st_size if length is None else offset + length
         self.seek(offset)
 
@@ -103,8 +117,11 @@ class _Window(io.FileIO):
         return super().seek(self._end + at) if whence == io.SEEK_END else super().seek(at, whence)
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._end - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
+        at = self.tell()
+        left = max(0, self._end - at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        self._verifier.check(self._path, at, at + wanted, tensor=self._tensor)
+        return super().read(wanted)
 
 
 class _TensorUnpickler(pickle.Unpickler):

@@ -18,7 +18,6 @@ from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, 
 from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_vocab_size
 from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_model
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
-from isthmus.convert.verify.checksums import TensorChecksums, write_checksums
 from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError, disk_errors
@@ -28,6 +27,7 @@ from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
+from isthmus.file_checksums import Parts
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
 
@@ -148,9 +148,10 @@ def convert(
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
     plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
     with StagedFolder(destination) as staged:
-        checksums, num_bytes = _transfer(plan, staged.path, progress)
+        parts, num_bytes = _transfer(plan, staged.path, progress)
+        staged.parts.append(parts)
         with disk_errors(staged.path):
-            _write_small_files(plan, staged.path, checksums)
+            _write_small_files(plan, staged.path)
     model, is_hf = plan.model, plan.format == "hf"
     return ConversionResult(
         source=str(source),
@@ -208,36 +209,32 @@ def _plan(
     return _Plan(model, target, tensors, layout, spelling or "te", unsupported)
 
 
-def _transfer(plan: _Plan, folder: Path, progress: Progress) -> tuple[dict[str, str], int]:
-    """Stream all tensors into the destination; returns checksums by canonical name, and bytes written."""
-    weights, checksums = plan.model.weights, TensorChecksums()
-    files = plan.create_files(folder)
+def _transfer(plan: _Plan, folder: Path, progress: Progress) -> tuple[Parts, int]:
+    """Stream all tensors into the destination; returns checksums of what was written, and its bytes."""
+    weights, files = plan.model.weights, plan.create_files(folder)
 
     def move(name: str, rows: slice) -> int:
         chunk = weights.read(name, rows).to(plan.tensors[name].dtype)
-        checksums.update(name, chunk)
         return files.put(name, rows, chunk)
 
     with files.writer:
         stream(plan.tensors, move, files.total_bytes, progress)
-    return checksums.result(), files.total_bytes
+    inner = files.writer.folder.relative_to(folder)
+    return {(inner / name).as_posix(): part for name, part in files.writer.written.parts().items()}, files.total_bytes
 
 
-def _write_small_files(plan: _Plan, folder: Path, checksums: dict[str, str]) -> None:
-    """Config and tokenizer (in a subfolder of a checkpoint), tracker file and checksums."""
+def _write_small_files(plan: _Plan, folder: Path) -> None:
+    """Config and tokenizer (in a subfolder of a checkpoint), and tracker file."""
     model = plan.model
     inner = folder if plan.format == "hf" else folder / HF_SUBFOLDER
     inner.mkdir(exist_ok=True)
     base = None if model.hf_folder is None else model.hf_folder.config
     config = model.family.to_hf_config(model.arch, base, dtype=str(plan.main_dtype).removeprefix("torch."))
     write_model_files(inner, model.hf_folder, config)
-    small = [path for path in inner.iterdir() if path.suffix != ".safetensors"]
     if plan.format != "hf":
         (folder / TRACKER).write_text("release", encoding="utf-8")
         if model.family.data is not None:
             (folder / FAMILY_FILE).write_text(write_family(model.family), encoding="utf-8")
-            small.append(folder / FAMILY_FILE)
-    write_checksums(folder, checksums, small)
 
 
 def _destination_notes(plan: _Plan) -> list[str]:

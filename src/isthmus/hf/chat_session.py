@@ -14,6 +14,7 @@ from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.message_normalization import Message
 from isthmus.errors import UsageError
 from isthmus.families.family import is_scored
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tiny_model import no_progress_bars
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -59,6 +60,7 @@ class ChatSession:
             )
         _, network = model_classes(folder, trust_remote_code=trust_remote_code)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        ChecksumVerifier().check_folder(folder.path)
         with no_progress_bars():
             self._model: Any = (
                 network.from_pretrained(folder.path, dtype=dtype, local_files_only=True).to(device).eval()

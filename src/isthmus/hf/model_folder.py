@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus import input_files
 from isthmus.errors import DataError, MissingInput, UnsafeInput
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -43,7 +44,8 @@ class ModelFolder:
         """``config.json`` without ``quantization_config``."""
         self.quantization = config.get("quantization_config")
         """None if the weights are not quantized."""
-        self._reader = TensorReader()
+        self._verifier = ChecksumVerifier()
+        self._reader = TensorReader(self._verifier)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -58,6 +60,7 @@ class ModelFolder:
             raise MissingInput(_adapter_message(folder))
         if not (folder / "config.json").is_file():
             raise MissingInput(f"{folder} has no config.json. Give the folder of a Hugging Face model.")
+        check_small_files(folder)
         return cls(folder, read_json(folder / "config.json"))
 
     @classmethod
@@ -81,12 +84,12 @@ class ModelFolder:
             return {}
         # transformers also looks for the single file first.
         if (self.path / SINGLE_FILE).is_file():
-            return read_header(self.path / SINGLE_FILE)
+            return read_header(self.path / SINGLE_FILE, self._verifier)
         return self._read_index()
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor, see :meth:`isthmus.hf.tensors.safetensors_format.TensorReader.read`."""
-        return self._reader.read(self.tensors[name], index, into=into)
+        return self._reader.read(self.tensors[name], index, into=into, name=name)
 
     def small_files(self) -> list[Path]:
         """Tokenizer, chat template, generation config and license: the files that an export copies unchanged."""
@@ -113,7 +116,7 @@ class ModelFolder:
         weight_map = read_weight_map(index)
         found: dict[str, TensorInfo] = {}
         for file in dict.fromkeys(weight_map.values()):
-            header = read_header(self.path / file)
+            header = read_header(self.path / file, self._verifier)
             if duplicates := found.keys() & header.keys():
                 raise DataError(
                     f"{self.path / file} contains {min(duplicates)}, which another file also contains. "
@@ -143,6 +146,17 @@ def read_weight_map(index: Path) -> dict[str, str]:
                 "If you trust it, replace the link with the file."
             )
     return weight_map
+
+
+def check_small_files(folder: Path) -> None:
+    """Check that all files in the folder's ``checksums.json`` exist, and the content of those without weights.
+
+    Raises:
+        DataError: a file differs, is missing, or the list is damaged.
+        UnsafeInput: the list is hostile.
+        IOFailure: reading failed.
+    """
+    ChecksumVerifier().check_folder(folder, contents=lambda name: not _is_among(name, _WEIGHTS))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -200,10 +214,11 @@ def _files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    def among(patterns: tuple[str, ...]) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return _is_among(name, patterns) and not _is_among(name, _WEIGHTS)
 
-    return among(patterns) and not among(_WEIGHTS)
+
+def _is_among(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_within(folder: Path, file: Path) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
@@ -121,11 +122,14 @@ class PeftFolder:
         self.path = path
         if not (path / ADAPTER_FILE).is_file():
             raise MissingInput(f"{path} has no {ADAPTER_FILE}. Give the folder of a LoRA adapter of PEFT.")
+        verifier = ChecksumVerifier()
+        verifier.check(path / ADAPTER_FILE)
         self.config = _read_config(path / ADAPTER_FILE)
         if not (path / ADAPTER_WEIGHTS).is_file():
             raise MissingInput(f"{path} has no {ADAPTER_WEIGHTS}. Save the adapter with PEFT's save_pretrained.")
-        self._infos = {name.removeprefix(PREFIX): info for name, info in read_header(path / ADAPTER_WEIGHTS).items()}
-        self._reader = TensorReader()
+        header = read_header(path / ADAPTER_WEIGHTS, verifier)
+        self._infos = {name.removeprefix(PREFIX): info for name, info in header.items()}
+        self._reader = TensorReader(verifier)
         self._cached = lru_cache(_CACHED)(self._load)
 
     def __str__(self) -> str:
@@ -169,7 +173,7 @@ class PeftFolder:
         return (self.saved[name] if name in self.saved else self._infos[name]).shape
 
     def read_saved(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
-        return self._reader.read(self.saved[name], index)
+        return self._reader.read(self.saved[name], index, name=name)
 
     def factors(self, module: str, expert: int | None = None) -> LoraFactors:
         """The factors of a linear layer; thread-safe. ``expert`` is the number of a routed expert."""
@@ -180,9 +184,11 @@ class PeftFolder:
 
     def _load(self, module: str) -> tuple[Tensor, Tensor, Tensor | None]:
         tensors = self.modules[module]
-        a, b = (self._reader.read(self._infos[name]).float() for name in (tensors.a, tensors.b))
-        magnitude = None if tensors.magnitude is None else self._reader.read(self._infos[tensors.magnitude]).float()
-        return a, b, magnitude
+
+        def read(name: str) -> Tensor:
+            return self._reader.read(self._infos[name], name=name).float()
+
+        return read(tensors.a), read(tensors.b), None if tensors.magnitude is None else read(tensors.magnitude)
 
     def _key(self, wrapped: str) -> str:
         """The name by which PEFT targets a module of the file: its path, or that of a parameter in it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from isthmus.atomic_write import TEMPORARY, rename, sync
 from isthmus.errors import NoSpace, disk_errors
+from isthmus.file_checksums import Parts, write_checksums
 from isthmus.folder_lock import LOCK, FolderLock
 
 
@@ -24,6 +26,10 @@ class StagedFolder:
         self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
         self._lock = FolderLock(self.path.with_name(f"{self.path.name}{LOCK}"), self.destination)
         self._is_created = False
+        self.parts: list[Parts] = []
+        """Hashes that were made while writing, of all processes."""
+        self.about: dict[str, Any] = {}
+        """Further content of ``checksums.json``."""
 
     def create(self) -> None:
         """Create the temporary folder and lock it; removes that of an earlier process that was killed."""
@@ -43,8 +49,9 @@ class StagedFolder:
             raise
 
     def publish(self) -> None:
-        """Sync all files and folders, and rename the folder."""
+        """Write the checksums, sync all files and folders, and rename the folder."""
         self._refuse_existing()
+        write_checksums(self.path, self.parts, about=self.about)
         with disk_errors(self.path):
             for folder, _, files in os.walk(self.path, topdown=False):
                 for name in files:

@@ -128,8 +128,8 @@ class BinWeights:
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         info = self._found[name]
         if isinstance(info, TensorInfo):
-            return self._reader.read(info, index, into=into)
-        part = self._reader.read(info.span).as_strided(info.shape, info.strides)[index or ...]
+            return self._reader.read(info, index, into=into, name=name)
+        part = self._reader.read(info.span, name=name).as_strided(info.shape, info.strides)[index or ...]
         return part.contiguous() if into is None else into.detach().copy_(part)
 
 

@@ -148,7 +148,7 @@ class LegacyWeights(CanonicalWeights):
                 if piece.transposed:
                     in_file = (in_file[1] if len(in_file) > 1 else slice(None), in_file[0])
                     target = target.mT
-                self._reader.read(piece.info, in_file, into=target)
+                self._reader.read(piece.info, in_file, into=target, name=canonical)
         return found
 
     def _add_part(self, placed: Placement, file: RankFile, tensor: RankTensor) -> list[str]:

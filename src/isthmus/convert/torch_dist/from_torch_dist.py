@@ -20,6 +20,7 @@ from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 
@@ -31,6 +32,8 @@ class TorchDistFolder:
         self.path = path
         if not (path / dcp.METADATA_FILE).is_file():
             raise MissingInput(f"{path} has no .metadata, so it is not a torch_dist checkpoint. Give one that is.")
+        self._verifier = ChecksumVerifier()
+        self._verifier.check(path / dcp.METADATA_FILE)
         metadata = dcp.load_metadata(path / dcp.METADATA_FILE)
         try:
             self.tensors: dict[str, dcp.TensorStorageMetadata] = {
@@ -49,7 +52,7 @@ class TorchDistFolder:
             ) from None
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]]] = {}
         self._infos: dict[dcp.MetadataIndex, TensorInfo] = {}
-        self._reader = TensorReader()
+        self._reader = TensorReader(self._verifier)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -57,7 +60,7 @@ class TorchDistFolder:
     @property
     def args(self) -> dict[str, Any] | None:
         path = self.path / "common.pt"
-        return args_in(read_torch_pickle(path)) if path.is_file() else None
+        return args_in(read_torch_pickle(path, verifier=self._verifier)) if path.is_file() else None
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
         meta, depth = self.tensors[place.key], len(place.index)
@@ -73,7 +76,7 @@ class TorchDistFolder:
             target = found[slices]
             before = [at - start for at, start in zip(place.index, starts, strict=False)]
             index = (*(slice(at, at + 1) for at in before), slice(low - starts[depth], high - starts[depth]))
-            self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth])
+            self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth], name=place.key)
         return found
 
     def _chunks_at(self, place: CheckpointSlot) -> list[dcp.ChunkStorageMetadata]:
@@ -96,7 +99,8 @@ class TorchDistFolder:
             entry = self._storage[index]
             if getattr(entry, "transform_descriptors", None):
                 raise DataError(f"{self}: {key} is compressed, which is not supported. Save it uncompressed.")
-            info = read_torch_pickle(self.path / entry.relative_path, entry.offset, entry.length)
+            file = self.path / entry.relative_path
+            info = read_torch_pickle(file, entry.offset, entry.length, verifier=self._verifier, tensor=key)
             expected = (self.tensors[key].properties.dtype, tuple(chunk.sizes))
             if not isinstance(info, TensorInfo) or (info.dtype, info.shape) != expected:
                 raise DataError(f"{self}: a chunk of {key} is {info}, but .metadata has {expected}. Fetch it again.")

@@ -18,14 +18,14 @@ from isthmus.convert.coverage import first_few
 from isthmus.convert.family_matching import differing_fields
 from isthmus.convert.hf.hf_weights import has_bin
 from isthmus.convert.open_model import OpenedModel, checkpoint_folder, open_model
-from isthmus.convert.verify.checksums import TensorChecksums, read_checksums
 from isthmus.convert.verify.compare_logits import LogitsCheck, LogitsDifference, compare_logits
 from isthmus.convert.weight_source import TensorSpec
-from isthmus.errors import CheckFailed, DataError, MissingInput, UsageError
+from isthmus.errors import CheckFailed, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
 from isthmus.families.rules.rule import Shape
 from isthmus.families.rules.shard import hf_slices
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import byte_view
 
 _INT_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ class ModelComparison:
     num_tensors: int
     num_bytes: int
     checksums: tuple[bool, ...]
-    """For each model, whether it has checksums; they are verified then."""
+    """For each model, whether its folder has checksums; what is read is checked then."""
     logits: LogitsDifference | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,23 +147,18 @@ def _compare_tensors(a: OpenedModel, b: OpenedModel, progress: Progress) -> tupl
     sides = (a, b)
     placements = unique_placements(a.family, a.arch)
     specs = {name: TensorSpec(a.weights.dtype(name), shape) for name, shape in _shapes(a).items()}
-    expected, found = [read_checksums(side.path) for side in sides], [TensorChecksums() for _ in sides]
     differences = TensorDifferences(a.arch)
 
     def compare(name: str, rows: slice) -> int:
         chunks = [side.weights.read(name, rows) for side in sides]
-        for chunk, sums, checksums in zip(chunks, expected, found, strict=True):
-            if sums:
-                checksums.update(name, chunk)
         differences.compare(placements[name], rows, *chunks)
         return chunks[0].nbytes
 
     total = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs.values())
     stream(specs, compare, total, progress)
-    for side, sums, checksums in zip(sides, expected, found, strict=True):
-        _check_checksums(side, sums, checksums.result())
     shapes = a.family.hf_shapes(a.arch)
-    has_sums = tuple(bool(sums) for sums in expected)
+    verifier = ChecksumVerifier()
+    has_sums = tuple(verifier.has_list(checkpoint_folder(side.path) or side.path) for side in sides)
     comparison = ModelComparison((a.format, b.format), a.family.name, len(shapes), total, has_sums)
     if not (unequal := differences.describe(shapes)):
         return comparison, ""
@@ -173,19 +168,6 @@ def _compare_tensors(a: OpenedModel, b: OpenedModel, progress: Progress) -> tupl
 def _shapes(side: OpenedModel) -> dict[str, Shape]:
     placements = unique_placements(side.family, side.arch)
     return {name: placed.rule.canonical_shape(side.arch) for name, placed in placements.items()}
-
-
-def _check_checksums(side: OpenedModel, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
-    problems = [
-        f"{name} with {expected.get(name)} and has {found.get(name)}"
-        for name in {**expected, **found}
-        if expected.get(name) != found.get(name)
-    ]
-    if problems:
-        raise DataError(
-            f"{side.path} has changed since it was written: checksums.json has {first_few(problems, '; ')}. "
-            "Convert or fetch it again."
-        )
 
 
 def _open_both(first: Path, second: Path, hf_like: Path | None, bin: bool) -> tuple[OpenedModel, OpenedModel]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from isthmus.platforms import rank_env
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
 
-
+_T = TypeVar("_T")
 _NCCL_MARGIN_S = 30.0
 """NCCL ends a process that waits too long, without a message that names the lost rank; the heartbeat comes first."""
 
@@ -138,6 +138,13 @@ def sum_bytes(tensor: torch.Tensor, *, rank0_only: bool = False) -> bool:
     return True
 
 
+def gather_objects(own: _T) -> list[_T]:
+    """The objects of all ranks, in their order; a collective."""
+    found: list[_T] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
 def barrier() -> None:
     dist.barrier()
 
@@ -169,12 +176,10 @@ def agree(stage: Callable[[], None]) -> None:
         stage()
     except Exception as error:
         failure = error
-    failures: list[IsthmusError | None] = [None] * dist.get_world_size()
     mine = failure
     if failure is not None and not isinstance(failure, IsthmusError):
         mine = error_of(*explain(failure))
-    dist.all_gather_object(failures, mine)
-    first = next((error for error in failures if error is not None), None)
+    first = next((error for error in gather_objects(mine) if error is not None), None)
     if first is not None:
         raise first from failure
 

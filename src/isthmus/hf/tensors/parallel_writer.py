@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import disk_errors
+from isthmus.file_checksums import WrittenBlocks
 from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE
 from isthmus.hf.tensors.safetensors_format import (
     Bounds,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
+_HASHED_RUN_BYTES = 64 << 10
+"""Shorter runs are hashed from the file, where they are parts of whole blocks."""
 WRITEBACK_BYTES = 32 << 20
 """Writeback of a file starts after this many bytes; otherwise the disk idles until the final sync."""
 
@@ -98,8 +101,10 @@ class SafetensorsPlan:
 class TensorWriter:
     """Writes slices into existing files and syncs them on exit; thread-safe."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, written: WrittenBlocks | None = None) -> None:
+        """``written`` gets the checksums of what is written."""
         self.folder = folder
+        self.written = written or WrittenBlocks()
         self._descriptors: dict[Path, int] = {}
         self._pending_bytes: dict[Path, int] = {}
         self._opening = threading.Lock()
@@ -125,10 +130,7 @@ class TensorWriter:
                 chunk = tensor[rows] if part else tensor
                 if chunk.dtype != info.dtype or chunk.device.type != "cpu" or not chunk.is_contiguous():
                     chunk = buffer.take(chunk.shape, info.dtype).copy_(chunk.detach())
-                view, done = byte_view(chunk), 0
-                for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
-                    _write_all(descriptor, view[done : done + length], info.offset + offset)
-                    done += length
+                self._write_runs(descriptor, info, part, byte_view(chunk))
         except OSError:
             with disk_errors(self.folder / info.file):
                 raise
@@ -139,6 +141,19 @@ class TensorWriter:
             self._pending_bytes[info.file] = 0
             start_writeback(descriptor)
         return done
+
+    def _write_runs(self, descriptor: int, info: TensorInfo, part: Bounds, view: memoryview) -> None:
+        name, start, stop, done = info.file.as_posix(), info.offset + info.nbytes, info.offset, 0
+        for offset, length in byte_runs(info.shape, part, info.dtype.itemsize):
+            run, at = view[done : done + length], info.offset + offset
+            _write_all(descriptor, run, at)
+            done += length
+            if length >= _HASHED_RUN_BYTES or length == len(view):
+                self.written.add(name, at, run)
+            else:
+                start, stop = min(start, at), max(stop, at + length)
+        if start < stop:
+            self.written.forget(name, start, stop)
 
     def close(self, *, sync: bool = True) -> None:
         while self._descriptors:
@@ -174,8 +189,8 @@ class TensorWriter:
 class SafetensorsWriter(TensorWriter):
     """Writes slices into the files created by ``plan.create(folder)``."""
 
-    def __init__(self, plan: SafetensorsPlan, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, plan: SafetensorsPlan, folder: Path, written: WrittenBlocks | None = None) -> None:
+        super().__init__(folder, written)
         self.plan = plan
 
     def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:

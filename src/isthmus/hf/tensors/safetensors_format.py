@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import DataError, IOFailure
+from isthmus.file_checksums import BLOCK_BYTES, ChecksumVerifier, ListedFile
 from isthmus.platforms.torch_features import FLOAT8_E8M0
 
 DTYPES: dict[str, torch.dtype] = {
@@ -58,7 +59,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path, verifier: ChecksumVerifier) -> dict[str, TensorInfo]:
     """Tensors of a safetensors file by name, in file order; DataError if the file is truncated or malformed."""
     actual = path.stat().st_size
     with path.open("rb") as file:
@@ -89,10 +90,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 f"but its data_offsets are {start} to {stop}."
             )
         found[name], end = info, stop
+    verifier.check(path, 0, 8 + length, tensor=_beside_header(found))
     if (expected := 8 + length + end) != actual:
         fault = "is truncated" if actual < expected else "has trailing bytes"
         raise DataError(f"{path} {fault}: expected {expected} bytes, the file has {actual}. Download the file again.")
     return found
+
+
+def _beside_header(tensors: dict[str, TensorInfo]) -> str:
+    """The tensors that may be in the same block of a list of checksums."""
+    start = min((info.offset for info in tensors.values()), default=0)
+    end = -(-start // BLOCK_BYTES) * BLOCK_BYTES
+    names = [name for name, info in tensors.items() if info.offset < end]
+    return " or ".join(["the header", *names[:4], *([f"{len(names) - 4} other tensors"] if len(names) > 4 else [])])
 
 
 def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -200,13 +210,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class TensorReader:
     """Opens files on first use; thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, verifier: ChecksumVerifier | None = None) -> None:
+        """``verifier`` checks what is read; the default is one of its own."""
+        self._verifier = verifier or ChecksumVerifier()
         self._files: dict[Path, BinaryIO] = {}
         self._opening = threading.Lock()
         self._cast_buffer = CastBuffer()
 
-    def read(self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(
+        self,
+        info: TensorInfo,
+        index: tuple[slice, ...] | None = None,
+        *,
+        into: Tensor | None = None,
+        name: str = "",
+    ) -> Tensor:
         """Read a slice of one tensor; only its bytes are read (with a step, also those between).
+
+        The blocks with these bytes are checked, if the folder has checksums; ``name`` is for the message.
 
         With ``into`` (any dtype, device and strides; the shape of the slice) it is filled and returned, without an
         intermediate copy if it is a contiguous CPU tensor of the file's dtype.
@@ -215,18 +236,18 @@ class TensorReader:
         shape = tuple(stop - start for start, stop in bounds)
         if (steps := steps_of(index)) is not None:
             around = torch.empty(shape, dtype=info.dtype)
-            self._fill(info, bounds, around)
+            self._fill(info, bounds, around, name)
             return around[steps] if into is None else into.detach().copy_(around[steps])
         target = torch.empty(shape, dtype=info.dtype) if into is None else into.detach()
         if tuple(target.shape) != shape:
             raise ValueError(f"{info.file}: a slice of shape {shape} does not fit into {tuple(target.shape)}")
         if target.dtype == info.dtype and target.device.type == "cpu" and target.is_contiguous():
-            self._fill(info, bounds, target)
+            self._fill(info, bounds, target, name)
             return target
         buffer = self._cast_buffer
         for part, rows in row_chunks(bounds, info.dtype.itemsize, buffer.limit_bytes):
             chunk = buffer.take([stop - start for start, stop in part], info.dtype)
-            self._fill(info, part, chunk)
+            self._fill(info, part, chunk, name)
             (target[rows] if part else target).copy_(chunk)
         return target
 
@@ -244,17 +265,24 @@ class TensorReader:
                 self._files[file] = file.open("rb", buffering=0)
             return self._files[file].fileno()
 
-    def _fill(self, info: TensorInfo, bounds: Bounds, target: Tensor) -> None:
+    def _fill(self, info: TensorInfo, bounds: Bounds, target: Tensor, name: str) -> None:
         if not target.numel():
             return
         try:
-            read_runs(self._descriptor(info.file), info, bounds, target)
+            read_runs(self._descriptor(info.file), info, bounds, target, self._verifier.file(info.file), name)
         except OSError as error:
             raise IOFailure(f"{info.file} cannot be read: {error.strerror}.") from error
 
 
-def read_runs(descriptor: int, info: TensorInfo, bounds: Bounds, target: Tensor) -> None:
-    """Read a slice into a contiguous CPU tensor; one call of the system reads less than 2 GiB."""
+def read_runs(
+    descriptor: int,
+    info: TensorInfo,
+    bounds: Bounds,
+    target: Tensor,
+    listed: ListedFile | None = None,
+    name: str = "",
+) -> None:
+    """Read a slice into a contiguous CPU tensor, and check it; one call of the system reads less than 2 GiB."""
     view, done = byte_view(target), 0
     for offset, length in byte_runs(info.shape, bounds, info.dtype.itemsize):
         end = done + length
@@ -263,3 +291,5 @@ def read_runs(descriptor: int, info: TensorInfo, bounds: Bounds, target: Tensor)
             if not got:
                 raise DataError(f"{info.file} was truncated while it was read. Download or write it again.")
             done += got
+        if listed is not None:
+            listed.check_read(info.offset + offset, view[end - length : end], name)

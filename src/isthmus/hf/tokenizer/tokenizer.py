@@ -28,7 +28,7 @@ from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
-from isthmus.hf.model_folder import read_json, tokenizer_files
+from isthmus.hf.model_folder import check_small_files, read_json, tokenizer_files
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
@@ -45,6 +45,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         raise MissingInput(f"{path}: no such model folder.")
     if not any((path / name).is_file() for name in _FILES):
         raise MissingInput(f"{path}: no tokenizer files. Expected tokenizer.json or tokenizer.model.")
+    check_small_files(path)
     only_sentencepiece = not (path / "tokenizer.json").is_file() and (path / "tokenizer.model").is_file()
     if only_sentencepiece and (rebuilt := read_sentencepiece(path / "tokenizer.model")) is not None:
         return Tokenizer(rebuilt, path, differs_from_files=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
@@ -17,8 +18,9 @@ from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.lora.attach import Merge
 from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 from isthmus.engine.parallel.ddp import gather_weights
-from isthmus.engine.parallel.process_groups import agree, barrier
+from isthmus.engine.parallel.process_groups import agree, barrier, gather_objects
 from isthmus.errors import disk_errors
+from isthmus.file_checksums import Parts, WrittenBlocks, hash_share, merge_parts
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, save_tokenizer
@@ -37,7 +39,7 @@ def export_hf(
     """
     plan, main = model.plan, model.position.rank == 0
     files = export_plan(plan.family, plan.architecture, _dtypes(plan, dtype))
-    staged = StagedFolder(destination, replace=replace)
+    staged, written = StagedFolder(destination, replace=replace), WrittenBlocks()
 
     def begin() -> None:
         if main:
@@ -49,7 +51,7 @@ def export_hf(
     def write() -> None:
         tensors, writes = _tensors_to_write(model)
         arguments = (tensors, plan.family, plan.architecture, files, staged.path)
-        export_weights(*arguments, layout=model.layout, writes=writes, merge=_merge(model))
+        export_weights(*arguments, layout=model.layout, writes=writes, merge=_merge(model), written=written)
 
     def finish() -> None:
         if main:
@@ -58,13 +60,24 @@ def export_hf(
             staged.publish()
 
     try:
-        for stage in (begin, write, finish):
+        for stage in (begin, write):
             agree(stage)
+        staged.parts = checksums_of_ranks(staged.path, written)
+        agree(finish)
     except BaseException:
         if main:
             staged.discard()
         raise
     barrier()
+
+
+def checksums_of_ranks(folder: Path, written: WrittenBlocks) -> list[Parts]:
+    """The checksums of files that several ranks wrote; a collective. Blocks of slices of several ranks are read."""
+    known = merge_parts(gather_objects(written.parts()))
+    shares: list[Parts] = []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    agree(lambda: shares.append(hash_share(folder, known, rank, world_size)))
+    return [known, *gather_objects(shares[0])]
 
 
 def iterate_full_weights(

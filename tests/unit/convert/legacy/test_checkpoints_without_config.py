@@ -15,7 +15,7 @@ from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, UsageError
-from ranks.tiny import VOCAB, build_model_folder
+from ranks.tiny import VOCAB, build_model_folder, without_checksums
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "torch_dist": {},
@@ -28,8 +28,7 @@ def bare(model: Path, folder: Path, **how: Any) -> Path:
     """A checkpoint of the model without config and tokenizer."""
     convert(model, folder, **how)
     shutil.rmtree(folder / "hf")
-    (folder / "checksums.json").unlink()
-    return folder
+    return without_checksums(folder)
 
 
 def change_args(checkpoint: Path, **changed: Any) -> None:

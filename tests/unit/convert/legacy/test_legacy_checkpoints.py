@@ -15,7 +15,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, UnsafeInput, UsageError
 from isthmus.families.registry import all_families
-from ranks.tiny import ARCHETYPES, build_model_folder
+from ranks.tiny import ARCHETYPES, build_model_folder, without_checksums
 
 LAYOUTS = [
     LegacyLayout(),
@@ -38,6 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Any) -> None:
+    without_checksums(path.parent)
     state = torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)

@@ -18,6 +18,7 @@ from isthmus.convert.verify.compare import compare_models
 from isthmus.convert.verify.compare_logits import LogitsCheck
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
+from ranks.tiny import without_checksums
 from unit.convert.legacy.pre_core_model import VOCAB, D, Files, OldModel, logits
 
 IDS = torch.randint(0, VOCAB, (20,), generator=torch.Generator().manual_seed(2))
@@ -92,7 +93,7 @@ def test_changed_modelling_code_runs_only_with_permission(
     checkpoint = Files(OldModel(experts="dmoe")).save(tmp_path / "old")
     convert(checkpoint, tmp_path / "hf", vocab_size=VOCAB)
     compare_models(tmp_path / "hf", tmp_path / "hf", logits=LogitsCheck())
-    (tmp_path / "hf" / "checksums.json").unlink()
+    without_checksums(tmp_path / "hf")
     file = tmp_path / "hf" / "modeling_isthmus.py"
     file.write_text(file.read_text() + f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
     assert main(["verify", str(checkpoint), str(tmp_path / "hf"), "--logits"]) == 77
