@@ -35,6 +35,7 @@ import xxhash
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.errors import DataError, IOFailure, UnsafeInput, disk_errors
+from isthmus.input_files import check_regular, parse_json, read_bytes
 
 CHECKSUMS = "checksums.json"
 BLOCK_BYTES = 1 << 20
@@ -222,10 +223,10 @@ def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:
     return found
 
 
-def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
-    """Hash an existing file, in threads."""
+def hash_file(path: Path, block_bytes: int = BLOCK_BYTES, known: Blocks | None = None) -> FileChecksums:
+    """Hash the blocks of a file that are not ``known``, in threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        return _complete(path, {}, pool, block_bytes)
+        return _complete(path, known or {}, pool, block_bytes)
 
 
 def _complete(path: Path, known: Blocks, pool: ThreadPoolExecutor, block_bytes: int = BLOCK_BYTES) -> FileChecksums:
@@ -264,10 +265,11 @@ _thread = threading.local()
 
 def _write_list(path: Path, files: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
     content = {"algorithm": _ALGORITHM, "files": files, **({"about": about} if about else {})}
-    write_atomic(path, json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n")
+    write_atomic(path, json.dumps({**content, "checksum": own_checksum(content)}, indent=1) + "\n")
 
 
-def _own_checksum(content: Mapping[str, Any]) -> str:
+def own_checksum(content: Mapping[str, Any]) -> str:
+    """The checksum of JSON content, which a file may have beside the content; spaces and the order have no effect."""
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -280,14 +282,11 @@ def read_checksums(folder: Path) -> dict[str, FileChecksums] | None:
     """
     path = folder / CHECKSUMS
     try:
-        size = path.stat().st_size
-        if size > _MAX_LIST_BYTES:
-            raise DataError(f"{path} has {size} bytes, more than the {_MAX_LIST_BYTES} of a list of checksums. {_HINT}")
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bytes(path, _MAX_LIST_BYTES))
         expected = content.pop("checksum")
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"algorithm {content['algorithm']!r}, expected {_ALGORITHM}")
-        if _own_checksum(content) != expected:
+        if own_checksum(content) != expected:
             raise ValueError("its own checksum does not match")
         for name in content["files"]:
             if _NAME.fullmatch(name) is None or name in (".", ".."):
@@ -297,7 +296,7 @@ def read_checksums(folder: Path) -> dict[str, FileChecksums] | None:
         return None
     except OSError as error:
         raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path} is damaged, or not a list of checksums of Isthmus ({reason}). {_HINT}") from None
 
@@ -352,6 +351,7 @@ class ChecksumVerifier:
 
     def read_bytes(self, path: Path) -> bytes:
         """The whole content of a file, checked; raises the OSErrors of ``Path.read_bytes``, and as ``file``."""
+        check_regular(path)
         content = path.read_bytes()
         if (listed := self.file(path)) is not None:
             _check_size(path, listed.checksums, len(content))
@@ -374,8 +374,17 @@ class ChecksumVerifier:
 class ListedFile:
     """A file in a list, and which of its blocks were checked; thread-safe."""
 
-    def __init__(self, path: Path, checksums: FileChecksums) -> None:
-        self.path, self.checksums = path, checksums
+    def __init__(
+        self,
+        path: Path,
+        checksums: FileChecksums,
+        list_name: str = CHECKSUMS,
+        hint: str = "",
+        mapped: memoryview | None = None,
+    ) -> None:
+        """``list_name`` and ``hint`` are for messages; ``mapped`` is the content, to be used in place of reading."""
+        self.path, self.checksums, self._mapped = path, checksums, mapped
+        self._list_name, self._hint = list_name, hint or _HINT
         self._unchecked = bytearray(b"\1" * -(-checksums.size // checksums.block_bytes))
 
     def check(self, start: int, stop: int, tensor: str = "") -> None:
@@ -387,7 +396,10 @@ class ListedFile:
         numbers = [number for number in range(first, min(end, len(self._unchecked))) if self._unchecked[number]]
 
         def check(number: int) -> None:
-            self._compare(number, _hash_block(self.path, number, size), tensor)
+            if self._mapped is None:
+                self._compare(number, _hash_block(self.path, number, size), tensor)
+            else:
+                self.compare(number, self._mapped[number * size : (number + 1) * size])
 
         with _read_errors(self.path):
             if len(numbers) < _MANY_BLOCKS:
@@ -418,7 +430,7 @@ class ListedFile:
             stop = min(listed.size, start + listed.block_bytes)
             part = f", in {tensor}," if tensor else ""
             raise DataError(
-                f"{self.path} is damaged: bytes {start} to {stop}{part} do not match checksums.json. {_HINT}"
+                f"{self.path} is damaged: bytes {start} to {stop}{part} do not match {self._list_name}. {self._hint}"
             )
         self._unchecked[number] = 0
 
@@ -438,6 +450,11 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 _trusted = False
+
+
+def is_trusting() -> bool:
+    """Whether checksums are not checked."""
+    return _trusted
 
 
 @contextlib.contextmanager

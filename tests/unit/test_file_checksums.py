@@ -16,8 +16,8 @@ from isthmus.file_checksums import (
     ChecksumVerifier,
     ListedFile,
     WrittenBlocks,
-    _own_checksum,
     hash_file,
+    own_checksum,
     read_checksums,
     trusting,
     write_checksums,
@@ -179,7 +179,7 @@ def _edit(folder: Path, change: Any) -> None:
     content = json.loads((folder / CHECKSUMS).read_bytes())
     content.pop("checksum")
     change(content)
-    (folder / CHECKSUMS).write_text(json.dumps({**content, "checksum": _own_checksum(content)}))
+    (folder / CHECKSUMS).write_text(json.dumps({**content, "checksum": own_checksum(content)}))
 
 
 @pytest.mark.parametrize("name", ["../model.bin", "/etc/passwd", "hf/empty", "..", "a\\b", "a\0b", ""])
@@ -237,5 +237,5 @@ def test_a_deep_or_huge_list_is_refused(tmp_path: Path) -> None:
         read_checksums(tmp_path)
     with (tmp_path / CHECKSUMS).open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(DataError, match="more than"):
+    with pytest.raises(DataError, match="more than 256 MiB"):
         read_checksums(tmp_path)

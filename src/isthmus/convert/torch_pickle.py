@@ -86,8 +86,9 @@ def read_torch_pickle(
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None
     except DataError as error:
-        reason = str(error).rstrip(".")
-        raise DataError(reason if str(path) in reason else f"{path} cannot be read: {reason}. {advice}.") from None
+        if str(path) in str(error):  # of its checksums
+            raise
+        raise DataError(f"{path} cannot be read: {error}. {advice}.") from None
     except Exception as error:  # a damaged file can cause any exception
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
 

@@ -27,7 +27,6 @@ from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
-from isthmus.file_checksums import Parts
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
 
@@ -148,8 +147,7 @@ def convert(
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
     plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
     with StagedFolder(destination) as staged:
-        parts, num_bytes = _transfer(plan, staged.path, progress)
-        staged.parts.append(parts)
+        num_bytes = _transfer(plan, staged, progress)
         with disk_errors(staged.path):
             _write_small_files(plan, staged.path)
     model, is_hf = plan.model, plan.format == "hf"
@@ -209,9 +207,9 @@ def _plan(
     return _Plan(model, target, tensors, layout, spelling or "te", unsupported)
 
 
-def _transfer(plan: _Plan, folder: Path, progress: Progress) -> tuple[Parts, int]:
-    """Stream all tensors into the destination; returns checksums of what was written, and its bytes."""
-    weights, files = plan.model.weights, plan.create_files(folder)
+def _transfer(plan: _Plan, staged: StagedFolder, progress: Progress) -> int:
+    """Stream all tensors into the destination, with checksums; returns the bytes written."""
+    weights, files = plan.model.weights, plan.create_files(staged.path)
 
     def move(name: str, rows: slice) -> int:
         chunk = weights.read(name, rows).to(plan.tensors[name].dtype)
@@ -219,8 +217,9 @@ def _transfer(plan: _Plan, folder: Path, progress: Progress) -> tuple[Parts, int
 
     with files.writer:
         stream(plan.tensors, move, files.total_bytes, progress)
-    inner = files.writer.folder.relative_to(folder)
-    return {(inner / name).as_posix(): part for name, part in files.writer.written.parts().items()}, files.total_bytes
+    inner, parts = files.writer.folder.relative_to(staged.path), files.writer.written.parts()
+    staged.parts.append({(inner / name).as_posix(): blocks for name, blocks in parts.items()})
+    return files.total_bytes
 
 
 def _write_small_files(plan: _Plan, folder: Path) -> None:

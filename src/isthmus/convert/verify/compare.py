@@ -158,7 +158,10 @@ def _compare_tensors(a: OpenedModel, b: OpenedModel, progress: Progress) -> tupl
     stream(specs, compare, total, progress)
     shapes = a.family.hf_shapes(a.arch)
     verifier = ChecksumVerifier()
-    has_sums = tuple(verifier.has_list(checkpoint_folder(side.path) or side.path) for side in sides)
+    has_sums = tuple(
+        any(verifier.has_list(folder) for folder in (side.path, checkpoint_folder(side.path) or side.path))
+        for side in sides
+    )
     comparison = ModelComparison((a.format, b.format), a.family.name, len(shapes), total, has_sums)
     if not (unequal := differences.describe(shapes)):
         return comparison, ""

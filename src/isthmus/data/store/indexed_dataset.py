@@ -29,6 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from isthmus.data.store.manifest import (
+    BLOCK_BYTES,
     HINT,
     MASK,
     SUFFIXES,
@@ -36,11 +37,14 @@ from isthmus.data.store.manifest import (
     check_sizes,
     dataset_record,
     file_hash,
+    file_record,
     indexed_file,
+    listed_file,
     read_manifest,
 )
 from isthmus.data.store.manifest import write_manifest as write_manifest
 from isthmus.errors import DataError, IOFailure, MissingInput, disk_errors
+from isthmus.file_checksums import ListedFile, WrittenBlocks, is_trusting
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -70,12 +74,14 @@ class IndexedDataset:
     """``PREFIX.json``, if it exists."""
     values: npt.NDArray[np.float32] | None = None
     """[n], the label of an answer, or on both answers the margin of a pair."""
+    checksums: tuple[tuple[ListedFile, int], ...] = ()
+    """Of the files of tokens and mask, with bytes per token; readers check the tokens that they read."""
 
 
 def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
     """Check indexed files and map them into memory, read-only.
 
-    Checks the .idx against the .bin; with a manifest also all sizes and the hash of the .idx.
+    Checks the .idx against the .bin; with a manifest also all sizes, and the hashes of the .idx and the values.
 
     Args:
         prefix: of the files, without ``.bin`` or ``.idx``.
@@ -102,7 +108,8 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
             raise MissingInput(f"{manifest_path}: no such manifest, so {data} cannot be verified.")
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
-            for suffix in record["pair"]["files"] if verify else (".idx",):
+            whole = (".idx", *([VALUES] if present[1] else ()))
+            for suffix in () if is_trusting() else record["pair"]["files"] if verify else whole:
                 path, expected = indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"]
                 if (got := file_hash(path)) != expected:
                     raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")
@@ -115,7 +122,14 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         raise DataError(f"{masked}: {len(mask)} bytes, expected {len(tokens)}, one per token of {data}. {HINT}")
     if values is not None and len(values) != len(lengths):
         raise DataError(f"{valued}: {len(values)} values, expected {len(lengths)}, one per sequence of {index}. {HINT}")
-    return IndexedDataset(Path(prefix), tokens, mask, np.cumsum(lengths) - lengths, lengths, documents, record, values)
+    mapped = {".bin": tokens} if mask is None else {".bin": tokens, MASK: mask}
+    checksums = tuple(
+        (listed, array.itemsize)
+        for suffix, array in mapped.items()
+        if record is not None and (listed := listed_file(prefix, suffix, record, array)) is not None
+    )
+    starts = np.cumsum(lengths) - lengths
+    return IndexedDataset(Path(prefix), tokens, mask, starts, lengths, documents, record, values, checksums)
 
 
 def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -175,10 +189,7 @@ def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
         documents=len(pair.documents) - 1,
         tokens=len(pair.tokens),
         max_token_id=largest,
-        files={
-            suffix: {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
-            for suffix, path in ((suffix, indexed_file(pair.prefix, suffix)) for suffix in suffixes)
-        },
+        files={suffix: file_record(indexed_file(pair.prefix, suffix)) for suffix in suffixes},
     )
 
 
@@ -217,6 +228,7 @@ class IndexedWriter:
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._tokens, self._largest = 0, -1
         wanted = {MASK: masked, VALUES: valued}
+        self._blocks, self._written = WrittenBlocks(BLOCK_BYTES), dict.fromkeys(SUFFIXES, 0)
         self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES if wanted.get(suffix, True)}
         self._files: dict[str, BinaryIO] = {}
         self._closed: dict[str, Any] | None = None
@@ -295,17 +307,18 @@ class IndexedWriter:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-            sizes = {suffix: indexed_file(self.prefix, suffix).stat().st_size for suffix in self._hashes}
+            blocks = self._blocks.parts()
+            files = {
+                suffix: file_record(indexed_file(self.prefix, suffix), state.hexdigest(), blocks.get(suffix))
+                for suffix, state in self._hashes.items()
+            }
         self._closed = dataset_record(
             self.dtype,
             sequences=len(lengths),
             documents=len(self._bounds) - 1,
             tokens=self._tokens,
             max_token_id=self._largest,
-            files={
-                suffix: {"bytes": sizes[suffix], "xxh3_128": state.hexdigest()}
-                for suffix, state in self._hashes.items()
-            },
+            files=files,
         )
         return self._closed
 
@@ -319,6 +332,8 @@ class IndexedWriter:
     def _write(self, suffix: str, values: npt.NDArray[Any]) -> None:
         data = np.ascontiguousarray(values).view(np.uint8).data
         self._hashes[suffix].update(data)
+        self._blocks.add(suffix, self._written[suffix], data)
+        self._written[suffix] += len(data)
         with disk_errors(self.prefix):
             self._files[suffix].write(data)
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from isthmus.atomic_write import write_atomic
 from isthmus.errors import DataError, MissingInput
+from isthmus.file_checksums import Blocks, FileChecksums, ListedFile, hash_file, is_trusting, own_checksum
 
 MASK, VALUES = ".mask.bin", ".values.bin"
 SUFFIXES = (".bin", ".idx", MASK, VALUES)
@@ -21,6 +23,8 @@ SUFFIXES = (".bin", ".idx", MASK, VALUES)
 PARTIAL = ".partial"
 """Suffix of the folder in which indexed files are prepared."""
 HINT = "Was it truncated or changed? Copy it again, or prepare it again."
+BLOCK_BYTES = 1 << 18
+"""Of the checksums: a sample needs at least one block, and has few KiB."""
 _CHUNK = 1 << 24
 
 
@@ -37,7 +41,9 @@ def is_manifest(path: Path) -> bool:
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
-        sound = isinstance(record, dict) and all(
+        expected = record.pop("checksum", None)  # manifests of earlier versions have none
+        sound = is_trusting() or expected in (None, own_checksum(record))
+        sound = sound and all(
             isinstance(file["bytes"], int) and isinstance(file["xxh3_128"], str) and suffix in SUFFIXES
             for suffix, file in record["pair"]["files"].items()
         )
@@ -54,9 +60,11 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     """Write ``PREFIX.json`` atomically.
 
     ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat, preference or unpaired), ``tokenizer``
-    (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller.
+    (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller. The manifest
+    also has a checksum of its own content.
     """
-    write_atomic(indexed_file(prefix, ".json"), json.dumps(record, indent=1) + "\n")
+    content = {**record, "checksum": own_checksum(record)}
+    write_atomic(indexed_file(prefix, ".json"), json.dumps(content, indent=1) + "\n")
 
 
 def dataset_record(
@@ -65,6 +73,27 @@ def dataset_record(
     """``pair`` of a manifest."""
     counts = {"sequences": sequences, "documents": documents, "tokens": tokens, "max_token_id": max_token_id}
     return {"format": 1, "dtype": dtype.name, **counts, "files": files}
+
+
+def file_record(path: Path, xxh3_128: str | None = None, known: Blocks | None = None) -> dict[str, Any]:
+    """Size and hashes of one of the files: of the whole, which identifies the data, and of blocks, for its readers.
+
+    What is not given is computed from the file.
+    """
+    return {"xxh3_128": xxh3_128 or file_hash(path), **hash_file(path, BLOCK_BYTES, known).as_json()}
+
+
+def listed_file(prefix: Path | str, suffix: str, record: dict[str, Any], mapped: npt.NDArray[Any]) -> ListedFile | None:
+    """One of the files in a manifest with its checksums; None if it has none, or they are not checked."""
+    entry = {name: value for name, value in record["pair"]["files"][suffix].items() if name != "xxh3_128"}
+    if is_trusting() or "blocks" not in entry:
+        return None
+    path = indexed_file(prefix, suffix)
+    try:
+        checksums, content = FileChecksums.from_json(entry), mapped.view(np.uint8).data
+        return ListedFile(path, checksums, "its manifest", HINT, content)
+    except ValueError as error:
+        raise DataError(f"{path}: its manifest has {error}. {HINT}") from None
 
 
 def file_hash(path: Path) -> str:

@@ -13,6 +13,7 @@ import xxhash
 
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, scan_indexed
 from isthmus.errors import DataError, UsageError
+from isthmus.file_checksums import ListedFile
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -64,6 +65,13 @@ class TokenSource:
     """A hash of tokens and mask."""
     file: Path | None = None
     """The mapped file."""
+    checksums: tuple[tuple[ListedFile, int], ...] = ()
+    """As of :class:`IndexedDataset`."""
+
+    def check(self, start: int, stop: int) -> None:
+        """Check the blocks of the files that have these tokens and their mask; DataError if they changed."""
+        for listed, itemsize in self.checksums:
+            listed.check(start * itemsize, stop * itemsize)
 
     @classmethod
     def from_arrays(cls, tokens: npt.NDArray[Any], mask: UInt8 | None) -> TokenSource:
@@ -78,7 +86,7 @@ class TokenSource:
         record = indexed.manifest["pair"] if indexed.manifest is not None else scan_indexed(indexed)
         content = ":".join(record["files"][suffix]["xxh3_128"] for suffix in sorted(record["files"]))
         file = indexed_file(indexed.prefix, ".bin")
-        return cls(indexed.tokens, indexed.mask, record["max_token_id"], content, file)
+        return cls(indexed.tokens, indexed.mask, record["max_token_id"], content, file, indexed.checksums)
 
 
 class SampleStore:
@@ -159,6 +167,7 @@ class SampleStore:
         part = slice(int(self.starts[index]), int(self.starts[index] + self.lengths[index]))
         tokens = source.tokens[part]
         mask = np.broadcast_to(np.uint8(1), len(tokens)) if source.mask is None else source.mask[part]
+        source.check(part.start, part.stop)
         if source.file is not None and len(tokens):
             # Checked on access, since a run does not read whole files; an invalid token may crash the embedding.
             if not 0 <= tokens.min() <= tokens.max() <= source.max_token_id or mask.max() > 1:

@@ -8,6 +8,7 @@ import pytest
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore, TokenSource
 from isthmus.errors import DataError
+from isthmus.file_checksums import trusting
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [1, 1]), ([], []), ([6, 700000, 8, 9], [0, 0, 0, 1])]
 
@@ -54,12 +55,33 @@ def test_parts_of_a_store_share_its_tokens():
         SampleStore(s.sources, np.array([1]), np.array([1, 2]))
 
 
+def test_a_flipped_bit_is_an_error_on_access(tmp_path):
+    with IndexedWriter(tmp_path / "p", np.int32, masked=True) as writer:
+        for _ in range(3):
+            writer.extend(np.arange(60000), [30000, 30000], np.arange(60000) % 2)
+    write_manifest(tmp_path / "p", {"pair": writer.close()})
+    for suffix, place in ((".bin", 4 * 150000), (".mask.bin", 150000)):
+        whole = (tmp_path / f"p{suffix}").read_bytes()
+        (tmp_path / f"p{suffix}").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        s = SampleStore.from_indexed(open_indexed(tmp_path / "p"))
+        if suffix == ".bin":
+            assert s[0][0][:3].tolist() == [0, 1, 2]
+        with pytest.raises(DataError, match=rf"p{suffix} is damaged: bytes \d+ to \d+ do not match its manifest"):
+            s[5]
+        with trusting():
+            assert len(SampleStore.from_indexed(open_indexed(tmp_path / "p"))[5][0]) == 30000
+        (tmp_path / f"p{suffix}").write_bytes(whole)
+
+
 def test_invalid_token_is_an_error_on_access(tmp_path):
     with IndexedWriter(tmp_path / "p", np.int32, masked=True) as writer:
         for at in (1, 4):
             writer.add([at, at + 1, at + 2], [0, 1, 1])
             writer.end_document()
-    write_manifest(tmp_path / "p", {"pair": writer.close()})
+    record = writer.close()
+    for file in record["files"].values():
+        del file["blocks"]  # as in manifests of earlier versions
+    write_manifest(tmp_path / "p", {"pair": record})
     for suffix, place in ((".bin", 15), (".mask.bin", 4)):
         whole = (tmp_path / f"p{suffix}").read_bytes()
         for value in (0x80, 0x40):
