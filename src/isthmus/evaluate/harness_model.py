@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, inference: Inference, tokenizer: Tokenizer, ends: set[int], max_length: int) -> None:
         super().__init__()
-        self.tokenizer = tokenizer.inner
+        self.tokenizer, self._tokenizer = tokenizer.inner, tokenizer
         self.max_length = max_length
         self._inference, self._ends = inference, ends
 
@@ -120,13 +120,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return self._tokenizer.apply_chat_template(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -10,17 +10,15 @@ import errno
 import json
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from isthmus.data.chat.chat_templates import find_template
 from isthmus.data.chat.chat_text import ChatRenderer
@@ -29,13 +27,12 @@ from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
 from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
 from isthmus.hf.model_folder import check_small_files, read_json, tokenizer_files
+from isthmus.hf.tokenizer.bounded_template import render_jinja_template, template_errors
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.turn_template import TurnTemplate, turn_template
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
-_render_template: Callable[..., Any] = render_jinja_template  # annotated as one string; it returns two lists
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -108,6 +105,8 @@ class Tokenizer:
         self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
         """The token that this tokenizer adds before a text; None if it adds none."""
         self.template_source: Literal["tokenizer", "chat.template", "chatml", "plain"] = "tokenizer"
+        self.template_origin = "the chat template" if folder is None else f"the chat template of {folder}"
+        """In messages."""
         template = inner.chat_template
         if isinstance(template, dict):  # several templates by name
             template = template.get("default")
@@ -148,6 +147,7 @@ class Tokenizer:
         if self.bos_id is not None and "bos_token" not in template:
             template = "{{- bos_token -}}" + template
         self.template_source = "chat.template"
+        self.template_origin = f"chat.template={given:.200}"
         self._set_template(template)
         try:
             self.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
@@ -180,7 +180,8 @@ class Tokenizer:
 
     @cached_property
     def _turns(self) -> TurnTemplate | None:
-        return turn_template(self.chat_template, self.inner.special_tokens_map)
+        with template_errors(self.template_origin):
+            return turn_template(self.chat_template, self.inner.special_tokens_map)
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the compiled template, which cannot be pickled."""
@@ -244,10 +245,19 @@ class Tokenizer:
         return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
-        self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
     ) -> str:
-        """The text of a conversation; DataError if the template rejects it."""
-        return self._render(messages, tools, add_generation_prompt, marked=False)[0]
+        """The text of a conversation, with ``continue_final_message`` without the end of its last turn.
+
+        Raises DataError if the template rejects it, UnsafeInput if the template needs too much time or memory.
+        """
+        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._render(messages, tools, **ends)[0]
 
     def apply_by_turn(self, messages: Messages) -> tuple[list[str], str] | None:
         """The text of each turn and the generation prompt; None if the template cannot be rendered turn by turn.
@@ -256,30 +266,24 @@ class Tokenizer:
         """
         if self._turns is None:
             return None
-        turns = self._turns(messages)
+        with template_errors(self.template_origin):
+            turns = self._turns(messages)
         return None if turns is None else (turns, self._turns.opening)
 
     def apply_marked_template(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
         """The text of a conversation and the spans between ``{% generation %}`` marks."""
-        return self._render(messages, tools, False, marked=True)
+        return self._render(messages, tools, return_assistant_tokens_mask=True)
 
-    def _render(
-        self, messages: Messages, tools: Tools, add_generation_prompt: bool, *, marked: bool
-    ) -> tuple[str, list[Span]]:
-        try:
-            rendered, marks = _render_template(
+    def _render(self, messages: Messages, tools: Tools, **options: bool) -> tuple[str, list[Span]]:
+        with template_errors(self.template_origin):
+            rendered, marks = render_jinja_template(
                 [list(messages)],
                 tools=None if tools is None else list(tools),
                 chat_template=self.chat_template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=add_generation_prompt,
+                **options,
                 **self.inner.special_tokens_map,
             )
-        except jinja2.exceptions.SecurityError as error:
-            raise UnsafeInput(f"the chat template violates its sandbox: {error}.") from error
-        except _TEMPLATE_ERRORS as error:
-            raise DataError(f"the chat template rejects these messages: {str(error).strip() or repr(error)}") from error
-        return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marked else []
+        return rendered[0], [(int(start), int(end)) for start, end in marks[0]] if marks else []
 
 
 def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:

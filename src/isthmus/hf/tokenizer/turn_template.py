@@ -19,7 +19,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from transformers.utils import chat_template_utils
+
+from isthmus.hf.tokenizer.bounded_template import bounded_template, restart_meter
+from isthmus.hf.tokenizer.template_meter import TemplateLimit
 
 _MARK = "\ue002"  # from the private use area; a text that contains it is rendered by comparison
 _OF_LOOP = {"first", "index", "index0"}
@@ -54,7 +56,10 @@ class TurnTemplate:
         try:
             # Like Template.render, without its copy of all variables for each conversation: half of the time.
             context = self._marked.new_context({**self._known, "messages": messages}, shared=True)
-            text = "".join(self._marked.root_render_func(context))
+            restart_meter()
+            text = self._marked.environment.concat(self._marked.root_render_func(context))
+        except TemplateLimit:
+            raise
         except Exception:  # the rendering by comparison reports what is wrong
             return None
         turns = text.split(_MARK)
@@ -63,8 +68,7 @@ class TurnTemplate:
 
 @lru_cache(maxsize=8)
 def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate | None:
-    compiled: Any = chat_template_utils._compile_jinja_template(source)  # type: ignore[attr-defined]
-    environment: jinja2.Environment = compiled.environment
+    environment = bounded_template(source).environment
     tree = environment.parse(source)
     # A special token that the tokenizer lacks is undefined at every turn.
     form = _form(tree, {name for name, _ in given} | {"bos_token", "eos_token", "pad_token", "unk_token"})
