@@ -339,15 +339,20 @@ class ChecksumVerifier:
             listed.check(start, listed.checksums.size if stop is None else stop, tensor)
 
     def check_folder(self, folder: Path, *, contents: Callable[[str], bool] = lambda name: True) -> None:
-        """Check that all listed files of a folder exist, and all bytes of those for whose name ``contents`` is true.
+        """Check that all listed files of a folder exist, and the content of those for whose name ``contents`` is true.
 
         Raises as ``file``.
         """
+        for file in self.check_complete(folder):
+            if contents(file.path.name):
+                file.check(0, file.checksums.size)
+
+    def check_complete(self, folder: Path) -> list[ListedFile]:
+        """Check that all listed files of a folder exist with their sizes, and return them; raises as ``file``."""
         with self._lock:
             listed = sorted(self._list(folder))
-        for name in listed:
-            if (file := self.file(folder / name)) is not None and contents(name):
-                file.check(0, file.checksums.size)
+        files = [self.file(folder / name) for name in listed]
+        return [file for file in files if file is not None]
 
     def read_bytes(self, path: Path) -> bytes:
         """The whole content of a file, checked; raises the OSErrors of ``Path.read_bytes``, and as ``file``."""

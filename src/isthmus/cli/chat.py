@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli.options import ChatTemplate, Debug
+from isthmus.cli.options import ChatTemplate, Debug, Trust
 
 if TYPE_CHECKING:
     from isthmus.hf.chat_session import ChatSession
@@ -35,6 +35,7 @@ def chat(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run modelling code of the model folder.")
     ] = False,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> int:
     """Talk to a model in the terminal: answers appear as they are computed, and Ctrl-C ends one.

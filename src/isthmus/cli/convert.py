@@ -41,6 +41,7 @@ def convert(
     keep: options.Keep = None,
     push: options.Push = None,
     public: options.Public = False,
+    trust: options.Trust = False,
     debug: options.Debug = False,
     json: options.Json = False,
 ) -> int:
@@ -88,6 +89,7 @@ def merge(
     bin: options.Bin = False,
     push: options.Push = None,
     public: options.Public = False,
+    trust: options.Trust = False,
     debug: options.Debug = False,
     json: options.Json = False,
 ) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from isthmus.atomic_write import write_atomic
-from isthmus.cli.options import Debug, Json
+from isthmus.cli.options import Debug, Json, Trust
 from isthmus.cli.train_verbs import Nproc, run_ranks
 from isthmus.errors import UsageError
 
@@ -54,6 +54,7 @@ def evaluate(
     batch_tokens: BatchTokens = 8192,
     out: ResultFile = None,
     nproc: Nproc = 1,
+    trust: Trust = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:

@@ -7,6 +7,21 @@ from typing import Annotated
 
 import typer
 
+
+def _trust(context: typer.Context, value: bool) -> bool:
+    if value:
+        from isthmus.file_checksums import trusting
+
+        context.with_resource(trusting())
+    return value
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", callback=_trust, help="Do not check the checksums of what is read: damage may stay undetected."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error and the output of every rank.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 HfLike = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from isthmus.cli.options import ChatTemplate, Debug, Json, Workers
+from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, Workers
 from isthmus.cli.terminal import show
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import UsageError
@@ -64,6 +64,7 @@ def prepare(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")
     ] = False,
+    trust: Trust = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:

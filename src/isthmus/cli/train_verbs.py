@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli.options import Debug, Json, Public, Push
+from isthmus.cli.options import Debug, Json, Public, Push, Trust
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import Preempted, UsageError
 
@@ -73,13 +73,14 @@ def _verb(recipe: str, description: str) -> Callable[..., int]:
         push: Push = None,
         public: Public = False,
         accept_changes: AcceptChanges = None,
+        trust: Trust = False,
         rehearse: Rehearse = False,
         dry_run: DryRun = False,
         debug: Debug = False,
         json: Json = False,
     ) -> int:
         flags = {"model": model, "data": data or None, "out": out, "hf_every": hf_every}
-        flags |= {"push": push, "public": public or None, "accept_changes": accept_changes}
+        flags |= {"push": push, "public": public or None, "accept_changes": accept_changes, "trust": trust or None}
         return train(
             recipe, words or [], flags, nproc=nproc, rehearse=rehearse, dry_run=dry_run, debug=debug, json=json
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli.options import Bin, Debug, HfLike, Json
+from isthmus.cli.options import Bin, Debug, HfLike, Json, Trust
 from isthmus.cli.terminal import progress_bar, show
 from isthmus.errors import UsageError
 
@@ -34,6 +34,7 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let --logits run modelling code of a model folder.")
     ] = False,
+    trust: Trust = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:

@@ -22,6 +22,7 @@ GIVEN_BY: Mapping[str, Key] = {
     "--push": ("checkpoint", "push"),
     "--public": ("checkpoint", "push_public"),
     "--accept-changes": ("checkpoint", "accept_changes"),
+    "--trust": ("checkpoint", "skip_checksums"),
 }
 """Command-line options and the settings that they set."""
 

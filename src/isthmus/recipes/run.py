@@ -13,6 +13,7 @@ from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
 from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
 from isthmus.errors import Preempted, UsageError
+from isthmus.file_checksums import trusting
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -63,7 +64,7 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
             f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
             f"config for {recipe}."
         )
-    with own_algorithms(), StopFlag() as stop:
+    with trusting(config.checkpoint.skip_checksums), own_algorithms(), StopFlag() as stop:
         try:
             context = leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
             messages = [*context.messages, *prepare_process(context)]

@@ -34,6 +34,8 @@ class CheckpointConfig(Section):
     ] = ()
     """Settings with which a run is resumed although they differ from those of its checkpoint and affect the result,
     such as lr, min_lr; see the page on checkpoints."""
+    skip_checksums: bool = False
+    """Do not check the checksums of what is read: model, checkpoint, prepared data."""
     hf_every: Interval = None
     """Steps between Hugging Face exports; null or 0: only at the end."""
     save_final: bool = True
