@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import chat, config, convert, evaluate, patch, prepare, train_verbs, verify
+from isthmus.cli import chat, config, convert, evaluate, patch, prepare, run, train_verbs, verify
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -64,6 +64,11 @@ app.command("convert", short_help="Convert a model between Hugging Face and Mega
 app.command("merge", short_help="Merge a LoRA adapter into its base model.")(convert.merge)
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)
+app.command(
+    "run",
+    short_help="Run an unmodified Megatron-LM script on any platform.",
+    context_settings={"allow_interspersed_args": False},
+)(run.run)
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
 app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
@@ -90,7 +95,8 @@ def parse_and_run(argv: Sequence[str]) -> int:
         from isthmus.cli.megatron_convert import translate
 
         argv = translate(argv)
-    result: Any = app(args=spread_data(argv) or ["--help"], prog_name="isthmus", standalone_mode=False)
+    words = list(argv) if argv[:1] == ["run"] else spread_data(argv)  # a script has its own arguments
+    result: Any = app(args=words or ["--help"], prog_name="isthmus", standalone_mode=False)
     return int(result or 0)
 
 

@@ -155,13 +155,13 @@ def train(
     return 0
 
 
-def run_ranks(nproc: int, *, debug: bool) -> int:
-    """Run this command line as ``nproc`` ranks and print the first failure."""
+def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
+    """Run this command line as ``nproc`` ranks and print the first failure; ``script`` as for ``launch``."""
     from isthmus.cli import process
     from isthmus.cli.exit import ExitStatus, print_error, save_traceback
     from isthmus.launch.local_launcher import launch
 
-    failure = launch(process.argv, nproc, debug=debug)
+    failure = launch(process.argv, nproc, debug=debug, script=script)
     if failure is None:
         return 0
     status = ExitStatus(failure.exit_code, failure.message, failure.traceback)

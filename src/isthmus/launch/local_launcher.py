@@ -42,22 +42,25 @@ _RANK_COMMAND = (
 )  # fmt: skip
 
 
-def launch(argv: Sequence[str], nproc: int, *, debug: bool = False) -> Failure | None:
+def launch(argv: Sequence[str], nproc: int, *, debug: bool = False, script: bool = False) -> Failure | None:
     """Run ``isthmus <argv>`` as ``nproc`` ranks and wait for them; returns the first failure, which is not printed yet.
 
     SIGTERM, SIGHUP and Ctrl-C reach the ranks, which save and exit (75); a second Ctrl-C kills them (130). Preempted is
     raised only before any rank has started. With ``debug``, all ranks and torch elastic print; otherwise only rank 0.
+    With ``script``, they run foreign code, which handles signals itself (143 by default), and all of them print.
     """
     with tempfile.TemporaryDirectory(prefix="isthmus-ranks-") as name:
         folder = Path(name)
-        with _environment(_rank_environment(folder, nproc)), _Signals(folder / "stop") as signals:
-            deaths = _run_agent(argv, nproc, folder, signals, debug=debug)
+        with _environment(_rank_environment(folder, nproc)), _Signals(folder / "stop", saves=not script) as signals:
+            deaths = _run_agent(argv, nproc, folder, signals, debug=debug, script=script)
         if signals.killed:
             return Failure(exit_code=130, message="killed; unsaved progress is lost.")
         reported = reported_failures(folder)
         ranks = {failure.rank for failure in reported}
         first = first_failure([*reported, *(failure for failure in deaths if failure.rank not in ranks)])
         if first and not first.reported and first.exit_code == 128 + signal.SIGTERM and signals.stop_requested:
+            if script:
+                return Failure(exit_code=first.exit_code, message="stopped by a signal, as requested.")
             return Failure(exit_code=Preempted.exit_code, message="stopped before training began, as requested.")
         return first
 
@@ -68,7 +71,9 @@ def exit_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals, *, debug: bool) -> list[Failure]:
+def _run_agent(
+    argv: Sequence[str], nproc: int, folder: Path, signals: _Signals, *, debug: bool, script: bool
+) -> list[Failure]:
     """Start the ranks and wait for them; returns the failures by their exit codes."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +86,7 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     # The other ranks print the same as rank 0; their last line explains a death without a report.
-    redirects = {} if debug else {rank: Std.ALL for rank in range(1, nproc)}
+    redirects = {} if debug or script else {rank: Std.ALL for rank in range(1, nproc)}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -116,10 +121,11 @@ def _run_agent(argv: Sequence[str], nproc: int, folder: Path, signals: _Signals,
 class _Signals:
     """Forwards stop requests to the ranks; kills the remaining ranks when the block ends."""
 
-    def __init__(self, stop_file: Path) -> None:
+    def __init__(self, stop_file: Path, *, saves: bool) -> None:
         self._process = psutil.Process()
         self._other_children = {child.pid for child in self._process.children()}
         self._stop_file = stop_file
+        self._saves = saves
         self._first_request = threading.Lock()
         self._first_s = math.inf
         self._previous: dict[int, object] = {}
@@ -151,7 +157,8 @@ class _Signals:
             self._send(signal.SIGTERM)
             self._timer.start()
             hint = "" if number != signal.SIGINT else " Ctrl-C again kills the run."
-            os.write(2, f"isthmus: {signal.Signals(number).name}: saving after this step.{hint}\n".encode())
+            what = "saving after this step" if self._saves else "sent to the ranks"
+            os.write(2, f"isthmus: {signal.Signals(number).name}: {what}.{hint}\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._first_s > _SECOND_REQUEST_S:
             self.killed = True
             self._send(signal.SIGKILL)

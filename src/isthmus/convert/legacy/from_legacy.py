@@ -77,7 +77,10 @@ class LegacyFolder:
         if self.pre_core_names:
             kind = DataParallelExpertLayout if shards_experts_over_dp(args) else LegacyLayout
             args = current_args(args)
-        return kind(**{size: int(args[name]) for size, name in _SIZES.items() if args.get(name) is not None}, vpp=vpp)
+        sizes = {size: int(args[name]) for size, name in _SIZES.items() if args.get(name) is not None}
+        if not args.get("num_experts", True):
+            sizes.pop("etp", None)  # tools/checkpoint/convert.py keeps the one of its source
+        return kind(**sizes, vpp=vpp)
 
     def __str__(self) -> str:
         return str(self.path)

@@ -19,6 +19,7 @@ from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObj
 from isthmus.errors import DataError, UnsafeInput
 
 METADATA_FILE = ".metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
 @dataclass
@@ -108,11 +109,13 @@ _OTHER_TYPES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
+    # megatron-core 0.14 and 0.15, with the shapes of flattened optimizer state, which is not converted
+    (_MEGATRON, "MCoreMetadata"): Metadata,
 }
 _PLANS = {
     ("torch.distributed.checkpoint.planner", name)
     for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-}
+} | {(_MEGATRON, "MCoreSavePlan")}
 """The save plan that Megatron-LM caches; ignored."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,9 @@ class _NoStream:
 
     def query(self) -> bool:
         return True
+
+    def record_event(self, _event: object = None) -> _NoEvent:
+        return _NoEvent()
 
     def elapsed_time(self, _end: object) -> float:
         return 0.0
@@ -106,3 +110,15 @@ def install() -> None:
 
     tensor.type = type_for_megatron
     _installed = True
+
+
+def report_gpu(is_megatron: Callable[[dict[str, Any]], bool]) -> None:
+    """Tell modules for which ``is_megatron(globals)`` is true that there is one GPU, of compute capability 9.0."""
+    cuda: Any = torch.cuda
+    available, count = cuda.is_available, cuda.device_count
+    cuda.is_available = lambda: is_megatron(sys._getframe(1).f_globals) or available()
+    cuda.device_count = lambda: 1 if is_megatron(sys._getframe(1).f_globals) else count()
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_name = lambda *_: "CPU"
+    properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 36, multi_processor_count=1)
+    cuda.get_device_properties = lambda *_: properties

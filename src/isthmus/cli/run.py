@@ -1,0 +1,50 @@
+"""``isthmus run``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli.options import Debug
+from isthmus.cli.train_verbs import Nproc, run_ranks
+from isthmus.errors import UsageError
+
+Script = Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script of a Megatron-LM checkout, or your own.")]
+Args = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, unchanged.", show_default=False)
+]
+PlatformName = Annotated[str, typer.Option("--platform", metavar="NAME", help="auto, cpu, cuda or rocm.")]
+
+
+def run(
+    script: Script, args: Args = None, nproc: Nproc = 1, platform: PlatformName = "auto", debug: Debug = False
+) -> int:
+    """Run an unmodified script of Megatron-LM on ROCm, CUDA or a CPU, without TransformerEngine and Apex.
+
+    Options of isthmus come before SCRIPT.py. Everything that is done for the script is printed, one line each.
+    """
+    from isthmus.cli import process
+    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
+
+    joined = is_one_of_several_ranks()
+    if not joined and nproc > 1:
+        return run_ranks(nproc, debug=debug, script=True)
+    if joined and not process.started_by_isthmus and nproc > 1:
+        raise UsageError(
+            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
+        )
+    if process.started_by_isthmus:  # the script decides what a signal does, as under torchrun
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    from isthmus.engine.upstream.megatron_script import run_script
+    from isthmus.platforms.detect import detect
+
+    say = partial(print, "isthmus run:", file=sys.stderr, flush=True) if rank() == 0 else lambda line: None
+    run_script(script, args or [], detect(platform).name, say)
+    return 0
