@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +16,7 @@ from isthmus.cli.train_verbs import Nproc, run_ranks
 from isthmus.errors import UsageError
 
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script of a Megatron-LM checkout, or your own.")]
-Args = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, unchanged.", show_default=False)
-]
+Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, unchanged.", show_default=False)]
 PlatformName = Annotated[str, typer.Option("--platform", metavar="NAME", help="auto, cpu, cuda or rocm.")]
 
 
@@ -42,8 +41,10 @@ def run(
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    from isthmus.engine.upstream.megatron_script import run_script
     from isthmus.platforms.detect import detect
+
+    with warnings.catch_warnings():  # isthmus.engine hides some of megatron's
+        from isthmus.engine.upstream.megatron_script import run_script
 
     say = partial(print, "isthmus run:", file=sys.stderr, flush=True) if rank() == 0 else lambda line: None
     run_script(script, args or [], detect(platform).name, say)

@@ -122,7 +122,7 @@ def _sample_index(
     samples = tokens // seq_length if drop_last else ceil(np.float32(tokens) / np.float32(seq_length))
     lengths = sizes[documents]
     ends = np.cumsum(lengths, dtype=np.int64)
-    # A sample starts in the document of the last token of the one before, which both contain if there is an extra token.
+    # A sample starts in the document of the last token of the one before; with an extra token, both contain it.
     starts = np.arange(1, samples + 1, dtype=np.int64) * seq_length
     index = np.searchsorted(ends, starts - 1 + extra_token, side="right")
     index, past_end = np.minimum(index, len(ends) - 1), index == len(ends)

@@ -6,12 +6,12 @@ Processes that the script spawns import this module as their main module and so 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,12 +40,13 @@ def run_script(script: Path, args: Sequence[str], platform: str, say: Callable[[
     root = checkout(script)
     sys.path[:0] = [str(script.parent), *([str(root)] if root not in (None, script.parent) else [])]
     say(f"{script.name}, {_version(root)}, platform {platform}")
-    for name, value in _defaults(platform, args).items():
-        if name not in os.environ:
-            os.environ[name] = value
-            say(f"environment: {name}={value}")
+    defaults = {name: value for name, value in _defaults(platform, args).items() if name not in os.environ}
+    os.environ.update(defaults)
+    if defaults:
+        say(f"environment: {' '.join(f'{name}={value}' for name, value in defaults.items())}")
     os.environ[_VARIABLE] = json.dumps([str(script), platform])
     install(platform, root or script.parent, say)
+    logging.getLogger("megatron").setLevel(logging.NOTSET)  # isthmus.engine hides its messages
     main: Any = ModuleType("__main__")
     main.__file__, main.__spec__ = str(script), find_spec(_MODULE)
     sys.modules["__main__"], sys.argv = main, [str(script), *args]
@@ -56,7 +57,9 @@ def run_script(script: Path, args: Sequence[str], platform: str, say: Callable[[
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if find_spec(package) is None:
-            raise UsageError(f"{script.name} imports {package}, which is not installed: pip install {package}") from error
+            raise UsageError(
+                f"{script.name} imports {package}, which is not installed: pip install {package}"
+            ) from error
         raise _failure(script, error) from error
     except BaseException as error:
         raise _failure(script, error) from error
