@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import chat, config, convert, evaluate, patch, prepare, run, train_verbs, verify
+from isthmus.cli import chat, config, convert, evaluate, patch, prepare, script, train_verbs, verify
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -68,7 +68,7 @@ app.command(
     "run",
     short_help="Run an unmodified Megatron-LM script on any platform.",
     context_settings={"allow_interspersed_args": False},
-)(run.run)
+)(script.run)
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
 app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
