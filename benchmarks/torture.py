@@ -1,16 +1,21 @@
-"""Kills commands at random instants and runs them again: the result has to be that of an undisturbed run.
+"""Kills commands at random instants, or lets their system calls fail, and runs them again.
 
     python benchmarks/torture.py --n 1000 --seed 0 --work /tmp/torture
+    python benchmarks/torture.py --fail --n 1000 --work /tmp/torture-fail
 
 Half of the kills are at a random time, half before a random system call that changes a file of the output. The same
-command then runs again, and may be killed again. At the end the output is compared with that of an undisturbed run:
-all files bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also has to end the
-other rank. Cases that are recorded in WORK/cases.jsonl are not run again: the campaign may be interrupted.
+command then runs again, and may be killed again. In the end the output has to be that of an undisturbed run: all files
+bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also has to end the other rank.
+
+With --fail a system call fails once with EIO or ENOSPC, or the disk is full from there on. The command has to end with
+one line and exit code 73 or 74, or to succeed with its whole output; the same command then runs without a fault.
+Cases that are recorded in WORK/cases.jsonl are not run again: the campaign may be interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +24,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +35,8 @@ from certificate import REPOSITORY, certificate, result_path, write_result
 TESTS = REPOSITORY / "tests"
 LOST_RANK_S = 90.0
 """Within this time the other rank has to end."""
+MOST_KILLS = 12
+"""In a case."""
 TIMES = {"tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s"}
 """Keys of metrics.jsonl that differ between equal runs."""
 UNCOMPARED = ("tensorboard/", "trackers.json")
@@ -118,8 +126,8 @@ class Campaign:
         """``isthmus`` is the fork server."""
         self._work, self._isthmus = work, isthmus
         self._case, self._inputs = work / "case", work / "inputs"
-        self._expected: dict[str, tuple[dict[str, Any], float, list[int]]] = {}
-        """By kind: the result, the time in s and the number of calls by rank of an undisturbed run."""
+        self._expected: dict[str, tuple[dict[str, Any], float, list[list[str]]]] = {}
+        """By kind: the result, the time in s and the calls by rank of an undisturbed run."""
         if not self._inputs.exists():
             make_inputs(self._inputs, isthmus)
 
@@ -131,57 +139,83 @@ class Campaign:
         self._clean()
         kills: list[dict[str, Any]] = []
         row = {"case": number, "seed": seed, "kind": name, "kills": kills}
-        while len(kills) < 3:
+        while len(kills) < MOST_KILLS:
             victims = chance.sample(range(KINDS[name].ranks), KINDS[name].victims)
-            by_call = chance.random() < 0.5 and calls[victims[0]] > 0
-            at = chance.randint(1, calls[victims[0]]) if by_call else chance.uniform(0.0, time_s)
+            number_of_calls = len(calls[victims[0]])
+            by_call = chance.random() < 0.5 and number_of_calls > 0
+            at = chance.randint(1, number_of_calls) if by_call else chance.uniform(0.0, time_s)
             kills.append(self._killed(name, victims, at, by_call=by_call))
-            if (lost := self._lost(name, kills[-1])) or chance.random() < 0.75:
+            if (lost := self._lost(name, kills[-1])) or chance.random() < 0.25:
                 break
-        return row | {"lost": lost or self._difference(name, expected)}
+        return row | {"lost": lost or self._again(name, expected)}
+
+    def fail(self, number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
+        """Run a case in which a call fails; ``lost`` of its record is what is wrong, None if nothing is."""
+        chance = random.Random(f"fail {seed} {number}")
+        name = chance.choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
+        expected, _, calls = self._undisturbed(name)
+        self._clean()
+        rank = chance.choice([rank for rank, each in enumerate(calls) if each])
+        # Most calls write the elements of a tensor: each file and name of a call has the same chance.
+        call = chance.choice(sorted(set(calls[rank])))
+        at = chance.choice([number for number, each in enumerate(calls[rank], start=1) if each == call])
+        error, mode = chance.choice([(errno.EIO, "once"), (errno.ENOSPC, "once"), (errno.ENOSPC, "on")])
+        done = self._start(name, {"rank": rank, "n": at, "error": error, "mode": mode}).wait()
+        row = {"case": number, "seed": seed, "kind": name, "rank": rank, "call": at, "failed": call, "mode": mode}
+        row |= {"errno": errno.errorcode[error], "codes": [one.returncode for one in done]}
+        return row | {"lost": self._failed(name, done, expected) or self._again(name, expected)}
+
+    def _failed(self, name: str, done: Sequence[Any], expected: dict[str, Any]) -> str | None:
+        """What is wrong after a failed call."""
+        codes, found = {one.returncode for one in done}, outputs(self._case)
+        if codes == {0}:
+            return difference(found, expected)
+        lines = [line for one in done for line in one.errors]
+        if not codes <= {73, 74} or len(lines) != 1 or any("Traceback" in one.stderr for one in done):
+            return f"exit codes {sorted(codes)}: {[one.stderr[-1500:] for one in done]}"
+        if KINDS[name].publishes and any(".partial/" not in file for file in found):
+            return difference(found, expected)
+        return None
 
     def _clean(self) -> None:
         shutil.rmtree(self._case, ignore_errors=True)
         (self._case / "out").mkdir(parents=True)
         (self._case / "out").rmdir()
 
-    def _start(self, name: str, faults: Sequence[dict[str, str]]) -> Any:
+    def _start(self, name: str, fault: dict[str, Any] | None = None) -> Any:
+        """Start the ranks; ``fault`` has ``rank`` and arguments of :func:`faults.failing_calls.fault`."""
+        from faults.failing_calls import fault as variables_of
         from faults.hosts import rank_variables
 
-        kind = KINDS[name]
+        kind, variables = KINDS[name], [{}]
         args = [str(arg) for arg in kind.args(self._inputs)]
-        of_ranks = rank_variables(kind.ranks) if kind.ranks > 1 else [{}]
-        ranks = [(args, variables | fault) for variables, fault in zip(of_ranks, faults, strict=True)]
-        return self._isthmus.start_ranks([ranks], cwd=self._case)
+        if kind.ranks > 1:
+            variables = rank_variables(kind.ranks)
+        if fault is not None:
+            more = {key: value for key, value in fault.items() if key != "rank"}
+            variables[fault["rank"]] |= variables_of(self._case, **more)
+        return self._isthmus.start_ranks([[(args, each) for each in variables]], cwd=self._case)
 
-    def _undisturbed(self, name: str) -> tuple[dict[str, Any], float, list[int]]:
-        from faults.failing_calls import fault
-
+    def _undisturbed(self, name: str) -> tuple[dict[str, Any], float, list[list[str]]]:
         if name not in self._expected:
-            self._clean()
-            lists = [self._work / f"calls-{rank}" for rank in range(KINDS[name].ranks)]
-            for path in lists:
+            calls = []
+            for rank in range(KINDS[name].ranks):  # one at a time, so that each has a list of its own
+                self._clean()
+                path = self._work / "calls"
                 path.unlink(missing_ok=True)
-            faults = [fault(self._case, 1, mode="list") | {"FAILING_CALLS_LOG": str(path)} for path in lists]
-            started_s = time.monotonic()
-            for done in self._start(name, faults).wait():
-                if done.returncode:
-                    raise SystemExit(f"{name} fails undisturbed: {done}")
-            time_s = time.monotonic() - started_s
-            calls = [len(path.read_text().splitlines()) if path.exists() else 0 for path in lists]
+                started_s = time.monotonic()
+                for done in self._start(name, {"rank": rank, "n": 1, "mode": "list", "log": path}).wait():
+                    if done.returncode:
+                        raise SystemExit(f"{name} fails undisturbed: {done}")
+                time_s = time.monotonic() - started_s
+                calls.append(path.read_text().replace(f"{self._case}/", "").splitlines() if path.exists() else [])
             self._expected[name] = outputs(self._case), time_s, calls
         return self._expected[name]
 
     def _killed(self, name: str, victims: Sequence[int], at: float, *, by_call: bool) -> dict[str, Any]:
         """Run the command, and kill ``victims`` at a time in s or before a call."""
-        from faults.failing_calls import fault
-
-        log = self._work / "killed-at"
-        log.unlink(missing_ok=True)
-        faults: list[dict[str, str]] = [{} for _ in range(KINDS[name].ranks)]
-        if by_call:
-            faults[victims[0]] = fault(self._case, int(at), mode="kill") | {"FAILING_CALLS_LOG": str(log)}
-        running = self._start(name, faults)
+        fault = {"mode": "kill", "error": 0} if by_call else None
+        running = self._start(name, fault and fault | {"rank": victims[0], "n": int(at)})
         deadline_s = time.monotonic() + (300.0 if by_call else at)
         while time.monotonic() < deadline_s and running.running(victims[0]):
             time.sleep(min(0.005, max(0.0, deadline_s - time.monotonic())))
@@ -191,8 +225,7 @@ class Campaign:
         killed_s = time.monotonic()
         codes = [one.returncode for one in running.wait(timeout_s=2 * LOST_RANK_S)]
         row = {"victims": victims, "codes": codes, "ended_after_s": time.monotonic() - killed_s}
-        where = log.read_text().strip().replace(f"{self._case}/", "") if log.exists() else None
-        return row | ({"call": int(at), "before": where} if by_call else {"time_s": at})
+        return row | ({"call": int(at)} if by_call else {"time_s": at})
 
     def _lost(self, name: str, kill: dict[str, Any]) -> str | None:
         """What went wrong at a kill itself."""
@@ -204,17 +237,12 @@ class Campaign:
             return f"the other rank ended after {kill['ended_after_s']:.0f} s"
         return None if set(codes) <= {0, 73, 76, -signal.SIGKILL} else f"exit codes {codes}"
 
-    def _difference(self, name: str, expected: dict[str, Any]) -> str | None:
-        for done in self._start(name, [{}] * KINDS[name].ranks).wait():
+    def _again(self, name: str, expected: dict[str, Any]) -> str | None:
+        """What is wrong when the command runs undisturbed after all."""
+        for done in self._start(name).wait():
             if done.returncode and not (KINDS[name].publishes and done.returncode == 73):
                 return f"exit code {done.returncode} again: {done.errors}"
-        found = outputs(self._case)
-        for file in sorted(expected.keys() | found.keys()):
-            if file not in found or file not in expected:
-                return f"{file} is {'missing' if file in expected else 'left over'}"
-            if found[file] != expected[file]:
-                return f"{file} differs: {_first_difference(found[file], expected[file])}"
-        return None
+        return difference(outputs(self._case), expected)
 
 
 def outputs(folder: Path) -> dict[str, Any]:
@@ -233,12 +261,19 @@ def outputs(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _first_difference(found: Any, expected: Any) -> str:
-    if not isinstance(found, list):
-        return f"{found[:8]} is not {expected[:8]}"
-    pairs = ((one, other) for one, other in zip(found, expected, strict=False) if one != other)
-    one, other = next(pairs, (len(found), len(expected)))
-    return f"{one} is not {other}; steps {[row['step'] for row in found]}"
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """The first file that differs."""
+    for file in sorted(expected.keys() | found.keys()):
+        if file not in found or file not in expected:
+            return f"{file} is {'missing' if file in expected else 'left over'}"
+        one, other = found[file], expected[file]
+        if one != other and isinstance(one, list):
+            pairs = ((row, wanted) for row, wanted in zip(one, other, strict=False) if row != wanted)
+            row, wanted = next(pairs, (len(one), len(other)))
+            return f"{file}: {row} is not {wanted}; steps {[each['step'] for each in one]}"
+        if one != other:
+            return f"{file} differs"
+    return None
 
 
 def cases(path: Path) -> Iterator[dict[str, Any]]:
@@ -248,9 +283,12 @@ def cases(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Number of kills and lost results, in all and by kind."""
+    """Numbers of cases and kills, and what was lost, in all and by kind."""
 
     def count(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if "failed" in rows[0]:
+            by_code = Counter(max(row["codes"]) for row in rows)
+            return {"cases": len(rows), "exit_codes": by_code, "lost": [row for row in rows if row["lost"]]}
         kills = [kill for row in rows for kill in row["kills"] if -signal.SIGKILL in kill["codes"]]
         waits = [kill["ended_after_s"] for kill in kills if len(kill["victims"]) < len(kill["codes"])]
         return {
@@ -260,6 +298,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "lost": [row for row in rows if row["lost"]],
         } | ({"longest_wait_of_the_other_rank_s": max(waits)} if waits else {})
 
+    if not rows:
+        return {"cases": 0, "kills": 0}
     names = sorted({row["kind"] for row in rows})
     return count(rows) | {"kinds": {name: count([row for row in rows if row["kind"] == name]) for name in names}}
 
@@ -267,7 +307,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Run the campaign, and record it with ``--record``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=1000, help="number of kills")
+    parser.add_argument("--n", type=int, default=1000, help="number of kills, or of failed calls")
+    parser.add_argument("--fail", action="store_true", help="let calls fail instead of killing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas; a prefix names several")
     parser.add_argument("--work", type=Path, default=Path("build/torture"), help="folder for inputs, outputs and cases")
@@ -286,10 +327,10 @@ def main() -> int:
     rows = list(cases(work / "cases.jsonl"))
     campaign = Campaign(work, isthmus)
     try:
-        while summary(rows)["kills"] < arguments.n:
+        while summary(rows)["cases" if arguments.fail else "kills"] < arguments.n:
             while arguments.pause and arguments.pause.exists():
                 time.sleep(2)
-            row = campaign.run(len(rows), arguments.seed, kinds)
+            row = (campaign.fail if arguments.fail else campaign.run)(len(rows), arguments.seed, kinds)
             with (work / "cases.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             rows.append(row)
@@ -298,9 +339,10 @@ def main() -> int:
     finally:
         isthmus.close()
     result = summary(rows)
-    print(json.dumps(result | {"kinds": {name: each["kills"] for name, each in result["kinds"].items()}}, indent=1))
+    print(json.dumps({name: value for name, value in result.items() if name != "kinds"}, indent=1))
     if arguments.record:
-        write_result(result_path("torture", certified), {"certificate": certified, **result})
+        name = "failed_calls" if arguments.fail else "torture"
+        write_result(result_path(name, certified), {"certificate": certified, **result})
     return 1 if result["lost"] else 0
 
 

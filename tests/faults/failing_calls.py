@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("failing_calls.c")
-CALLS = ("open", "mkdir", "write", "pwrite", "ftruncate", "fsync", "rename")
 
 
 @functools.cache
@@ -35,9 +34,12 @@ def library() -> Path | None:
     return built
 
 
-def fault(below: Path, n: int, *, calls: str = "all", error: int = 0, mode: str = "once") -> dict[str, str]:
+def fault(
+    below: Path, *, n: int, calls: str = "all", error: int = 0, mode: str = "once", log: Path | None = None
+) -> dict[str, str]:
     """Environment variables: the ``n``-th of ``calls`` below a folder fails; see failing_calls.c."""
-    return {"FAILING_CALLS": f"{below}|{calls}|{n}|{error}|{mode}"}
+    more = {} if log is None else {"FAILING_CALLS_LOG": str(log)}
+    return {"FAILING_CALLS": f"{below}|{calls}|{n}|{error}|{mode}"} | more
 
 
 def arm() -> None:
