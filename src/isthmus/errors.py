@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,11 +97,12 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted; unsaved progress is lost."
     if hasattr(error, "format_message"):  # from typer, for a wrong command line
         return 2, f"{_sentence(error.format_message())} See isthmus --help."
-    if isinstance(error, OSError) and error.errno is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if (number := errno_of(error)) is not None:
+        filename = getattr(error, "filename", None)
+        where = "" if filename is None else f"{filename}: "
+        if number in _FULL:
             return NoSpace.exit_code, f"{where}no space is left. Free some, or write to another disk."
-        return IOFailure.exit_code, f"{where}{error.strerror}."
+        return IOFailure.exit_code, f"{where}{getattr(error, 'strerror', None) or error}."
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         hint = "Lower train.micro_batch_size or data.seq_length, raise parallel.tp, or set train.recompute=full."
         return IsthmusError.exit_code, f"out of memory. {hint}"
@@ -107,9 +110,28 @@ def explain(error: BaseException) -> tuple[int, str]:
     return IsthmusError.exit_code, f"{line} (unexpected; --debug shows the traceback)"
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_QUOTED = {os.strerror(number): number for number in (*_FULL, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)}
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The number of the system's error that ``error`` is or quotes; None for others.
+
+    Libraries in C++ and Rust raise plain exceptions. ``torch.save`` and NumPy do not tell why a write failed: EIO.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    text = str(error)
+    if found := re.search(r"\(os error (\d+)\)", text):
+        return int(found[1])
+    if re.search(r"iostream error|unexpected pos \d+|\d+ requested and \d+ written", text):
+        return errno.EIO
+    return next((number for quoted, number in _QUOTED.items() if quoted in text), None)
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
-    """Turn an OSError that occurs while writing at ``path`` into one for the user.
+    """Turn an error of the system that occurs while writing at ``path`` into one for the user.
 
     Raises:
         NoSpace: the disk or the quota is full; names the needed and the free space.
@@ -117,12 +139,16 @@ def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise IOFailure(f"{path} cannot be written: {error.strerror or error}.") from error
-        free_gib = shutil.disk_usage(path if path.exists() else path.parent).free / 2**30
+    except IsthmusError:
+        raise
+    except Exception as error:
+        if (number := errno_of(error)) is None and not isinstance(error, OSError):
+            raise
+        free = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists())).free
+        if number not in _FULL and free > 2**20:
+            raise IOFailure(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
         need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
-        raise NoSpace(f"no space left to write {path}: {need}{free_gib:.2f} GiB free. Make room.") from error
+        raise NoSpace(f"no space left to write {path}: {need}{free / 2**30:.2f} GiB free. Make room.") from error
 
 
 def _sentence(text: str) -> str:

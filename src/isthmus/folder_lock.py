@@ -58,8 +58,9 @@ class FolderLock:
             command = shlex.join(["isthmus", *sys.argv[1:]])[:200]
             started = time.strftime("%Y-%m-%d %H:%M:%S")
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "command": command}
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+            with suppress(OSError):  # only for messages
+                os.ftruncate(self._file, 0)
+                os.pwrite(self._file, json.dumps(holder).encode(), 0)
 
     def release(self) -> None:
         """Remove the file; does nothing without the lock."""

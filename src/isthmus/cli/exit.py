@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,12 +37,22 @@ def exit_status_of(run: Callable[[], int | None]) -> ExitStatus:
         return ExitStatus(code, message, traceback.format_exc())
 
 
+def open_closed_streams() -> None:
+    """Open what the parent has closed, as with ``2>&-``: the next file would get its number, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
 def print_error(status: ExitStatus, *, debug: bool) -> None:
     """Print the message to stderr, with ``debug`` the traceback first."""
-    if debug and status.traceback:
-        print(status.traceback, file=sys.stderr)
-    if status.message:
-        print(f"isthmus: {status.message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # closed by its reader; the exit code still tells
+        if debug and status.traceback:
+            print(status.traceback, file=sys.stderr)
+        if status.message:
+            print(f"isthmus: {status.message}", file=sys.stderr, flush=True)
 
 
 def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:

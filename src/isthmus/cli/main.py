@@ -107,9 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Before torch is imported: its C++ code warns with a stack for every connection that an ended rank closes,
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
+    from isthmus.cli.exit import open_closed_streams
     from isthmus.cli.process import run_alone, run_rank
     from isthmus.platforms import cpu_threads, rank_env
 
+    open_closed_streams()
     cpu_threads.sleep_while_waiting()
 
     return (run_alone if rank_env.stop_file() is None else run_rank)(words, parse_and_run)

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -139,7 +140,8 @@ def train(
             print(text.rstrip("\n"), flush=True)
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
-        print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody reads it
+            print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
     if not joined and nproc > 1:
         return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class _TensorBoard:
         from torch.utils.tensorboard.summary import hparams
         from torch.utils.tensorboard.writer import SummaryWriter
 
+        if threading.excepthook is threading.__excepthook__:
+            threading.excepthook = _without_tensorboard
         purge_step = run.start + 1 if run.start else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
         plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in run.settings.items()}
@@ -81,6 +84,12 @@ class _TensorBoard:
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def _without_tensorboard(failed: threading.ExceptHookArgs) -> None:
+    """The thread that writes the events raises its error a second time in the next call, where it is handled."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failed)
 
 
 class _WandB:
@@ -199,10 +208,10 @@ def check_trackers(logging: LoggingConfig) -> tuple[str, ...]:
 
 
 class Trackers:
-    """The trackers of a run. One that fails after the start is closed with a warning and does not end the run."""
+    """The trackers of a run. One that fails is left out with a warning and does not end the run."""
 
     def __init__(self, logging: LoggingConfig, run: TrackedRun, warn: Callable[[str], None]) -> None:
-        """Raises UsageError if one cannot start."""
+        """Raises UsageError if one cannot start in a new run: nothing is lost yet, and the setting is wrong."""
         self._warn = warn
         self._open: dict[str, Tracker] = {}
         for name in logging.to:
@@ -212,6 +221,9 @@ class Trackers:
             try:
                 self._open[name] = kind(run)
             except Exception as error:
+                if run.start or name == "tensorboard":  # TensorBoard is the default, and needs only the disk
+                    self._warn_of(name, error)
+                    continue
                 self.close(failed=True)
                 raise UsageError(f"logging.to: {name} cannot start: {error}. Correct it, or leave it out.") from error
 
@@ -233,4 +245,7 @@ class Trackers:
             use(self._open[name])
         except Exception as error:
             del self._open[name]
-            self._warn(f"warning: {name} failed and records nothing from here on ({error}); metrics.jsonl has all rows")
+            self._warn_of(name, error)
+
+    def _warn_of(self, name: str, error: Exception) -> None:
+        self._warn(f"warning: {name} failed and records nothing from here on ({error}); metrics.jsonl has all rows")

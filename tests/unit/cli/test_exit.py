@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +33,11 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device", "out/x"), 73, "out/x: no space is left."),
         (OSError(errno.EIO, "Input/output error", "out/x"), 74, "out/x: Input/output error."),
         (PermissionError(errno.EACCES, "Permission denied", "m"), 74, "m: Permission denied."),
+        (Exception("No space left on device (os error 28)"), 73, "no space is left"),  # of a library in Rust
+        (RuntimeError("open file failed with strerror: Input/output error"), 74, "Input/output error"),  # torch
+        (RuntimeError("basic_ios::clear: iostream error"), 74, "iostream error"),
+        (OSError("5 requested and 0 written"), 74, "5 requested and 0 written"),  # NumPy
+        (OSError("no such model"), 70, "no such model"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 70, "out of memory"),
         (OutOfMemoryError("HIP out of memory"), 70, "recompute=full"),
@@ -64,3 +73,24 @@ def test_traceback_of_a_bug_is_saved_in_the_run_folder(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "error.txt").read_text() and "error.txt" in saved.message
     known = raising(DataError("x"))
     assert save_traceback(known, tmp_path) == known
+
+
+@pytest.mark.processes
+def test_closed_streams_are_opened() -> None:
+    """Else the first file that a command opens is number 2, and gets what libraries print."""
+    command = [sys.executable, "-c", "import sys; from isthmus.cli.main import main; sys.exit(main())"]
+    closed = subprocess.run(
+        [*command, "config", "show", "x"], stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), text=True
+    )
+    assert (closed.returncode, closed.stdout) == (66, "")
+
+
+def test_error_without_a_reader_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        print_error(raising(DataError("bad file.")), debug=False)
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()

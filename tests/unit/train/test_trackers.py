@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +145,36 @@ def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path, kinds: Callable
     run = TrackedRun(tmp_path, 0, "trains", "first", {})
     with pytest.raises(UsageError, match=r"wandb cannot start: no API key\. Correct it, or leave it out"):
         Trackers(LoggingConfig(to=("wandb",)), run, print)
+    warnings: list[str] = []
+    Trackers(LoggingConfig(to=("wandb",)), replace(run, start=3), warnings.append).log({"train/loss": 1.0}, 4)
+    assert warnings == [
+        "warning: wandb failed and records nothing from here on (no API key); metrics.jsonl has all rows"
+    ]
+
+
+def test_broken_tensorboard_does_not_end_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder cannot be created; the file cannot be written any more, which its own thread finds."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not that of pytest
+    (tmp_path / "tensorboard").touch()
+    run_of(tmp_path, "tensorboard", losses={1: 2.0})
+    assert capsys.readouterr().err.count("warning: tensorboard failed and records nothing") == 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Reporter(tmp_path / "b", LoggingConfig(), is_main=True) as report:
+        report.begin(total_steps=400)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+            for step in range(1, 41):
+                report.step(metrics(step))
+            for _ in range(100):
+                report._trackers.log_answers([("a", "b" * 1000)], 40)  # type: ignore[union-attr]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    err = capsys.readouterr().err
+    assert err.count("warning: tensorboard failed and records nothing") == 1 and "Traceback" not in err
+    assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 40
 
 
 def test_absent_packages(kinds: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 from isthmus.atomic_write import rename, write_atomic
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
-from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput, errno_of
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:
@@ -70,24 +71,23 @@ def check_files(folder: Path) -> None:
             raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
 
 
-# "unexpected pos": torch's zip writer finds fewer bytes in the file than it wrote.
-_SIGNS_OF_NO_SPACE = ("No space left", "Disk quota", "File too large", "ENOSPC", "unexpected pos")
-
-
 @contextmanager
 def write_errors(stage: Path) -> Iterator[None]:
     """Translate errors to NoSpace, IOFailure or IsthmusError."""
     try:
         yield
+    except IsthmusError:
+        raise
     except (Exception, CheckpointException) as error:
-        text = str(error)
-        if any(sign in text for sign in _SIGNS_OF_NO_SPACE):
+        number, text = errno_of(error), str(error)
+        # torch's zip writer finds fewer bytes in the file than it wrote.
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "unexpected pos" in text:
             free = shutil.disk_usage(stage.parent).free / 2**30
             raise NoSpace(
                 f"no room for the checkpoint in {stage.parent} ({free:.2f} GiB free). Free some, lower "
                 "checkpoint.keep, or choose another --out; the checkpoint before it is intact."
             ) from error
-        if isinstance(error, OSError | CheckpointException):
+        if number is not None or isinstance(error, OSError | CheckpointException):
             message = f"the checkpoint could not be written to {stage.parent}: {_lines(error)[-1]}"
             raise IOFailure(message) from error
         raise IsthmusError(f"saving to {stage.parent} failed: {type(error).__name__}: {text}") from error

@@ -6,7 +6,6 @@ word mark before a text.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from array import array
@@ -25,7 +24,7 @@ from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
-from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, UnsafeInput, UsageError
+from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput, UsageError, disk_errors
 from isthmus.hf.model_folder import check_small_files, read_json, tokenizer_files
 from isthmus.hf.tokenizer.bounded_template import render_jinja_template, template_errors
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
@@ -289,7 +288,7 @@ class Tokenizer:
 def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[str]:
     """Write a tokenizer in a form that transformers 4 and 5 both read; returns the names of the files."""
     config = Path(folder) / "tokenizer_config.json"
-    try:
+    with disk_errors(Path(folder)):
         written = {Path(name).name for name in inner.save_pretrained(folder)}
         values = json.loads(config.read_bytes())
         # Names that only transformers 5 knows; it reads the older ones too.
@@ -299,12 +298,3 @@ def save_tokenizer(inner: PreTrainedTokenizerBase, folder: Path | str) -> list[s
             values["additional_special_tokens"] = extra
         config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return sorted(name for name in written if (Path(folder) / name).is_file())
-    except Exception as error:
-        # The tokenizers library raises bare exceptions that only quote the system's error.
-        quoted = re.search(r"\(os error (\d+)\)", str(error))
-        if not quoted and not isinstance(error, OSError):
-            raise
-        number = int(quoted[1]) if quoted else getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(f"{folder}: no space left to write the tokenizer. Make room.") from error
-        raise IOFailure(f"{folder}: the tokenizer cannot be written: {error}.") from error
