@@ -167,11 +167,24 @@ def test_dry_run_prints_a_loadable_config_and_writes_nothing(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:
     args = [arg for arg in sft_args if arg != "--json"]
-    printed = isthmus(*args, "--dry-run", "parallel.tp=2")
-    assert printed.returncode == 0 and not printed.stderr and not list(tmp_path.iterdir())
+    printed = isthmus(*args, "--dry-run", "parallel.tp=2", "--nproc", "2")
+    assert printed.returncode == 0 and not list(tmp_path.iterdir()), printed
+    for line in (
+        "layout: tp=2 +sp pp=1 dp=1", "data: 1 files, the first records: 64 records -> 64 samples",
+        "training: 4 steps, about ", "estimated from the first records", "no run was started",
+    ):  # fmt: skip
+        assert line in printed.stderr
     (tmp_path / "run.yaml").write_text(printed.stdout)
-    again = isthmus("sft", tmp_path / "run.yaml", "--dry-run")
+    again = isthmus("sft", tmp_path / "run.yaml", "--dry-run", "--nproc", "2")
     assert again.stdout == printed.stdout
+    refusals = {
+        (2, "tp=3"): ["parallel.tp=3", "--nproc", "3"],
+        (2, "not a multiple of micro_batch_size"): ["--nproc", "3"],
+        (66, "no such data file"): ["--data", tmp_path / "absent.json"],
+    }
+    for (code, message), more in refusals.items():
+        refused = isthmus(*args, "--dry-run", *more)
+        assert refused.returncode == code and message in refused.errors[-1], refused
 
 
 def test_resume_never(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from isthmus.config.dialects.rocm_scripts.read_variables import (
 from isthmus.config.dialects.rocm_scripts.script_run import NODE, ScriptRun, summary
 from isthmus.config.dialects.translation import as_yaml, remark_line
 from isthmus.config.load import load_config
-from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.config.schema import RunConfig
+from isthmus.errors import DataError, IsthmusError, MissingInput, UsageError
 
 
 def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
@@ -55,19 +56,17 @@ def run_script(script: str, words: Sequence[str]) -> int:
     plan += [f"log file {log}{'' if run.tee else ', no output on the terminal'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
-        from isthmus.recipes.setup.rehearsal import rehearse
-        from isthmus.recipes.setup.validation import dry_run
-
         print(as_yaml(run.translation, _title(run)), end="")
-        if batch_size_error is not None:
-            verdict = f"would be refused: {batch_size_error}."
-        else:
-            config = load_config(None, None, [], settings)
-            config, changes = rehearse(config, ranks) if run.rehearse else (config, [])
-            plan += changes
-            verdict = dry_run(config, world_size=ranks, ranks_here=nproc)
-        print("\n".join(f"# {line}" for line in (*plan, *verdict.splitlines())))
-        return 0
+        try:
+            if batch_size_error is not None:
+                raise UsageError(f"{run.script}: {batch_size_error}.")
+            _check_only(run, load_config(None, None, [], settings), ranks, nproc, plan)
+            code = 0
+        except IsthmusError as error:
+            plan.append(f"this run would fail here: {error}")
+            code = error.exit_code
+        print("\n".join(f"# {line}" for part in plan for line in part.splitlines()))
+        return code
     if batch_size_error is not None:
         raise UsageError(f"{run.script}: {batch_size_error}.")
     load_config(None, None, [], settings)
@@ -81,6 +80,18 @@ def run_script(script: str, words: Sequence[str]) -> int:
     elif not run.tee:
         print(f"isthmus: ended with exit code {code}; the error is in {log}.", file=sys.stderr)
     return code
+
+
+def _check_only(run: ScriptRun, config: RunConfig, ranks: int, nproc: int, lines: list[str]) -> None:
+    """Append the findings to ``lines``, as ``--dry-run`` prints them; raises the first error."""
+    from isthmus.recipes.dry_run import dry_run
+    from isthmus.recipes.setup.rehearsal import rehearse
+
+    if run.rehearse:
+        config, changes = rehearse(config, ranks)
+        lines += changes
+    dry_run(config, world_size=ranks, ranks_here=nproc, report=lines.append)
+    lines.append("no run was started (DRY_RUN=1)")
 
 
 def _read(script: str, words: Sequence[str]) -> ScriptRun:

@@ -60,7 +60,13 @@ Rehearse = Annotated[
         help="Train a small model of the same architecture and layout for some steps on CPUs, in OUT-rehearsal.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the complete config and stop.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the complete config, check all that is known without training, and print the size of the run.",
+    ),
+]
 
 
 def _verb(recipe: str, description: str) -> Callable[..., int]:
@@ -138,6 +144,7 @@ def train(
         if rank() == 0:
             text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
             print(text.rstrip("\n"), flush=True)
+            _check_only(config, joined=joined, nproc=nproc)
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         with suppress(OSError):  # nobody reads it
@@ -155,6 +162,17 @@ def train(
     if rank() == 0:
         show(result, as_json=json)
     return 0
+
+
+def _check_only(config: RunConfig, *, joined: bool, nproc: int) -> None:
+    """The checks of a run, and their findings on stderr; raises the first error."""
+    from isthmus.platforms.rank_env import local_world_size, world_size
+    from isthmus.recipes.dry_run import dry_run
+
+    ranks, here = (world_size(), local_world_size()) if joined else (nproc, nproc)
+    print(_run_line(config, ranks), file=sys.stderr, flush=True)
+    dry_run(config, world_size=ranks, ranks_here=here, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print("no run was started (--dry-run)", file=sys.stderr, flush=True)
 
 
 def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:

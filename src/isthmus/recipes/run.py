@@ -23,7 +23,7 @@ from isthmus.recipes.dpo_reference import (
 )
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
 from isthmus.recipes.setup.validation import RunContext, validate
-from isthmus.recipes.training import Training, exports_model
+from isthmus.recipes.training import Training, describe, exports_model
 from isthmus.recipes.training_setup import set_up
 from isthmus.train.loop import Loop, is_due
 from isthmus.train.reporter import Reporter
@@ -109,7 +109,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
 def _train(training: Training, stop: StopFlag) -> RunResult:
     context, start, steps = training.context, training.start, training.data.steps
     config, reporter = context.config, training.reporter
-    reporter.log(training.describe())
+    reporter.log(describe(context, training.data))
     settings = {name: value for name, value, _ in origins_of(config.model_dump(mode="json"), {})}
     reporter.begin(total_steps=steps, start=start, settings=settings)
     profiled = config.train.profiled_steps

@@ -26,6 +26,7 @@ from isthmus.recipes.run_dir import write_record
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
 from isthmus.recipes.setup.memory_estimate import num_parameters
+from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.train.loop import RunData
@@ -35,6 +36,21 @@ from isthmus.train.reporter import Reporter
 def exports_model(config: RunConfig) -> bool:
     """Whether an export has the whole model."""
     return config.checkpoint.export_merged or not config.lora.enabled
+
+
+def describe(context: RunContext, data: RunData) -> str:
+    """Steps, epochs, tokens of a step and parameters."""
+    epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
+    return (
+        f"training: {data.steps} steps, {'random tokens' if context.config.data.mock else epochs}, "
+        f"{data.train.tokens_per_step:,.0f} tokens per step; {describe_parameters(context.plan)}"
+    )
+
+
+def describe_parameters(plan: ModelPlan) -> str:
+    total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
+    trained += 0 if plan.adapters is None else plan.adapters.num_parameters
+    return f"{total:,} parameters, {trained:,} trainable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +68,6 @@ class Training:
     best: BestLoss
     record: Mapping[str, Any]
     """The run record; empty on other ranks than the first."""
-
-    def describe(self) -> str:
-        """Steps, epochs, tokens of a step and parameters."""
-        plan, data = self.context.plan, self.data
-        epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
-        total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
-        trained += 0 if plan.adapters is None else plan.adapters.num_parameters
-        return (
-            f"training: {data.steps} steps, {'random tokens' if self.context.config.data.mock else epochs}, "
-            f"{data.train.tokens_per_step:,.0f} tokens per step; {total:,} parameters, {trained:,} trainable"
-        )
 
     def save(self, step: int) -> None:
         """Write a checkpoint; a collective."""

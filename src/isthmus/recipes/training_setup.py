@@ -15,7 +15,8 @@ from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import UsageError
-from isthmus.recipes.data.corpus import check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.data.corpus import Corpus, Report, check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.data.first_records import check_first_records
 from isthmus.recipes.dpo_reference import (
     compute_reference,
     has_reference,
@@ -67,34 +68,42 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
 
 
 def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:
+    """The run record, and the checks before anything is tokenized that one rank does for all."""
     record, messages = checked_record(context)
+    if context.resume is None:  # else the data is tokenized already
+        check_first_records(context.config, context.tokenizer)
     for message in messages:
         reporter.log(message)
     return record
 
 
 def _load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
-    config, plan = context.config, context.plan
     corpus = load_corpus(
-        config,
+        context.config,
         context.run_dir.data,
         context.tokenizer,
-        vocab_size=plan.architecture.vocab_size,
+        vocab_size=context.plan.architecture.vocab_size,
         resume=context.resume,
         stop=stop,
         report=reporter.log,
     )
+    return run_data(context, corpus, position, reporter.log)
+
+
+def run_data(context: RunContext, corpus: Corpus, position: Position, report: Report) -> RunData:
+    """The batches of a rank and the number of steps."""
+    config, plan = context.config, context.plan
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
     device_type = context.platform.device_type
     end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.score_head else None
     train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type, end=end)
     if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
         why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
-        reporter.log(f"pipeline: stages exchange the length of each micro batch, because {why}")
+        report(f"pipeline: stages exchange the length of each micro batch, because {why}")
     steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
-        reporter.log(f"epochs of each set in {steps} steps: {epochs}")
+        report(f"epochs of each set in {steps} steps: {epochs}")
     return RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 

@@ -191,7 +191,7 @@ def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: 
     line = f"MBS=1 BS=8 TP=1 SEQ_LENGTH=64 MODEL_SIZE=70 bash {ROOT}/examples/llama/train_llama3.sh {LOCAL}"
     line = line.replace("model.path=model", "model.path=large")
     words = [word for word in line.split() if word not in ("bash", f"{ROOT}/examples/llama/train_llama3.sh")]
-    assert main(["config", "from-env", "llama3", "--run", "DRY_RUN=1", *words]) == 0
+    assert main(["config", "from-env", "llama3", "--run", "DRY_RUN=1", *words]) == 2
     shown = capsys.readouterr().out
     assert "# this run would fail here: the model (qwen3) has" in shown and "# command: isthmus pretrain" in shown
     assert YAML(typ="safe").load(shown)["model"]["path"] == "large" and not Path("experiment").exists()

@@ -70,11 +70,13 @@ def test_result_as_text_and_as_json(recipe: list[RunConfig], capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out) == {"loss": 1.25, "model": "o/hf", "valid_loss": None}
 
 
-def test_dry_run_prints_the_config_and_stops(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*RUN, "--dry-run", "--nproc", "4", "parallel.tp=4"]) == 0
-    printed = capsys.readouterr().out
-    assert "tp: 4" in printed and not recipe
-    assert main([*RUN, "--dry-run", "--json"]) == 0
+def test_dry_run_prints_the_config_and_the_first_error(
+    recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*RUN, "--dry-run", "--nproc", "4", "parallel.tp=4"]) == 66
+    printed, errors = capsys.readouterr()
+    assert "tp: 4" in printed and not recipe and "isthmus: m does not exist" in errors and "4 ranks" in errors
+    assert main([*RUN, "--dry-run", "--json"]) == 66
     assert json.loads(capsys.readouterr().out)["model"]["path"] == "m"
 
 

@@ -315,12 +315,17 @@ def _check_sizes(settings: BatchSettings, dp_size: int) -> None:
     for name in ("micro_batch_size", "seq_length"):
         if getattr(settings, name) < 1:
             raise UsageError(f"{name}={getattr(settings, name)}, expected 1 or more.")
-    size, at_once = settings.global_batch_size, settings.micro_batch_size * dp_size
+    check_batch_sizes(settings.global_batch_size, settings.micro_batch_size, dp_size)
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
+    """Check that all data-parallel ranks have the same number of whole micro batches."""
+    size, at_once = global_batch_size, micro_batch_size * dp_size
     if size < 1 or size % at_once:
         below = size // at_once * at_once
         hint = f"{below} or {below + at_once}" if below else f"{at_once}"
         raise UsageError(
-            f"train.global_batch_size={size} is not a multiple of micro_batch_size={settings.micro_batch_size} x "
+            f"train.global_batch_size={size} is not a multiple of micro_batch_size={micro_batch_size} x "
             f"data-parallel ranks={dp_size}. Use {hint}."
         )
 

@@ -75,6 +75,13 @@ def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
         raise DataError(f"{path}: the table has no rows. Expected at least one record.")
 
 
+def count_rows(name: str) -> int:
+    """Rows of a parquet file, or of a dataset on the disk."""
+    if Path(name).is_dir():
+        return len(_from_disk(_library(name), name))
+    return int(_pyarrow(name).parquet.read_metadata(name).num_rows)
+
+
 def rows_at_once(num_rows: int, num_bytes: int) -> int:
     """Rows per chunk, from their mean size."""
     return max(1, min(_MOST_ROWS, CHUNK_BYTES * num_rows // max(1, num_bytes)))

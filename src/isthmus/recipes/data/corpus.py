@@ -192,8 +192,8 @@ def load_corpus(
         lambda: tokenized.update(_tokenize_sources(config, sources, folder, tokenizer, resume, stop, report)), "corpus"
     )
     stores: list[SampleStore] = []
-    agree(lambda: stores.extend(_open_sources(config, sources, folder, tokenizer, vocab_size, report, tokenized)))
-    return _split_sources(config, sources, stores)
+    agree(lambda: stores.extend(open_sources(config, sources, folder, tokenizer, vocab_size, report, tokenized)))
+    return split_sources(config, sources, stores)
 
 
 def _tokenize_sources(
@@ -231,11 +231,10 @@ def _tokenize_sources(
     return tokenized
 
 
-def _tokenize_source(
-    config: RunConfig, source: DataSource, folder: Path, tokenizer: Tokenizer, stop: StopFlag, digests: dict[str, str]
-) -> TokenizeStats:
+def tokenize_options(config: RunConfig) -> TokenizeOptions:
+    """How the records of a run's raw files become samples."""
     data, kind = config.data, KINDS[config.recipe]
-    options = TokenizeOptions(
+    return TokenizeOptions(
         kind,
         seq_length=None if kind == "text" else _most_targets(config),
         loss_on=data.loss_on if kind == "chat" else "assistant",
@@ -245,6 +244,10 @@ def _tokenize_source(
         chat=chat_settings(config),
     )
 
+
+def _tokenize_source(
+    config: RunConfig, source: DataSource, folder: Path, tokenizer: Tokenizer, stop: StopFlag, digests: dict[str, str]
+) -> TokenizeStats:
     def check_stop(_: TokenizeStats) -> None:
         if stop.requested:
             raise Preempted("stopped while tokenizing, as requested. Run the same command again to continue.")
@@ -252,14 +255,15 @@ def _tokenize_source(
     files = find_sources(source.files)
     try:
         return tokenize_files(
-            files, folder / source.key, tokenizer, options, known_digests=digests, on_progress=check_stop
-        )
+            files, folder / source.key, tokenizer, tokenize_options(config), known_digests=digests,
+            on_progress=check_stop,
+        )  # fmt: skip
     except Hang:  # a signal to the whole process group ends the workers too
         check_stop(TokenizeStats())
         raise
 
 
-def _open_sources(
+def open_sources(
     config: RunConfig,
     sources: Sequence[DataSource],
     folder: Path,
@@ -293,8 +297,8 @@ def _open_sources(
     return stores
 
 
-def _split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
-    """Validation and test samples are from their files, or split off from each training set."""
+def split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
+    """The parts of a run: validation and test samples are from their files, or split off from each training set."""
     data = config.data
     split_off: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
     fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}

@@ -159,7 +159,7 @@ def tokenize_files(
                     output.add(chunk)
                     on_progress(output.stats)
             output.flush()
-            _check_not_empty(output.stats, files.names, options.seq_length)
+            check_not_empty(output.stats, files.names, options.seq_length)
             report = output.stats.as_dict() | {"notes": template_notes(options, output.stats)}
             output.assemble(token_dtype(tokenizer.vocab_size), options.kind != "text", {**inputs, "report": report})
         output.publish()
@@ -219,7 +219,7 @@ def _inputs(
     }
 
 
-def _check_not_empty(stats: TokenizeStats, names: Sequence[str], seq_length: int | None) -> None:
+def check_not_empty(stats: TokenizeStats, names: Sequence[str], seq_length: int | None) -> None:
     if not stats.samples:
         reason = f" First: {stats.skipped.reasons[0]}" if stats.skipped.reasons else ""
         limit = "" if seq_length is None else f" (seq_length={seq_length})"

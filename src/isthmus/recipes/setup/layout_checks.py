@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
+from isthmus.data.batching.batches import check_batch_sizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.rules.shard import check_expert_sizes, check_tp_size
@@ -130,7 +131,8 @@ def check_offload(optim: OptimConfig, parallel: ParallelConfig, device_type: str
 
 
 def check_micro_batches(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the interleaved pipeline schedule (arXiv 2104.04473) can divide the batch."""
+    """Check that ranks, and the interleaved pipeline schedule (arXiv 2104.04473), can divide the batch."""
+    check_batch_sizes(train.global_batch_size, train.micro_batch_size, parallel.dp(world_size))
     if parallel.vpp == 1:
         return
     dp = parallel.dp(world_size)

@@ -199,6 +199,7 @@ def check_training(config: RunConfig, plan: ModelPlan) -> None:
     _check_recompute(config, plan)
     _check_optimizer(config.optim, plan)
     _check_expert_bias(config, plan)
+    check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)

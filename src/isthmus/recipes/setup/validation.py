@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from isthmus.config.schema import RunConfig
-from isthmus.errors import IsthmusError
+from isthmus.convert.coverage import check_coverage
 from isthmus.hf.hub import check_name
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms import rank_env
@@ -20,7 +20,13 @@ from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
 from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.setup.layout_checks import check_async_layout, check_offload
 from isthmus.recipes.setup.memory_estimate import check_memory
-from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, check_training, dropout_messages, plan_model
+from isthmus.recipes.setup.model_plan import (
+    ModelPlan,
+    check_precision,
+    check_training,
+    dropout_messages,
+    plan_model,
+)
 from isthmus.recipes.setup.model_source import run_tokenizer
 from isthmus.recipes.setup.teacher_model import check_teacher, teacher_messages
 from isthmus.train.callbacks import callback_class
@@ -49,18 +55,21 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     """Check a run before its ranks join. Errors are reported in this order:
 
     1. run folder and checkpoint to resume from,
-    2. model folder, family, layout and experts (:func:`plan_model`),
+    2. model folder, family, layout and experts (:func:`plan_model`), names and shapes of the weights,
     3. training settings (:func:`check_training`),
     4. data files,
     5. tokenizer, prompts of evaluations,
     6. platform, precision, teacher, optimizer offload, attention backend,
     7. memory.
 
-    Checks that need samples or a checkpoint are in :mod:`isthmus.recipes.training_setup`.
+    Rank 0 then compares the run with its checkpoint (:mod:`isthmus.recipes.setup.resume_check`) and renders the first
+    records (:mod:`isthmus.recipes.data.first_records`), before anything is written. Checks that need all samples are in
+    :mod:`isthmus.recipes.training_setup`.
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
     plan = plan_model(config, world_size=world_size)
+    _check_weights(config, plan)
     check_training(config, plan)
     check_files(config)
     if config.checkpoint.push is not None:
@@ -104,10 +113,9 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     return RunContext(config, run_dir, resume, plan, tokenizer, prompts, platform, shape, precision, messages)
 
 
-def dry_run(config: RunConfig, *, world_size: int, ranks_here: int) -> str:
-    """The messages of a run that is not started, or its first error."""
-    try:
-        context = validate(config, world_size=world_size, ranks_here=ranks_here)
-    except IsthmusError as error:
-        return f"this run would fail here: {error}"
-    return "\n".join([*context.messages, "no run was started (DRY_RUN=1)"])
+def _check_weights(config: RunConfig, plan: ModelPlan) -> None:
+    """Check names and shapes of the tensors that the run reads."""
+    if config.model.init == "hf":
+        check_coverage(plan.weights.source, plan.family, plan.architecture)
+    if plan.teacher is not None and config.distill.teacher_init == "hf":
+        check_coverage(plan.teacher.weights.source, plan.teacher.family, plan.teacher.architecture)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import RunConfig
-from isthmus.errors import IsthmusError, MissingInput, NoSpace, UsageError
+from isthmus.errors import DataError, IsthmusError, MissingInput, NoSpace, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
-from isthmus.recipes.setup.validation import dry_run, validate
+from isthmus.recipes.dry_run import dry_run
+from isthmus.recipes.setup.validation import validate
 from ranks.tiny import build_model_folder
 
 
@@ -47,13 +48,23 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
         config = RunConfig.model_validate(sections)
         with pytest.raises(kind, match=message) as caught:
             validate(config, world_size=1, ranks_here=1)
-        assert dry_run(config, world_size=1, ranks_here=1) == f"this run would fail here: {caught.value}"
+        with pytest.raises(kind) as same:
+            dry_run(config, world_size=1, ranks_here=1, report=[].append)
+        assert str(same.value) == str(caught.value)
         sections |= change
     config = RunConfig.model_validate(sections)
     context = validate(config, world_size=1, ranks_here=1)
     assert (context.precision, context.resume) == ("fp32", None)
     assert {"layout: tp=1 pp=1 dp=1", "precision fp32: train.precision"} <= set(context.messages)
-    *report, end = dry_run(config, world_size=1, ranks_here=1).splitlines()
-    assert (
-        report[0].startswith("platform cpu: ") and len(report) == len(context.messages) and "no run was started" in end
-    )
+    data.write_text('[{"prompt": "the sea", "completion": "is blue"}]')
+    lines: list[str] = []
+    with pytest.raises(DataError, match=r"no sample is left to train on \(seq_length=16\)"):
+        dry_run(config, world_size=1, ranks_here=1, report=lines.append)
+    lines.clear()
+    config = RunConfig.model_validate(sections | {"data": {"files": [str(data)], "seq_length": 64}})
+    context = validate(config, world_size=1, ranks_here=1)
+    dry_run(config, world_size=1, ranks_here=1, report=lines.append)
+    assert tuple(lines[: len(context.messages)]) == context.messages and not (tmp_path / "out").exists()
+    *_, first, size = lines
+    assert first.startswith("data: 1 files, the first records: 1 records -> 1 samples")
+    assert size.startswith("training: 1 steps, about 1 epochs, about ") and "parameters" in size

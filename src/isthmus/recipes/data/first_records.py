@@ -1,0 +1,192 @@
+"""Data before it is tokenized: the first records of each file are rendered and tokenized, and its size is estimated."""
+
+from __future__ import annotations
+
+import codecs
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.readers.arrow_reader import ArrowChunk, count_rows
+from isthmus.data.readers.chunks import CHUNK_BYTES, Record, RecordChunk
+from isthmus.data.readers.data_names import HUB
+from isthmus.data.readers.decompress import is_compressed, open_decompressed
+from isthmus.data.readers.file_formats import TextFileChunk, read_chunks
+from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.tokenize.stats import TokenizeStats
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer
+from isthmus.errors import DataError
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.recipes.data.corpus import (
+    Corpus,
+    open_source,
+    open_sources,
+    split_sources,
+    tokenize_options,
+    write_missing_manifests,
+)
+from isthmus.recipes.data.data_sources import DataSource, files_below, find_data_sources
+from isthmus.recipes.data.prepare import check_not_empty
+
+_FIRST_RECORDS = 8
+_MOST_FILES = 256
+_MOST_CHUNKS = 16
+"""Files whose first chunk is tokenized for the estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataEstimate:
+    """Of an epoch of the training data."""
+
+    sequences: float
+    """Packed sequences, samples, pairs or answers, as ``train.global_batch_size`` counts them."""
+    tokens: float
+
+
+def check_first_records(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Render and tokenize the first records of each raw file, so that a run fails before it has tokenized the others.
+
+    Raises:
+        DataError: as for the whole files.
+    """
+    tokenize = RecordTokenizer(tokenizer, tokenize_options(config))
+    for source in _raw_sources(config):
+        for name in _local_names(source)[:_MOST_FILES]:
+            for chunk in islice(read_chunks([name]), 1):
+                tokenize(_FirstRecords(chunk))
+
+
+def known_corpus(
+    config: RunConfig, tokenizer: Tokenizer, *, vocab_size: int, report: Callable[[str], None]
+) -> Corpus | None:
+    """The data of a run if nothing has to be tokenized, else None; writes nothing."""
+    if config.data.mock:
+        return Corpus.mock(config, vocab_size)
+    if _raw_sources(config):
+        return None
+    sources = find_data_sources(config)
+    with TemporaryDirectory() as folder:
+        for source in sources:
+            write_missing_manifests(source, Path(folder))
+        stores = open_sources(config, sources, Path(folder), tokenizer, vocab_size, report, {})
+    return split_sources(config, sources, stores)
+
+
+def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None]) -> DataEstimate | None:
+    """Estimate the training data from the first records and the sizes of the files; None if that is not possible."""
+    data = config.data
+    sequences = tokens = 0.0
+    rest = 1.0 - sum(
+        fraction
+        for fraction, files in ((data.valid_fraction, data.valid_files), (data.test_fraction, data.test_files))
+        if not files
+    )
+    for source in find_data_sources(config):
+        size = (
+            _prepared_size(config, source, tokenizer) if source.prepared else _size(config, source, tokenizer, report)
+        )
+        if size is None:
+            return None
+        if source.use == "train":
+            packed = data.packing and config.recipe in ("sft", "distill", "pretrain")
+            pairs = 2 if config.recipe in ("dpo", "reward") else 1
+            sequences += rest * (max(1.0, size[1] / data.seq_length) if packed else size[0] / pairs)
+            tokens += rest * size[1]
+    return DataEstimate(sequences, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstRecords:
+    chunk: RecordChunk
+
+    def parse(self) -> Iterator[Record | DataError]:
+        chunk = _TextStart(self.chunk.path) if isinstance(self.chunk, TextFileChunk) else self.chunk
+        return islice(chunk.parse(), _FIRST_RECORDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextStart:
+    """The start of a text file, which may be large."""
+
+    path: str
+
+    def parse(self) -> Iterator[Record | DataError]:
+        with open_decompressed(self.path) as file:
+            raw = file.read(CHUNK_BYTES)
+        try:
+            yield Record({"text": codecs.getincrementaldecoder("utf-8-sig")().decode(raw)}, f"{self.path}:1")
+        except UnicodeDecodeError as error:
+            yield DataError(f"{self.path}: not UTF-8 at byte {error.start}. Convert the file.")
+
+
+def _raw_sources(config: RunConfig) -> list[DataSource]:
+    return [] if config.data.mock else [source for source in find_data_sources(config) if not source.prepared]
+
+
+def _local_names(source: DataSource) -> list[str]:
+    """Data sets on the Hub are not opened: the run downloads them."""
+    return [name for name in find_sources(source.files).names if not name.startswith(HUB)]
+
+
+def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[float, float]:
+    with TemporaryDirectory() as folder:
+        write_missing_manifests(source, Path(folder))
+        store, _ = open_source(source, config, tokenizer, Path(folder))
+    return float(len(store)), float(store.num_tokens - len(store))
+
+
+def _size(
+    config: RunConfig, source: DataSource, tokenizer: Tokenizer, report: Callable[[str], None]
+) -> tuple[float, float] | None:
+    """(samples, tokens with a label) of the files of a source; None if it cannot be estimated."""
+    tokenize, names = RecordTokenizer(tokenizer, tokenize_options(config)), _local_names(source)
+    stats, known = TokenizeStats(), len(names) == len(find_sources(source.files).names)
+    whole = known and len(names) <= _MOST_CHUNKS
+    samples = tokens = seen_bytes = 0.0
+    for number, name in enumerate(names[:_MOST_FILES]):
+        first, *more = islice(read_chunks([name]), 2)
+        done = tokenize(_start_of(first) if number < _MOST_CHUNKS else _FirstRecords(first))
+        stats.add(done.stats)
+        if number >= _MOST_CHUNKS:
+            continue
+        chunks = _chunks(first, name, done.stats.records) if more or isinstance(first, TextFileChunk) else 1.0
+        known &= chunks is not None
+        whole &= chunks == 1.0
+        inputs = np.maximum(done.lengths - 1, 0)
+        if config.recipe == "pretrain":  # documents are cut into samples
+            samples += float(np.ceil(inputs / config.data.seq_length).sum()) * (chunks or 0)
+        else:
+            samples += len(inputs) * (chunks or 0)
+        tokens += float(inputs.sum()) * (chunks or 0)
+        seen_bytes += _num_bytes(name)
+    report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
+    if whole:
+        check_not_empty(stats, names, tokenize.options.seq_length)
+    if not known or not samples:
+        return None
+    share = sum(map(_num_bytes, names)) / seen_bytes
+    return samples * share, tokens * share
+
+
+def _start_of(chunk: RecordChunk) -> RecordChunk:
+    return _TextStart(chunk.path) if isinstance(chunk, TextFileChunk) else chunk
+
+
+def _chunks(first: RecordChunk, name: str, records: int) -> float | None:
+    """How many times the file has the content of its first chunk; None if only reading it would show that."""
+    if isinstance(first, ArrowChunk):
+        return count_rows(name) / max(1, records)
+    if is_compressed(name):
+        return None
+    read = CHUNK_BYTES if isinstance(first, TextFileChunk) else len(pickle.dumps(first))
+    return max(1.0, Path(name).stat().st_size / read)
+
+
+def _num_bytes(name: str) -> int:
+    return sum(Path(path).stat().st_size for path in files_below(name))

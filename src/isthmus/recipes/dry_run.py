@@ -1,0 +1,104 @@
+"""``--dry-run``: everything of a run that can be checked without training; nothing is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from isthmus.config.presets import is_model_file
+from isthmus.config.schema import RunConfig
+from isthmus.engine.parallel.process_groups import Position
+from isthmus.errors import UsageError
+from isthmus.hf.hub import check_access, fetch, looks_like_id
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.data.first_records import estimate_data, known_corpus
+from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.setup.resume_check import checked_record
+from isthmus.recipes.setup.validation import RunContext, validate
+from isthmus.recipes.training import describe, describe_parameters
+from isthmus.recipes.training_setup import run_data
+
+Report = Callable[[str], None]
+_FIRST_RANK = Position(
+    rank=0, tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, etp_rank=0, edp_rank=0, is_first_stage=True
+)  # fmt: skip
+
+
+def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Report) -> None:
+    """Check a run and report its size: parameters, memory, steps and tokens.
+
+    Steps and tokens are exact for prepared data, mock data and ``train.steps``, else estimated from the first records.
+
+    Args:
+        config: of the run.
+        world_size: ranks of the run.
+        ranks_here: how many of them run on this machine.
+        report: is called with each line.
+
+    Raises:
+        IsthmusError: the first error of the run, with its exit code.
+    """
+    here = _without_downloads(config, report)
+    context = validate(here, world_size=world_size, ranks_here=ranks_here)
+    for message in context.messages:
+        report(message)
+    if here.model.init == config.model.init:
+        for message in checked_record(context)[1]:
+            report(message)
+    if context.resume is not None:
+        report(f"resumes from {context.resume}")
+    if (repo := config.checkpoint.push) is not None:
+        check_access(repo)
+    report(_size(context, report))
+
+
+def _size(context: RunContext, report: Report) -> str:
+    config, tokenizer = context.config, context.tokenizer
+    vocab_size = context.plan.architecture.vocab_size
+    corpus = known_corpus(config, tokenizer, vocab_size=vocab_size, report=report)
+    if corpus is not None:
+        data = run_data(context, corpus, _FIRST_RANK, report)
+        check_schedule(config, data.steps)
+        check_best(config, has_validation=data.valid is not None)
+        check_profiled_steps(config, data.steps)
+        return f"{describe(context, data)}; {data.steps * data.train.tokens_per_step:,.0f} tokens in all"
+    estimate, batch = estimate_data(config, tokenizer, report), config.train.global_batch_size
+    parameters, given = describe_parameters(context.plan), config.train.steps
+    if estimate is None:
+        steps_known = "steps as many as the data has" if given is None else f"{given} steps"
+        return f"training: {steps_known}; {parameters}; the tokens of this data are known when it is tokenized"
+    epoch = math.ceil(estimate.sequences / batch)
+    steps = given or math.ceil((config.train.epochs or 1) * epoch)
+    for check in (check_schedule, check_profiled_steps):
+        try:
+            check(config, steps)
+        except UsageError as error:
+            report(f"the run may fail after it has tokenized the data: {error}")
+    tokens_per_step = estimate.tokens / estimate.sequences * batch
+    return (
+        f"training: {'' if given else 'about '}{steps} steps, about {steps / epoch:.3g} epochs, about "
+        f"{tokens_per_step:,.0f} tokens per step and {steps * tokens_per_step:,.0f} in all, estimated from the first "
+        f"records; {parameters}"
+    )
+
+
+def _without_downloads(config: RunConfig, report: Report) -> RunConfig:
+    """The config with the folders of models on the Hub; weights that are not in its cache are not downloaded."""
+    code = config.model.trust_remote_code
+
+    def local(named: str | None, init: Literal["hf", "random"]) -> tuple[str | None, Literal["hf", "random"]]:
+        if named is None or is_model_file(named) or Path(named).exists() or not looks_like_id(named):
+            return named, init
+        folder = fetch(named, weights=False, code=code, report=report)
+        if init == "random" or ModelFolder.open(folder).has_weights:
+            return str(folder), init
+        report(f"{named}: its weights are not in the Hub cache; the run downloads them, and they are not checked here")
+        return str(folder), "random"
+
+    path, init = local(config.model.path, config.model.init)
+    teacher, teacher_init = local(config.distill.teacher, config.distill.teacher_init)
+    model = config.model.model_copy(update={"path": path, "init": init})
+    distill = config.distill.model_copy(update={"teacher": teacher, "teacher_init": teacher_init})
+    return config.model_copy(update={"model": model, "distill": distill})
