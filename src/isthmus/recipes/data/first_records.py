@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -11,14 +10,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.batching.batches import Bins
 from isthmus.data.readers.arrow_reader import ArrowChunk, count_rows
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record, RecordChunk
+from isthmus.data.readers.csv_reader import CsvChunk
 from isthmus.data.readers.data_names import HUB
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
 from isthmus.data.readers.file_formats import TextFileChunk, read_chunks
 from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.readers.json_chunks import JsonArrayChunk, JsonLinesChunk
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import DataError
@@ -94,9 +97,7 @@ def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str
         if size is None:
             return None
         if source.use == "train":
-            packed = data.packing and config.recipe in ("sft", "distill", "pretrain")
-            pairs = 2 if config.recipe in ("dpo", "reward") else 1
-            sequences += rest * (max(1.0, size[1] / data.seq_length) if packed else size[0] / pairs)
+            sequences += rest * size[0]
             tokens += rest * size[1]
     return DataEstimate(sequences, tokens)
 
@@ -138,17 +139,18 @@ def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) 
     with TemporaryDirectory() as folder:
         write_missing_manifests(source, Path(folder))
         store, _ = open_source(source, config, tokenizer, Path(folder))
-    return float(len(store)), float(store.num_tokens - len(store))
+    inputs = np.maximum(store.lengths - 1, 0)
+    return _num_sequences(config, inputs), float(inputs.sum())
 
 
 def _size(
     config: RunConfig, source: DataSource, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[float, float] | None:
-    """(samples, tokens with a label) of the files of a source; None if it cannot be estimated."""
+    """(sequences, tokens with a label) of the files of a source; None if it cannot be estimated."""
     tokenize, names = RecordTokenizer(tokenizer, tokenize_options(config)), _local_names(source)
     stats, known = TokenizeStats(), len(names) == len(find_sources(source.files).names)
     whole = known and len(names) <= _MOST_CHUNKS
-    samples = tokens = seen_bytes = 0.0
+    sequences = tokens = seen_bytes = 0.0
     for number, name in enumerate(names[:_MOST_FILES]):
         first, *more = islice(read_chunks([name]), 2)
         done = tokenize(_start_of(first) if number < _MOST_CHUNKS else _FirstRecords(first))
@@ -159,19 +161,26 @@ def _size(
         known &= chunks is not None
         whole &= chunks == 1.0
         inputs = np.maximum(done.lengths - 1, 0)
-        if config.recipe == "pretrain":  # documents are cut into samples
-            samples += float(np.ceil(inputs / config.data.seq_length).sum()) * (chunks or 0)
-        else:
-            samples += len(inputs) * (chunks or 0)
+        sequences += _num_sequences(config, inputs) * (chunks or 0)
         tokens += float(inputs.sum()) * (chunks or 0)
         seen_bytes += _num_bytes(name)
     report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
     if whole:
         check_not_empty(stats, names, tokenize.options.seq_length)
-    if not known or not samples:
+    if not known or not sequences:
         return None
     share = sum(map(_num_bytes, names)) / seen_bytes
-    return samples * share, tokens * share
+    return sequences * share, tokens * share
+
+
+def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
+    """As ``train.global_batch_size`` counts them, of samples with so many inputs."""
+    length = config.data.seq_length
+    if config.recipe == "pretrain":  # documents are cut into samples
+        inputs = np.concatenate([np.repeat(length, (inputs // length).sum()), inputs % length])
+    if config.data.packing and config.recipe in ("sft", "distill", "pretrain"):
+        return len(Bins.packed(inputs[inputs > 0], length, 0)) if inputs.any() else 0
+    return len(inputs) // (2 if config.recipe in ("dpo", "reward") else 1)
 
 
 def _start_of(chunk: RecordChunk) -> RecordChunk:
@@ -184,7 +193,13 @@ def _chunks(first: RecordChunk, name: str, records: int) -> float | None:
         return count_rows(name) / max(1, records)
     if is_compressed(name):
         return None
-    read = CHUNK_BYTES if isinstance(first, TextFileChunk) else len(pickle.dumps(first))
+    read = CHUNK_BYTES  # of a text file
+    if isinstance(first, JsonLinesChunk):
+        read = len(first.raw)
+    elif isinstance(first, JsonArrayChunk):
+        read = sum(len(text.encode()) + 2 for _, text in first.texts)
+    elif isinstance(first, CsvChunk):
+        read = sum(len(",".join(row).encode()) + 1 for _, row in first.rows)
     return max(1.0, Path(name).stat().st_size / read)
 
 

@@ -55,9 +55,9 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     """Check a run before its ranks join. Errors are reported in this order:
 
     1. run folder and checkpoint to resume from,
-    2. model folder, family, layout and experts (:func:`plan_model`), names and shapes of the weights,
+    2. model folder, family, layout and experts (:func:`plan_model`),
     3. training settings (:func:`check_training`),
-    4. data files,
+    4. data files, names and shapes of the weights,
     5. tokenizer, prompts of evaluations,
     6. platform, precision, teacher, optimizer offload, attention backend,
     7. memory.
@@ -69,9 +69,9 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
     plan = plan_model(config, world_size=world_size)
-    _check_weights(config, plan)
     check_training(config, plan)
     check_files(config)
+    _check_weights(config, plan)
     if config.checkpoint.push is not None:
         check_name(config.checkpoint.push)
     for name in config.callbacks:

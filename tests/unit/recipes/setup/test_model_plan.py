@@ -157,7 +157,8 @@ def test_recomputing_rotary_embeddings_of_shared_heads_is_refused(tmp_path: Path
     config = config_of(model, 24, recompute="selective", recompute_modules=["rope"])
     plan = plan_model(config)
     check_training(config, plan)
-    plan = replace(plan, parallel=plan.parallel.model_copy(update={"tp": 2 * plan.architecture.num_query_groups}))
+    tp = 2 * plan.architecture.num_query_groups
+    plan = replace(plan, parallel=plan.parallel.model_copy(update={"tp": tp}), world_size=tp)
     with pytest.raises(
         UsageError, match=r"names rope, which saves no memory with QK norm and tp=\d+ above the \d+ key"
     ):
