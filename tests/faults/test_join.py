@@ -78,6 +78,27 @@ def test_suspended_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path
     assert waited_s < 30
 
 
+def test_second_ctrl_c_ends_a_rank_that_waits(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    """Under another launcher: Python handles no signal while the main thread waits for the lost rank, up to 90 s."""
+    args = [*sft_args, "parallel.tp=2", "train.steps=100000"]
+    ranks = isthmus.start_ranks([[(args, variables) for variables in rank_variables(2)]])
+    wait_for_step(tmp_path / "out", 3)
+    ranks.send(1, signal.SIGSTOP)
+    time.sleep(0.3)
+    for _ in range(2):
+        ranks.send(0, signal.SIGINT)
+        ranks.send(0, signal.SIGINT)  # like batch systems
+        assert ranks.running(0)
+        time.sleep(0.6)
+    started_s = time.monotonic()
+    while ranks.running(0):
+        time.sleep(0.05)
+    assert time.monotonic() - started_s < 10
+    ranks.send(1, signal.SIGKILL)
+    completed = ranks.wait()
+    assert completed[0].returncode == 130 and "rank 0: killed" in completed[0].errors[0], completed
+
+
 @pytest.mark.parametrize(
     ("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "last in loading the model")]
 )

@@ -9,8 +9,10 @@ collectives hang.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, Preempted, explain
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
+from isthmus.launch.local_launcher import SECOND_REQUEST_S
 from isthmus.platforms import rank_env
 
 GRACE_S = 3.0
@@ -63,6 +66,11 @@ class Heartbeat:
         self._count = self._answers = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._first: Failure | None = None
+        self._signals = socket.socketpair()
+        """Python's handler of C signals writes their numbers to the second one."""
+        self._signals[1].setblocking(False)
+        self._wakeup_fd: int | None = None
+        """That of the program before."""
         # Its own connection, since that of the main thread blocks while it waits for a key.
         self._store = open_store(min(30.0, timeout_s), serves=False)
 
@@ -71,6 +79,10 @@ class Heartbeat:
         self._send(current_region())
         for name, target in (("heartbeat", self._run), ("store watchdog", self._watch_store)):
             threading.Thread(target=target, name=name, daemon=True).start()
+        if rank_env.stop_file() is None:  # else the launcher kills the ranks
+            with suppress(ValueError):  # outside the main thread, where Python forbids it
+                self._wakeup_fd = signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self._watch_interrupts, name="second Ctrl-C", daemon=True).start()
 
     def __enter__(self) -> Heartbeat:
         return self
@@ -80,6 +92,8 @@ class Heartbeat:
         lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)))
         cause = self._cause(error) if error is not None and lost else None
         self._ended.set()
+        if self._wakeup_fd is not None:
+            signal.set_wakeup_fd(self._wakeup_fd)
         if error is None or isinstance(error, Preempted):
             with suppress(RuntimeError):
                 self._send(_FINISHED)
@@ -135,6 +149,20 @@ class Heartbeat:
             answers, waited_s = self._answers, waited_s + _PERIOD_S if answers == self._answers else 0.0
             if waited_s > self._lost_s:
                 _leave(Failure(exit_code=Hang.exit_code, message=f"{self._no_store()} {_ADVICE}"))
+
+    def _watch_interrupts(self) -> None:
+        """Leave at a second Ctrl-C: the main thread handles no signal while it waits in a collective."""
+        first_s = math.inf
+        while number := self._signals[0].recv(1):
+            now_s = time.monotonic()
+            if number[0] == signal.SIGINT and now_s - first_s > SECOND_REQUEST_S:
+                failure = Failure(exit_code=130, message="killed; unsaved progress is lost.")
+                told = threading.Thread(target=self._post, args=(failure,), daemon=True)
+                told.start()
+                told.join(2 * _PERIOD_S)  # the store may not answer
+                _leave(failure)
+            if number[0] == signal.SIGINT:
+                first_s = min(first_s, now_s)
 
     def _no_store(self) -> str:
         address, port = rank_env.master()

@@ -34,8 +34,8 @@ SAVE_TIMEOUT_S = 600.0
 """Time for the ranks to save after a stop request."""
 LEAVE_TIMEOUT_S = 5
 """Time for the other ranks to exit after a failure."""
-# A batch system may send the same signal twice at once; only a later Ctrl-C is a second request.
-_SECOND_REQUEST_S = 0.5
+SECOND_REQUEST_S = 0.5
+"""A batch system may send the same signal twice at once; only a later Ctrl-C is a second request."""
 # ``python -P -m isthmus``, which Python 3.10 does not have: modules in the current folder do not hide others.
 _RANK_COMMAND = (
     "-c", "import sys; sys.path = [*filter(None, sys.path)]; from isthmus.cli.main import main; sys.exit(main())"
@@ -159,7 +159,7 @@ class _Signals:
             hint = "" if number != signal.SIGINT else " Ctrl-C again kills the run."
             what = "saving after this step" if self._saves else "sent to the ranks"
             os.write(2, f"isthmus: {signal.Signals(number).name}: {what}.{hint}\n".encode())
-        elif number == signal.SIGINT and time.monotonic() - self._first_s > _SECOND_REQUEST_S:
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > SECOND_REQUEST_S:
             self.killed = True
             self._send(signal.SIGKILL)
 
