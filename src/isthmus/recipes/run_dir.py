@@ -45,7 +45,10 @@ class RunDir:
         return self.root / ("adapter" if step is None else f"adapter-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
-        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``."""
+        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``.
+
+        A run that began from a checkpoint of another run, and has one of its own, continues from its own.
+        """
         from isthmus.engine.checkpoint.checkpoint_folder import latest
 
         # A command that was killed before its first file leaves the lock or a temporary file.
@@ -71,6 +74,10 @@ class RunDir:
         if resume in ("auto", "never"):
             return newest
         chosen = Path(resume)
+        if newest is not None and not chosen.resolve().is_relative_to(self.root.resolve()):
+            record = read_record(newest)
+            if record is not None and record["settings"]["checkpoint.resume"] == resume:
+                return newest
         if not chosen.is_dir():
             raise MissingInput(f"checkpoint.resume={resume}: no such folder. Name an iter_NNNNNNN folder, or 'auto'.")
         if (chosen / ".metadata").is_file():

@@ -37,7 +37,8 @@ from isthmus.recipes.data.corpus import (
 from isthmus.recipes.data.data_sources import DataSource, files_below, find_data_sources
 from isthmus.recipes.data.prepare import check_not_empty
 
-_FIRST_RECORDS = 8
+_FIRST_RECORDS, _FIRST_BYTES = 8, 4096
+"""Of each file, or of each text."""
 _MOST_FILES = 256
 _MOST_CHUNKS = 16
 """Files whose first chunk is tokenized for the estimate."""
@@ -107,8 +108,7 @@ class _FirstRecords:
     chunk: RecordChunk
 
     def parse(self) -> Iterator[Record | DataError]:
-        chunk = _TextStart(self.chunk.path) if isinstance(self.chunk, TextFileChunk) else self.chunk
-        return islice(chunk.parse(), _FIRST_RECORDS)
+        return islice(_start_of(self.chunk, _FIRST_BYTES).parse(), _FIRST_RECORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +116,11 @@ class _TextStart:
     """The start of a text file, which may be large."""
 
     path: str
+    num_bytes: int
 
     def parse(self) -> Iterator[Record | DataError]:
         with open_decompressed(self.path) as file:
-            raw = file.read(CHUNK_BYTES)
+            raw = file.read(self.num_bytes)
         try:
             yield Record({"text": codecs.getincrementaldecoder("utf-8-sig")().decode(raw)}, f"{self.path}:1")
         except UnicodeDecodeError as error:
@@ -153,7 +154,7 @@ def _size(
     sequences = tokens = seen_bytes = 0.0
     for number, name in enumerate(names[:_MOST_FILES]):
         first, *more = islice(read_chunks([name]), 2)
-        done = tokenize(_start_of(first) if number < _MOST_CHUNKS else _FirstRecords(first))
+        done = tokenize(_start_of(first, CHUNK_BYTES) if number < _MOST_CHUNKS else _FirstRecords(first))
         stats.add(done.stats)
         if number >= _MOST_CHUNKS:
             continue
@@ -183,8 +184,8 @@ def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
     return len(inputs) // (2 if config.recipe in ("dpo", "reward") else 1)
 
 
-def _start_of(chunk: RecordChunk) -> RecordChunk:
-    return _TextStart(chunk.path) if isinstance(chunk, TextFileChunk) else chunk
+def _start_of(chunk: RecordChunk, num_bytes: int) -> RecordChunk:
+    return _TextStart(chunk.path, num_bytes) if isinstance(chunk, TextFileChunk) else chunk
 
 
 def _chunks(first: RecordChunk, name: str, records: int) -> float | None:
