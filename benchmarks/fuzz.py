@@ -1,0 +1,213 @@
+"""Damaged and hostile files for every reader: each is read, or refused with a message, in bounded time and memory.
+
+python benchmarks/fuzz.py --n 1000000 --state fuzz-state.json --record
+
+The inputs are functions of seed, reader and number. A reader runs in a process with limited memory, which is ended when
+one input takes 5 seconds; the campaign goes on with the next input, and from --state where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from certificate import REPOSITORY, certificate, result_path, write_result
+
+sys.path[:0] = [str(REPOSITORY / name) for name in ("src", "tests")]
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+LIMIT_S = 5.0
+_HANG_S = 60.0
+"""Without using the processor, as when a file is opened that nobody writes."""
+MEMORY_BYTES = 1 << 30
+"""Address space that one process may take for its inputs."""
+BATCH_S = 120.0
+"""Longest time between two states."""
+_MAX_MESSAGE = 4000
+
+
+class Finding(Exception):
+    """An input that is neither read nor refused."""
+
+
+def attempt(reader: Any, number: int, campaign: int, folder: Path) -> str:
+    """Give one input to its reader; returns ``read`` or ``refused``.
+
+    Raises:
+        Finding: any other error, or one without a message for users.
+    """
+    from isthmus.errors import IsthmusError
+
+    path = folder / reader.file.partition("/")[2]
+    path.write_bytes(reader.content(number, campaign))
+    try:
+        reader.read(path)
+    except IsthmusError as error:
+        if error.exit_code == IsthmusError.exit_code or not 0 < len(str(error)) <= _MAX_MESSAGE:
+            raise Finding(f"exit code {error.exit_code}, a message of {len(str(error))} characters") from error
+        return "refused"
+    except BaseException as error:  # some errors of libraries are not an Exception
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = next((one for one in reversed(traceback.extract_tb(error.__traceback__)) if "isthmus" in one.filename), frame)
+        at = f"{Path(place.filename).name}:{place.lineno}"
+        raise Finding(f"{type(error).__name__} at {at}: {str(error)[:200]}") from error
+    return "read"
+
+
+def work(reader: Any, start: int, stop: int, campaign: int, progress: Path) -> None:
+    """Run the inputs of a batch in this process; the parent reads the number of the current one from ``progress``."""
+    counts = {"read": 0, "refused": 0}
+    scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=scratch) as made:
+        folder = Path(shutil.copytree(reader.seed, Path(made, "seed")))
+        reader.read(folder / reader.file.partition("/")[2])  # the valid file; imports what it needs
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        until = time.monotonic() + BATCH_S
+        with progress.open("r+b") as file, mmap(file.fileno(), 8) as shared:
+            for number in range(start, stop):
+                if time.monotonic() > until:
+                    break
+                shared[:8] = struct.pack("<q", number)
+                try:
+                    counts[attempt(reader, number, campaign, folder)] += 1
+                except Finding as finding:
+                    print(json.dumps({"number": number, "what": str(finding)}), flush=True)
+    print(json.dumps(counts), flush=True)
+
+
+class Batch:
+    """A forked process that works on a batch, and the limits of time of each input."""
+
+    def __init__(self, reader: Any, start: int, stop: int, campaign: int, scratch: Path) -> None:
+        self._progress, self._start = scratch / "progress", start
+        self._progress.write_bytes(struct.pack("<q", -1))
+        self._output, self._errors = scratch / "output", scratch / "errors"
+        self._pid = os.fork()
+        if not self._pid:
+            code = 1
+            try:
+                for number, file in ((1, self._output), (2, self._errors)):
+                    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+                work(reader, start, stop, campaign, self._progress)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+
+    def run(self) -> tuple[int, dict[str, int], list[dict[str, Any]]]:
+        """Wait for the process; returns the inputs that ran, counts by outcome, and findings."""
+        ended = self._wait()
+        at = struct.unpack("<q", self._progress.read_bytes())[0]
+        rows = [json.loads(line) for line in self._output.read_text().splitlines() if line.startswith("{")]
+        findings = [row for row in rows if "number" in row]
+        counts = next((row for row in rows if "read" in row), {})
+        if ended is None:
+            return counts["read"] + counts["refused"] + len(findings), counts, findings
+        errors = self._errors.read_text(errors="replace")
+        if at < 0:
+            raise SystemExit(f"the valid file is not read: {ended} {errors[-2000:]}")
+        findings.append({"number": at, "what": f"{ended} {errors[-200:]}".strip()})
+        return at + 1 - self._start, {}, findings
+
+    def _wait(self) -> str | None:
+        """Why the process was ended, or how; None if it did all its work."""
+        before, since, used_before = -1, time.monotonic(), 0.0
+        while True:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                return None if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            time.sleep(0.1)
+            at = struct.unpack("<q", self._progress.read_bytes())[0]
+            used = _cpu_s(self._pid)
+            if at != before:
+                before, since, used_before = at, time.monotonic(), used
+            if at >= 0 and (used - used_before > LIMIT_S or time.monotonic() - since > _HANG_S):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                return f"hang: more than {LIMIT_S:g} s"
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def campaign(state_file: Path, n: int, number: int, only: list[str], pause: Path | None, commit: str | None) -> dict[str, Any]:
+    """Run ``n`` inputs over all readers, from where the state is; returns the state."""
+    from hostile.readers import BY_NAME, READERS
+
+    state = json.loads(state_file.read_text()) if state_file.exists() else {"readers": {}, "findings": []}
+    whole = sum(reader.share for reader in READERS)
+    wanted = {reader.name: round(n * reader.share / whole) for reader in READERS if not only or reader.name in only}
+    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-") as scratch:
+        while left := {name for name, count in wanted.items() if _done(state, name)["inputs"] < count}:
+            for name in [name for name in wanted if name in left]:
+                while pause is not None and pause.exists():
+                    time.sleep(2)
+                row = _done(state, name)
+                start = row["inputs"]
+                started_s = time.monotonic()
+                ran, counts, findings = Batch(BY_NAME[name], start, wanted[name], number, Path(scratch)).run()
+                row["inputs"] += ran
+                row["read"] += counts.get("read", 0)
+                row["refused"] += counts.get("refused", 0)
+                row["time_s"] += time.monotonic() - started_s
+                row["commits"] = dict(row["commits"]) | {str(commit): row["commits"].get(str(commit), 0) + ran}
+                state["findings"] += [{"reader": name, "commit": commit, **finding} for finding in findings]
+                for finding in findings:
+                    print(f"{name} {finding['number']}: {finding['what']}", flush=True)
+                write_result(state_file, state)
+    return state
+
+
+def _done(state: dict[str, Any], name: str) -> dict[str, Any]:
+    empty = {"inputs": 0, "read": 0, "refused": 0, "time_s": 0.0, "commits": {}}
+    return state["readers"].setdefault(name, empty)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 1 if there were findings."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--n", type=int, default=10_000, help="inputs over all readers (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="number of the campaign (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="READER", help="some of the readers")
+    parser.add_argument("--state", type=Path, help="continue from this file, and write it after each batch")
+    parser.add_argument("--pause-while", type=Path, metavar="FILE", help="start no batch while this file exists")
+    parser.add_argument("--out", type=Path, help="write the result here")
+    parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    certified = certificate(["benchmarks/fuzz.py", *arguments])
+    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-") as folder:
+        state_file = chosen.state or Path(folder, "state.json")
+        state = campaign(state_file, chosen.n, chosen.seed, chosen.only, chosen.pause_while, certified["commit"])
+    total = sum(row["inputs"] for row in state["readers"].values())
+    result = {"benchmark": "fuzz", "certificate": certified, "inputs": total, **state}
+    print(f"{total:,} inputs, {len(state['findings'])} findings")
+    out: Path | None = result_path("fuzz", certified) if chosen.record else chosen.out
+    if out is not None:
+        write_result(out, result)
+        print(f"written to {out}")
+    return 1 if state["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
