@@ -35,39 +35,12 @@ MEMORY_BYTES = 1 << 30
 """Address space that one process may take for its inputs."""
 BATCH_S = 120.0
 """Longest time between two states."""
-_MAX_MESSAGE = 4000
-
-
-class Finding(Exception):
-    """An input that is neither read nor refused."""
-
-
-def attempt(reader: Any, number: int, campaign: int, folder: Path) -> str:
-    """Give one input to its reader; returns ``read`` or ``refused``.
-
-    Raises:
-        Finding: any other error, or one without a message for users.
-    """
-    from isthmus.errors import IsthmusError
-
-    path = folder / reader.file.partition("/")[2]
-    path.write_bytes(reader.content(number, campaign))
-    try:
-        reader.read(path)
-    except IsthmusError as error:
-        if error.exit_code == IsthmusError.exit_code or not 0 < len(str(error)) <= _MAX_MESSAGE:
-            raise Finding(f"exit code {error.exit_code}, a message of {len(str(error))} characters") from error
-        return "refused"
-    except BaseException as error:  # some errors of libraries are not an Exception
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = next((one for one in reversed(traceback.extract_tb(error.__traceback__)) if "isthmus" in one.filename), frame)
-        at = f"{Path(place.filename).name}:{place.lineno}"
-        raise Finding(f"{type(error).__name__} at {at}: {str(error)[:200]}") from error
-    return "read"
 
 
 def work(reader: Any, start: int, stop: int, campaign: int, progress: Path) -> None:
     """Run the inputs of a batch in this process; the parent reads the number of the current one from ``progress``."""
+    from hostile.contract import Finding, attempt
+
     counts = {"read": 0, "refused": 0}
     scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=scratch) as made:
@@ -83,7 +56,7 @@ def work(reader: Any, start: int, stop: int, campaign: int, progress: Path) -> N
                     break
                 shared[:8] = struct.pack("<q", number)
                 try:
-                    counts[attempt(reader, number, campaign, folder)] += 1
+                    counts[attempt(reader, reader.content(number, campaign), folder)] += 1
                 except Finding as finding:
                     print(json.dumps({"number": number, "what": str(finding)}), flush=True)
     print(json.dumps(counts), flush=True)
@@ -151,8 +124,11 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def campaign(state_file: Path, n: int, number: int, only: list[str], pause: Path | None, commit: str | None) -> dict[str, Any]:
+def campaign(
+    state_file: Path, n: int, number: int, only: list[str], pause: Path | None, commit: str | None
+) -> dict[str, Any]:
     """Run ``n`` inputs over all readers, from where the state is; returns the state."""
+    from hostile import contract  # noqa: F401, before the first fork
     from hostile.readers import BY_NAME, READERS
 
     state = json.loads(state_file.read_text()) if state_file.exists() else {"readers": {}, "findings": []}

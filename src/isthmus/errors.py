@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+_MAX_MESSAGE = 20_000
+
 
 class IsthmusError(Exception):
     """Base of all errors that are meant for the user; shown as one line, with a traceback only under ``--debug``."""
@@ -92,7 +94,7 @@ def error_of(exit_code: int, message: str) -> IsthmusError:
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and message of any exception."""
     if isinstance(error, IsthmusError):
-        return error.exit_code, str(error)
+        return error.exit_code, _clipped(str(error))
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted; unsaved progress is lost."
     if hasattr(error, "format_message"):  # from typer, for a wrong command line
@@ -149,6 +151,11 @@ def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
             raise IOFailure(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
         need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""
         raise NoSpace(f"no space left to write {path}: {need}{free / 2**30:.2f} GiB free. Make room.") from error
+
+
+def _clipped(text: str) -> str:
+    """A hostile name or value in a message may have millions of characters."""
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ... ({len(text)} characters)"
 
 
 def _sentence(text: str) -> str:

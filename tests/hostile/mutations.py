@@ -22,15 +22,79 @@ NUMBERS: tuple[Any, ...] = (
     *(-(2**31), -(2**63), -(2**64), 0.5, -0.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan"), 1000000000),
 )
 TEXTS = (
-    *("", " ", "a", "\0", "\n", "..", "../a", "/etc/passwd", "a" * 300, "a" * 5000, "\ud800", "{", "{}", "{{", "%s", "${X}"),
+    *(
+        "",
+        " ",
+        "a",
+        "\0",
+        "\n",
+        "..",
+        "../a",
+        "/etc/passwd",
+        "a" * 300,
+        "a" * 5000,
+        "\ud800",
+        "{",
+        "{}",
+        "{{",
+        "%s",
+        "${X}",
+    ),
     *("null", "true", "1e999", "\u2581", "\U0001f600", "é", "F64", "bfloat16", "model_type", "llama", "a.b.c", "."),
     *("(a+)+$", "(" * 200, "[", "*", "nan", "0x1F", "1_000", "C:\\a", "file:///a", "hf:a/b", "{% for x in y %}"),
 )
 _WORDS = re.compile(r"[A-Za-z_]+|[0-9.]+|\s+|.", re.DOTALL)
 _INSERTED = (
-    *("&a ", "*a", "<<: *a\n", "!!int ", "!!binary ", "!!set ", "!!omap ", "? ", "- ", ": ", "# ", "\t", "---\n", "...\n"),
-    *("[", "]", "{", "}", "[" * 300, "{a: " * 100, '"', "'", "|\n", ">\n", "%YAML 1.1\n", "~", "0x", "1e999", "\0", "\ufeff"),
-    *("${A}", "${A:1}", "bases: [a]\n", "extends: x\n", "overrides: 1\n", "--", "=", " ", "\\", "\u2028", "\r", ",", ";", "`"),
+    *(
+        "&a ",
+        "*a",
+        "<<: *a\n",
+        "!!int ",
+        "!!binary ",
+        "!!set ",
+        "!!omap ",
+        "? ",
+        "- ",
+        ": ",
+        "# ",
+        "\t",
+        "---\n",
+        "...\n",
+    ),
+    *(
+        "[",
+        "]",
+        "{",
+        "}",
+        "[" * 300,
+        "{a: " * 100,
+        '"',
+        "'",
+        "|\n",
+        ">\n",
+        "%YAML 1.1\n",
+        "~",
+        "0x",
+        "1e999",
+        "\0",
+        "\ufeff",
+    ),
+    *(
+        "${A}",
+        "${A:1}",
+        "bases: [a]\n",
+        "extends: x\n",
+        "overrides: 1\n",
+        "--",
+        "=",
+        " ",
+        "\\",
+        "\u2028",
+        "\r",
+        ",",
+        ";",
+        "`",
+    ),
 )
 
 
@@ -164,7 +228,9 @@ def torch_pickle(raw: bytes, rng: random.Random) -> bytes:
             number = rng.choice([n for n in NUMBERS if isinstance(n, int)])
             ops[at] = b"J" + (number % 2**32).to_bytes(4, "little") if rng.random() < 0.5 else f"I{number}\n".encode()
         else:
-            ops.insert(at, rng.choice((b"r\xff\xff\xff\x7f", b"(", b"0", b"2", b"}", b"]", b")", b"N", b"R", b"b", b"Q", b".")))
+            ops.insert(
+                at, rng.choice((b"r\xff\xff\xff\x7f", b"(", b"0", b"2", b"}", b"]", b")", b"N", b"R", b"b", b"Q", b"."))
+            )
     return b"".join(ops)
 
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hostile import mutations
 from isthmus.cli.translate import _split
@@ -37,7 +36,9 @@ from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from isthmus.input_files import parse_json
 from isthmus.recipes.data.eval_prompts import _read as read_prompts
-from isthmus.train.reporter import cut_after, first_valid_loss
+from isthmus.recipes.model_card import _losses
+from isthmus.train.row_file import RowFile, first_valid_loss
+from isthmus.train.trackers import TrackedRun
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -66,7 +67,10 @@ class Reader:
         """The input ``number`` of a campaign, always the same."""
         rng = random.Random(f"{campaign}/{self.name}/{number}")
         chosen = rng.choice((self.file, *self.others))
-        return self.mutate(_seed(chosen), rng)
+        try:
+            return self.mutate(_seed(chosen), rng)
+        except RecursionError:  # nested beyond what Python's own JSON writes
+            return b"[" * 5000
 
 
 @functools.cache
@@ -101,7 +105,7 @@ def _torch_dist(path: Path) -> None:
     for key, meta in folder.tensors.items():
         for chunk in meta.chunks:
             folder._info(key, chunk)
-    folder.args
+    args_in(read_torch_pickle(path.parent / "common.pt"))
 
 
 def _legacy(path: Path) -> None:
@@ -185,7 +189,8 @@ def _tracker(path: Path) -> None:
 
 def _metrics(path: Path) -> None:
     first_valid_loss(path)
-    cut_after(path, 1)
+    _losses(path, 1)
+    RowFile(path, start=1, warn=print).close()
 
 
 def _checksums(path: Path) -> None:
@@ -240,7 +245,8 @@ READERS = (
     Reader("prompts", lambda path: read_prompts(path), "texts/prompts.jsonl", mutations.json_lines),
     Reader("tracker", _tracker, "texts/latest_checkpointed_iteration.txt", mutations.havoc),
     Reader("metrics", _metrics, "texts/metrics.jsonl", mutations.json_lines),
+    Reader("tracker-ids", lambda path: TrackedRun(path.parent, 1, "p", "n", {}).known_id("wandb"),
+           "texts/trackers.json", _JSON, 0.5),
     Reader("checksums", _checksums, "checksums/checksums.json", _JSON),
 )  # fmt: skip
 BY_NAME: dict[str, Reader] = {reader.name: reader for reader in READERS}
-_ = Any

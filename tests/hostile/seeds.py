@@ -47,7 +47,7 @@ CHATS: list[dict[str, Any]] = [
     {"prompt": "p", "chosen": "yes", "rejected": "no", "margin": 1.5},
     {"prompt": [{"role": "user", "content": "p"}], "completion": "c", "label": True},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]},
-                  {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+                  {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
                   {"role": "tool", "content": "1"}, {"role": "assistant", "content": "One."}],
      "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
 ]  # fmt: skip
@@ -120,7 +120,9 @@ def _write_models(model: Path) -> None:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "rank_pattern": {"q.*": 2}}
     (peft / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "base_model_name_or_path": "org/a"}))
     start = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    save_file({f"{start}A.weight": torch.ones(2, 8), f"{start}B.weight": torch.ones(8, 2)}, peft / "adapter_model.safetensors")
+    save_file(
+        {f"{start}A.weight": torch.ones(2, 8), f"{start}B.weight": torch.ones(8, 2)}, peft / "adapter_model.safetensors"
+    )
     torch.save({"a.weight": torch.ones(2, 3), "b": torch.ones(4, 4).T, "c": {"d": [1, 2.5, "x", (None, True)]}},
                SEEDS / "torch" / "state.pt")  # fmt: skip
 
@@ -168,11 +170,16 @@ def _write_texts() -> None:
     folder.mkdir()
     (folder / "run.yaml").write_text(RUN)
     (folder / "base.yaml").write_text("out: base\ntrain: {threads: 1}\n")
-    (folder / "model.yaml").write_text("bases: [base.yaml]\nmodel_type: qwen3\nrope_scaling: {type: yarn, factor: '${A:2}'}\n")
-    (folder / "overrides.txt").write_text("optim.lr=2e-5\ndata.files=[a, b]\ntrain={steps: 3}\nmodel.config={a: {b: 1}}\n")
+    (folder / "model.yaml").write_text(
+        "bases: [base.yaml]\nmodel_type: qwen3\nrope_scaling: {type: yarn, factor: '${A:2}'}\n"
+    )
+    (folder / "overrides.txt").write_text(
+        "optim.lr=2e-5\ndata.files=[a, b]\ntrain={steps: 3}\nmodel.config={a: {b: 1}}\n"
+    )
     (folder / "megatron.txt").write_text(MEGATRON)
     (folder / "rocm.txt").write_text(ROCM)
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n"c"\n')
+    (folder / "trackers.json").write_text('{"wandb": "a1"}\n')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
     (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
     (folder / "iter_0000012").mkdir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -105,6 +106,37 @@ def save_without_data(content: Any, path: Path) -> None:
         torch.save(content, path)
 
 
+_FIXED = re.compile(
+    rb"(?s)[(012NRQabdelostu)\]}\x81\x85-\x89\x8f-\x94\x97\x98]+|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|[G\x95].{8}"
+    rb"|[ILFSVPg][^\n]*\n|[ci][^\n]*\n[^\n]*\n"
+)
+"""Operations of a pickle without a length, and with an argument of fixed length or in lines."""
+_SIZED = {**dict.fromkeys(b"UC\x8a\x8c", 1), **dict.fromkeys(b"TBX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+"""Operations with an argument behind its length, and the bytes of that."""
+
+
+def check_memo(raw: bytes) -> None:
+    """Raise DataError for a place in the memo beyond the pickle: the unpickler would reserve memory up to it.
+
+    One flipped bit can ask for 32 GiB.
+    """
+    at, place = 0, 0
+    while at < len(raw) and place <= len(raw):
+        code = raw[at]
+        if (found := _FIXED.match(raw, at)) is not None:
+            at = found.end()
+        elif (size := _SIZED.get(code)) is not None:
+            at += 1 + size + int.from_bytes(raw[at + 1 : at + 1 + size], "little")
+        elif code == ord("r"):
+            place, at = int.from_bytes(raw[at + 1 : at + 5], "little"), at + 5
+        elif code == ord("p") and (line := re.compile(rb"p(\d{1,18})\n").match(raw, at)) is not None:
+            place, at = int(line[1]), line.end()
+        else:  # the end, or what the unpickler refuses
+            return
+    if place > len(raw):
+        raise DataError(f"its pickle of {len(raw)} bytes has a memo of {place} places")
+
+
 class _Window(io.FileIO):
     """A file, opened at ``offset``, that ends after ``length`` bytes; ``zipfile`` finds an archive at its end."""
 
@@ -138,7 +170,11 @@ class _TensorUnpickler(pickle.Unpickler):
         self._root = pickles[0].removesuffix("data.pkl")
         if f"{self._root}byteorder" in members and self._zip.read(f"{self._root}byteorder") != b"little":
             raise DataError("its numbers are big-endian; only little-endian is supported")
-        super().__init__(io.BytesIO(self._zip.read(pickles[0])))
+        if any(self._zip.getinfo(name).compress_type != zipfile.ZIP_STORED for name in pickles):
+            raise DataError("its data.pkl is compressed, as torch.save never does")
+        raw = self._zip.read(pickles[0])
+        check_memo(raw)
+        super().__init__(io.BytesIO(raw))
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__builtin__":  # the name in pickle protocol 2, which torch.save uses

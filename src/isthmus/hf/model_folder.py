@@ -24,6 +24,8 @@ GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """In a folder of PEFT, which has LoRA weights and no model."""
+_MAX_NAME = 255
+"""Bytes of a file name."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
@@ -99,7 +101,10 @@ class ModelFolder:
         """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
         path = self.path / GENERATION_FILE
         named = (read_json(path) if path.is_file() else self.config).get("eos_token_id")
-        return {named} if isinstance(named, int) else set(named or ())
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(isinstance(token, int) for token in listed):
+            raise DataError(f"{path}: eos_token_id must be a number or a list of numbers, got {named!r:.60}.")
+        return set(listed)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -138,8 +143,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
         windows_path = PureWindowsPath(file)  # accepts both separators, and drives
         if windows_path.drive or windows_path.root or ".." in windows_path.parts or "\0" in file:
             raise UnsafeInput(f"{index} refers to {file!r}, which is outside the folder. Do not use this model.")
-        if not (index.parent / file).is_file():
-            raise DataError(f"{index} refers to {file}, which does not exist. Download the missing file.")
+        if len(file.encode("utf-8", "replace")) > _MAX_NAME or not (index.parent / file).is_file():
+            raise DataError(f"{index} refers to {file:.100}, which does not exist. Download the missing file.")
         if not _is_within(index.parent, (index.parent / file).resolve()):
             raise UnsafeInput(
                 f"{index} refers to {file!r}, a link to a file outside the folder. "

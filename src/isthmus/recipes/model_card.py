@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import platform as python_platform
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from isthmus.data.readers.data_names import HUB
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.train.row_file import rows_until
 
 _KINDS = {
     "sft": "fine-tuned on chats",
@@ -85,11 +84,7 @@ def _hub_datasets(config: RunConfig) -> list[str]:
 
 def _losses(metrics: Path, step: int) -> str:
     """A table of the losses up to ``step``, with the other metrics of evaluations."""
-    rows = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    until = [row for row in rows if row.get("step", step + 1) <= step]
+    until = list(rows_until(metrics, step))
     valid = [row for row in until if "valid_loss" in row]
     named = {"validation": valid[:1] + valid[-1:] if len(valid) > 1 else valid}
     named["test"] = [row for row in until if "test_loss" in row]
@@ -107,8 +102,8 @@ def _losses(metrics: Path, step: int) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) and abs(value) < 1e300 else "not finite"
 
 
 def _data(data: Batches, step: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from isthmus.atomic_write import write_atomic
 from isthmus.errors import disk_errors
+from isthmus.input_files import parse_json
 
 _EVALUATIONS = ("valid_loss", "test_loss", "answer")
 """Keys of rows that a resumed run may compute again, at the step from which it resumes."""
@@ -34,7 +35,7 @@ class RowFile:
         self._size_bytes = 0
         self._unwritten: list[bytes] = []
         self._has_warned = False
-        kept = list(_rows_until(path, start))
+        kept = list(rows_until(path, start))
         self._evaluations = {(start, kind) for row in kept if row["step"] == start for kind in _kinds(row)}
         """Step and kind of the evaluations that need not be recorded again."""
         if path.exists():
@@ -92,16 +93,16 @@ class RowFile:
 def first_valid_loss(path: Path) -> float | None:
     """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):  # another row, or one that is being written
-            return float(json.loads(line)["valid_loss"])
+        with suppress(ValueError, KeyError, TypeError, OverflowError):  # another row, or one that is being written
+            return float(parse_json(line)["valid_loss"])
     return None
 
 
-def _rows_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
+def rows_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
     """The complete rows of steps until ``step``; none for step 0, from which a run begins anew."""
     for line in path.read_bytes().splitlines() if step and path.exists() else ():
         with suppress(ValueError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
                 yield row
 
@@ -111,4 +112,4 @@ def _kinds(row: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace")

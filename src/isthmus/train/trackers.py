@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.output import LoggingConfig
-from isthmus.errors import UsageError
+from isthmus.errors import DataError, UsageError
+from isthmus.input_files import read_json
 
 _IDS = "trackers.json"
 """File in the run folder: the ids of a tracker's run, by the tracker's name. A resumed run continues them."""
@@ -32,13 +33,18 @@ class TrackedRun:
 
     def known_id(self, tracker: str) -> str | None:
         """The id that an earlier start of this run had."""
-        path = self.folder / _IDS
-        return json.loads(path.read_text()).get(tracker) if self.start and path.exists() else None
+        return self._known_ids().get(tracker) if self.start else None
 
     def keep_id(self, tracker: str, number: str) -> None:
-        path = self.folder / _IDS
-        known = json.loads(path.read_text()) if path.exists() else {}
-        write_atomic(path, json.dumps(known | {tracker: number}) + "\n")
+        write_atomic(self.folder / _IDS, json.dumps(self._known_ids() | {tracker: number}) + "\n")
+
+    def _known_ids(self) -> dict[str, str]:
+        """Empty if the file is damaged: then the tracker begins another run."""
+        with suppress(OSError, DataError):
+            known = read_json(self.folder / _IDS)
+            if isinstance(known, dict):
+                return {name: number for name, number in known.items() if isinstance(number, str)}
+        return {}
 
 
 Answers = Sequence[tuple[str, str]]

@@ -49,6 +49,13 @@ def architecture_from_args(args: Mapping[str, Any], vocab_size: int | None = Non
     ``vocab_size`` is the number of embedding rows without padding; None reads it from the args. A DataError or
     UsageError if an arg is missing, invalid or not supported.
     """
+    try:
+        return _architecture(args, vocab_size)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"Megatron-LM's args have a value of another type: {error}.") from error
+
+
+def _architecture(args: Mapping[str, Any], vocab_size: int | None) -> tuple[Architecture, list[str]]:
     known = ArgsReader(args)
     known.check_supported()
     vocab, notes = _vocabulary(known, vocab_size)

@@ -6,6 +6,7 @@ and replace them, so loading runs no code of torch and saves the import (half a 
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.serialization
 
-from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObject
+from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObject, check_memo
 from isthmus.errors import DataError, UnsafeInput
 
 METADATA_FILE = ".metadata"
@@ -134,8 +135,9 @@ class _Unpickler(pickle.Unpickler):
 def load_metadata(path: Path) -> Metadata:
     """Run no code from the file; an UnsafeInput if it names classes other than those above."""
     try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
+        raw = path.read_bytes()
+        check_memo(raw)
+        found = _Unpickler(io.BytesIO(raw)).load()
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None
     except Exception as error:  # a damaged pickle can cause any exception

@@ -23,6 +23,9 @@ from isthmus.families.family import Family
 from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
+_MAX_CELLS = 1024
+"""Most cells between the edges of the chunks of a tensor, for each chunk: a grid has one."""
+
 
 class TorchDistFolder:
     """The tensors of a checkpoint by key, assembled from chunks."""
@@ -136,6 +139,12 @@ class TorchDistFolder:
             )
             for axis, size in enumerate(meta.size)
         ]
+        for chunk in meta.chunks:
+            entry = self._storage.get(dcp.MetadataIndex(key, chunk.offsets))
+            if entry is None or math.prod(chunk.sizes) * meta.properties.dtype.itemsize > entry.length:
+                raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
+        if math.prod(len(cuts) for cuts in edges) > _MAX_CELLS * (1 + len(meta.chunks)):
+            raise DataError(f"{self}: the chunks of {key} are no grid. Save the checkpoint again.")
         positions = [{edge: position for position, edge in enumerate(cuts)} for cuts in edges]
         cells = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.int32)
         for chunk in meta.chunks:

@@ -32,8 +32,12 @@ class ArrowChunk:
     raw: bytes
 
     def parse(self) -> Iterator[Record | DataError]:
-        table = _pyarrow(self.path).ipc.open_stream(self.raw).read_all()
-        for number, value in enumerate(table.to_pylist(), start=self.first):
+        library = _pyarrow(self.path)
+        try:
+            rows = library.ipc.open_stream(self.raw).read_all().to_pylist()
+        except Exception as error:  # of Arrow or Python, for text that is not UTF-8, or a date that no calendar has
+            raise DataError(f"{self.path}:{self.first}: a row cannot be read: {_one_line(error)}") from error
+        for number, value in enumerate(rows, start=self.first):
             yield Record({name: _without_nulls(cell) for name, cell in value.items()}, f"{self.path}:{number}")
 
 
@@ -121,8 +125,13 @@ def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
     """The rows of a dataset; a Hub dataset is downloaded into the cache of ``datasets``."""
     library = _library(name)
     found = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
-    size = rows_at_once(len(found), found.data.nbytes)
-    yield from row_chunks(name, found.with_format("arrow").iter(batch_size=size))
+    try:
+        size = rows_at_once(len(found), found.data.nbytes)
+        yield from row_chunks(name, found.with_format("arrow").iter(batch_size=size))
+    except DataError:
+        raise
+    except Exception as error:  # of Arrow or datasets
+        raise DataError(f"{name}: damaged data set: {_one_line(error)} Write it again with save_to_disk.") from error
 
 
 def _from_disk(library: Any, name: str) -> Any:

@@ -117,7 +117,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
             sliding_window_default=window.get("default"),
             sliding_window_pattern=window.get("every"),
             rope_defaults=dict(data["rope"]["defaults"]),
-            rope_names=dict(data["rope"]["names"]),
+            rope_names={_text(name): _text(own) for name, own in data["rope"]["names"].items()},
             ignorable=tuple(_text(ending) for ending in data.get("ignorable", ())),
             data=data,
         )  # fmt: skip

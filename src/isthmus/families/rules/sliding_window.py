@@ -50,7 +50,7 @@ def _default_kinds(
     full = hf.get("max_window_layers", 28) if window is not None else num_layers
     if not isinstance(full, int):
         raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")
-    full = min(full, num_layers)
+    full = max(0, min(full, num_layers))
     return [_FULL] * full + [_SLIDING] * (num_layers - full)
 
 

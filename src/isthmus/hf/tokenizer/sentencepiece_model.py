@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError, IsthmusError, UsageError
 from isthmus.hf.model_folder import read_json
 
 _BPE = 2
@@ -27,6 +27,16 @@ def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
     proto = _parse(file)
     if proto is None:
         return None
+    try:
+        return _build(file, proto)
+    except IsthmusError:
+        raise
+    except Exception as error:  # protobuf and the tokenizers library raise bare exceptions
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file}: the tokenizer cannot be built: {reason}. Download it again.") from error
+
+
+def _build(file: Path, proto: Any) -> PreTrainedTokenizerBase | None:
     spec = proto.normalizer_spec
     plain = spec.name == "identity" and not spec.remove_extra_whitespaces and not spec.precompiled_charsmap
     if proto.trainer_spec.model_type != _BPE or not plain or proto.trainer_spec.treat_whitespace_as_suffix:

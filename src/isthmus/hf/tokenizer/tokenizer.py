@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from tokenizers import Encoding, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from isthmus.data.chat.chat_templates import find_template
@@ -24,7 +24,7 @@ from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.loss_spans import MaskedIds, Span, token_mask
 from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
-from isthmus.errors import DataError, IOFailure, MissingInput, UnsafeInput, UsageError, disk_errors
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UnsafeInput, UsageError, disk_errors
 from isthmus.hf.model_folder import check_small_files, read_json, tokenizer_files
 from isthmus.hf.tokenizer.bounded_template import render_jinja_template, template_errors
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
@@ -49,6 +49,9 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         inner = AutoTokenizer.from_pretrained(
             path, config=_placeholder_config(path), trust_remote_code=trust_remote_code, local_files_only=True
         )
+        return Tokenizer(inner, path)
+    except IsthmusError:
+        raise
     except Exception as error:  # each kind of tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         if "trust_remote_code" in str(error):
@@ -59,7 +62,6 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         if isinstance(error, PermissionError):
             raise IOFailure(f"{path}: the tokenizer cannot be read: {reason}.") from error
         raise DataError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {reason}") from error
-    return Tokenizer(inner, path)
 
 
 def _placeholder_config(path: Path) -> PreTrainedConfig | None:
@@ -192,12 +194,18 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts without added tokens, in parallel threads."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._encoded(texts, offsets=False)]
+
+    def _encoded(self, texts: Sequence[str], *, offsets: bool = True) -> list[Encoding]:
+        encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        try:
+            return encode(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare exceptions
+            raise DataError(f"{self.folder or 'the tokenizer'}: the tokenizer fails on a text: {error}.") from error
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
         """Token ids, and for each token its characters [first, last + 1)."""
-        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encoded]
+        return [(encoding.ids, encoding.offsets) for encoding in self._encoded(texts)]
 
     def encode_with_mask(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
         """Token ids, and a mask with 1 for each token that overlaps with one of its text's ``spans``.
@@ -207,7 +215,7 @@ class Tokenizer:
         if self._byte_lengths is None:
             return self._encode_with_edges(texts, spans)
         ids, counts = array("i"), []
-        for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False):
+        for encoding in self._encoded(texts, offsets=False):
             ids.fromlist(encoding.ids)
             counts.append(len(encoding))
         tokens = np.frombuffer(ids, dtype=np.int32)
@@ -223,8 +231,7 @@ class Tokenizer:
 
     def _encode_with_edges(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
         made = []
-        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        for encoding, text_spans in zip(encoded, spans, strict=True):
+        for encoding, text_spans in zip(self._encoded(texts), spans, strict=True):
             ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8)
             for span in text_spans:
