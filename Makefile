@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry fuzz unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -56,6 +56,10 @@ test-all: $(STAMP)  ## Every test that runs on a CPU: before a release, and afte
 
 bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it works: when one has changed
 	$(PYTEST) tests/benchmarks
+
+FUZZ_N ?= 50000
+fuzz: $(STAMP)  ## Damaged and hostile files for every reader (FUZZ_N inputs, a minute for 50,000)
+	nice $(VENV)/bin/python benchmarks/fuzz.py --n $(FUZZ_N)
 
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
 	$(PYTEST) tests/unit -m "not processes"

@@ -6,6 +6,7 @@ import argparse
 import builtins
 import os
 import pickle
+import pickletools
 import sys
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.convert.torch_pickle import StridedTensor, UnknownObject, read_torch_pickle
+from isthmus.convert.torch_pickle import StridedTensor, UnknownObject, check_memo, read_torch_pickle
 from isthmus.errors import DataError, UnsafeInput
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
@@ -147,7 +148,7 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
     same = repacked(path, lambda name, data: data)
     assert isinstance(read_torch_pickle(same)["model"], TensorInfo)
     for message, change, how in [
-        ("bytes, 4000 are needed", lambda name, data: data, zipfile.ZIP_DEFLATED),
+        (r"data\.pkl is compressed", lambda name, data: data, zipfile.ZIP_DEFLATED),
         ("bytes, 4000 are needed", lambda name, data: data[:-1] if name == "data/0" else data, zipfile.ZIP_STORED),
         ("data/0", lambda name, data: None if name == "data/0" else data, zipfile.ZIP_STORED),
         ("big-endian", lambda name, data: b"big" if name == "byteorder" else data, zipfile.ZIP_STORED),
@@ -194,3 +195,26 @@ def test_plain_pickle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(pickle.dumps({"model": [1, 2]}))
     with pytest.raises(DataError, match="is not a zip archive"):
         read_torch_pickle(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p9999999999\n"])
+def test_memory_of_the_memo_is_bounded(put: bytes, tmp_path: Path) -> None:
+    """The unpickler reserves 16 bytes per place, up to the largest."""
+    path = saved(tmp_path / "x.pt", {"model": torch.zeros(3), "text": "rrrrrppppp"})
+    named = [name for name in zipfile.ZipFile(path).namelist() if name.endswith("data.pkl")]
+    raw = zipfile.ZipFile(path).read(named[0])
+    check_memo(raw)
+    at = raw.index(b"q\x00")
+    with pytest.raises(DataError, match=r"has a memo of \d+ places"):
+        check_memo(raw[:at] + put + raw[at + 2 :])
+
+
+def test_the_memo_of_any_protocol_is_checked() -> None:
+    value = [{"a" * 300: (1, 2**70, 1.5, b"x" * 300, None, True)}, {1, 2}, "é" * 70000, [[]] * 300]
+    for protocol in range(6):
+        raw = pickle.dumps([value, value], protocol)
+        check_memo(raw)
+        ops = list(pickletools.genops(raw))
+        for position in [position for _, _, position in ops if position and position < len(raw) - 1][:40]:
+            with pytest.raises(DataError, match="memo of 2147483647 places"):
+                check_memo(raw[:position] + b"r\xff\xff\xff\x7f" + raw[position:])

@@ -139,10 +139,6 @@ class TorchDistFolder:
             )
             for axis, size in enumerate(meta.size)
         ]
-        for chunk in meta.chunks:
-            entry = self._storage.get(dcp.MetadataIndex(key, chunk.offsets))
-            if entry is None or math.prod(chunk.sizes) * meta.properties.dtype.itemsize > entry.length:
-                raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
         if math.prod(len(cuts) for cuts in edges) > _MAX_CELLS * (1 + len(meta.chunks)):
             raise DataError(f"{self}: the chunks of {key} are no grid. Save the checkpoint again.")
         positions = [{edge: position for position, edge in enumerate(cuts)} for cuts in edges]
@@ -156,6 +152,11 @@ class TorchDistFolder:
                 f"{self.path / dcp.METADATA_FILE}: the chunks of {key} have {elements} elements of "
                 f"{math.prod(meta.size)}, with gaps or overlaps. Fetch it again."
             )
+        for chunk in meta.chunks:
+            entry = self._storage.get(dcp.MetadataIndex(key, chunk.offsets))
+            size = math.prod(chunk.sizes) * meta.properties.dtype.itemsize
+            if entry is None or (size > entry.length and not getattr(entry, "transform_descriptors", None)):
+                raise DataError(f"{self}: a chunk of {key} is in none of its files. Fetch it again.")
 
 
 class TorchDistWeights(CanonicalWeights):
