@@ -86,6 +86,10 @@ def _tensors(infos: Iterator[TensorInfo]) -> None:
     reader.close()
 
 
+def _safetensors(path: Path) -> None:
+    _tensors(iter(read_header(path, ChecksumVerifier()).values()))
+
+
 def _index(path: Path) -> None:
     with ModelFolder.open(path.parent) as folder:
         _tensors(iter(folder.tensors.values()))
@@ -203,7 +207,7 @@ def _of_families() -> tuple[str, ...]:
 
 _JSON, _TEXT = mutations.json_tree, mutations.text
 READERS = (
-    Reader("safetensors", lambda path: _tensors(iter(read_header(path, ChecksumVerifier()).values())), "peft/adapter_model.safetensors",
+    Reader("safetensors", _safetensors, "peft/adapter_model.safetensors",
            mutations.safetensors, 2, ("model/model-00001-of-00002.safetensors",)),
     Reader("index", _index, "model/model.safetensors.index.json", _JSON),
     Reader("config", _config, "configs/qwen3.json", _JSON, 3, _of_families()),
