@@ -82,7 +82,8 @@ def open_model(
     trained = None if adapter is None else PeftFolder(adapter)
     if trained is not None and trained.has_score_head and not opened.arch.score_head:
         opened = with_score_head(opened, family, seed=0)  # the adapter replaces it
-    source, arch, notes = opened.source, opened.arch, opened.notes
+    checked = () if (line := folder.check_published(bin=bin)) is None else (line,)
+    source, arch, notes = opened.source, opened.arch, (*opened.notes, *checked)
     if trained is not None:
         source = merged = MergedWeights(source, family, arch, trained)
         arch, notes = merged.arch, (*notes, *merged.notes)

@@ -61,6 +61,7 @@ class ChatSession:
         _, network = model_classes(folder, trust_remote_code=trust_remote_code)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         ChecksumVerifier().check_folder(folder.path)
+        folder.check_published()
         with no_progress_bars():
             self._model: Any = (
                 network.from_pretrained(folder.path, dtype=dtype, local_files_only=True).to(device).eval()

@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus import input_files
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.file_checksums import ChecksumVerifier
+from isthmus.hf.published_checksums import check_published
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -92,6 +93,17 @@ class ModelFolder:
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
         """Read a slice of one tensor, see :meth:`isthmus.hf.tensors.safetensors_format.TensorReader.read`."""
         return self._reader.read(self.tensors[name], index, into=into, name=name)
+
+    def check_published(self, *, bin: bool = False, share: int = 0, shares: int = 1) -> str | None:
+        """Check weights (``bin``: those in ``.bin`` files) and small files.
+
+        See :func:`isthmus.hf.published_checksums.check_published`.
+        """
+        if self._without_weights:
+            return None
+        weights = {*self.path.glob("*.bin")} if bin else {info.file for info in self.tensors.values()}
+        weights |= {path for path in (self.path / INDEX_FILE, self.path / "config.json") if path.is_file()}
+        return check_published(self.path, weights | {*self.small_files()}, share=share, shares=shares)
 
     def small_files(self) -> list[Path]:
         """Tokenizer, chat template, generation config and license: the files that an export copies unchanged."""

@@ -15,6 +15,7 @@ from isthmus.engine.parallel.process_groups import Position, agree, open_groups
 from isthmus.errors import UsageError
 from isthmus.families.rules.shard import Layout
 from isthmus.platforms.base import Platform
+from isthmus.platforms.rank_env import local_rank, local_world_size
 from isthmus.recipes.setup.lora_plan import ExistingAdapters
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.pissa import PISSA, PissaAdapters
@@ -106,9 +107,8 @@ def build_rank_model(
     if training and plan.architecture.moe is not None:
         tokens = config.train.micro_batch_size * config.data.seq_length // plan.parallel.cp
         messages += choose_gemms(modules, tokens * plan.architecture.moe.top_k, dtype)
-    source = plan.weights.source
-    if config.model.init == "random":
-        source = RandomWeights(plan.family, plan.architecture, config.train.seed)
+    source, checked = _weight_source(config, plan)
+    messages += checked
     model = RankModel(plan, position, dtype, stages, source, messages)
     import_weights(live_tensors(stages), plan.family, plan.architecture, source, layout=model.layout)
     if plan.adapters is not None:
@@ -183,6 +183,14 @@ def select_attention(
     arch, parallel = plan.architecture, plan.parallel
     needs = attention_needs(arch, parallel, dtype=DTYPES[precision], device=device, dropout=plan.dropout)
     return select_backend(config.train.attention, needs, verified=verified)
+
+
+def _weight_source(config: RunConfig, plan: ModelPlan) -> tuple[WeightSource, tuple[str, ...]]:
+    """The weights, and a line if they have published hashes; each rank of a machine checks some of the files."""
+    if config.model.init == "random":
+        return RandomWeights(plan.family, plan.architecture, config.train.seed), ()
+    line = plan.source.check_published(share=local_rank(), shares=local_world_size())
+    return plan.weights.source, () if line is None else (line,)
 
 
 def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None:
