@@ -13,6 +13,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.distributed.tensor import DTensor
 
 from isthmus.engine.checkpoint import run_state, save_load
+from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
@@ -111,7 +112,7 @@ def memory_of_checkpoints(*, root: str, **layout: Any) -> list[dict[str, int]]:
     ]
     with LiveMemory() as saving:
         progress = run_state.Progress(step=0, data="these samples")
-        folder = save_load.save(Path(root), stepper, progress, parallel, keep=1)
+        folder = save_load.save(Path(root), stepper, progress, parallel, SaveOptions(keep=1))
     with LiveMemory() as loading:
         save_load.load(folder, stepper, parallel)
     mine = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import run_state, save_load
+from isthmus.engine.checkpoint.background_saves import Saves
+from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
 from isthmus.engine.layers.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.megatron_model import live_tensors
@@ -201,7 +204,7 @@ def train(
             result[name].append(getattr(done, name))
         if step + 1 in (save_at or ()):
             progress = run_state.Progress(step=step + 1, data="these samples")
-            save_load.save(Path(root or ""), stepper, progress, parallel, keep=keep)
+            save_load.save(Path(root or ""), stepper, progress, parallel, SaveOptions(keep=keep))
     if exports is not None:
         export_adapter(training.model, training.config, Path(exports, "adapter"))
         export_hf(training.model, Path(exports, "hf"), None, dtype=None, replace=False)
@@ -360,7 +363,7 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     training = start(**layout)
     _draw()
     parallel = training.model.plan.parallel
-    save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, keep=1)
+    save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, SaveOptions(keep=1))
     wanted = _draw()
     parallel_state.destroy_model_parallel()
     training = start(**layout)
@@ -369,6 +372,34 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {"wanted": wanted, "fresh": fresh, "loaded": _draw()})
     return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
+
+
+def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> list[str]:
+    """Save step 1, then again in the background, slowly, and step 2 meanwhile; returns the log."""
+    training = start(model=model, samples=samples, **layout)
+    stepper, parallel, options = training.stepper, training.model.plan.parallel, SaveOptions(keep=2)
+    stepper.train_step(training.batches.step(0))
+    progress = run_state.Progress(step=1, data="these samples")
+    save_load.save(Path(root, "synchronous"), stepper, progress, parallel, options)
+    log, saved = list[str](), list[int]()
+    saves = Saves(
+        Path(root, "asynchronous"),
+        parallel,
+        asynchronous=True,
+        saved=lambda step, _path: saved.append(step),
+        log=log.append,
+    )
+    write, released = CheckpointWriter._write, threading.Event()
+    with patch.object(CheckpointWriter, "_write", lambda *args: (released.wait(), write(*args))):
+        saves.save(stepper, progress, options)
+        stepper.train_step(training.batches.step(1))
+        assert not saved and saves.ended() == 0.0
+        threading.Timer(0.2, released.set).start()
+        saves.save(stepper, run_state.Progress(step=2, data="these samples"), options)
+        assert saved == [1]
+        saves.finish()
+    assert saved == [1, 2]
+    return log
 
 
 def _draw() -> list[float]:
@@ -384,7 +415,7 @@ def save_and_export(*, model: str, samples: str, root: str, destination: str, **
     for step in range(2):
         training.stepper.train_step(training.batches.step(step))
     progress = run_state.Progress(step=2, data="these samples")
-    save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, keep=1)
+    save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, SaveOptions(keep=1))
     export_hf(training.model, Path(destination), None, dtype=None, replace=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import pickle
@@ -17,12 +18,17 @@ from torch.distributed import checkpoint as dcp
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.errors import DataError
+from isthmus.platforms.torch_features import fsdp_sums_gradients
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder, build_samples, open_samples
 
 HALF = 10
+NEEDS_FSDP = pytest.mark.skipif(not fsdp_sums_gradients(), reason="fully_shard of this torch averages gradients")
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (extra: qlora)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +180,32 @@ def test_learning_rate_comes_from_the_config(
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"tp": 2, "optim": {"optimizer": "muon"}}, id="tp2-muon"),
+        pytest.param({"precision": "bf16", "lora": {"rank": 4}}, id="dp2-bf16-lora"),
+        pytest.param({"fsdp": True}, marks=NEEDS_FSDP, id="fsdp2"),
+        pytest.param({"pp": 2, "optim": {"optimizer": "adamw_8bit"}}, marks=NEEDS_BITSANDBYTES, id="pp2-8bit"),
+    ],
+)
+def test_background_save_writes_the_same_files(
+    layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """The state changes while it is written."""
+    waits = two.run("ranks.tasks.save_both_ways", model=models["qwen3-tied"], samples=samples, root=tmp_path, **layout)
+    here, behind = (tmp_path / name / "iter_0000001" for name in ("synchronous", "asynchronous"))
+    files = sorted(path.name for path in here.iterdir())
+    assert files == sorted(path.name for path in behind.iterdir()) and "checksums.json" in files
+    for name in files:
+        if name not in (".metadata", "checksums.json"):  # have the time and a name of the save
+            assert (here / name).read_bytes() == (behind / name).read_bytes(), name
+    index, other = (dcp.FileSystemReader(folder).read_metadata() for folder in (here, behind))
+    assert index.storage_data == other.storage_data and index.state_dict_metadata == other.state_dict_metadata
+    assert (tmp_path / "asynchronous/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert waits == ["the checkpoint of step 2 waits for that of step 1, which is being written"]
+
+
 def test_rng_state_is_restored(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     drawn = two.run("ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2)
     assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
@@ -198,6 +230,7 @@ def test_only_the_newest_checkpoints_are_kept(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "iter_0000003",
         "iter_0000004",
+        "latest_checkpointed_iteration.json",
         "latest_checkpointed_iteration.txt",
     ]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
@@ -253,15 +286,46 @@ def remove_common_state(folder: Path) -> None:
     (folder / "common.pt").unlink()
 
 
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def flip_index(folder: Path) -> None:
+    flip(folder / ".metadata", 100)
+
+
+def flip_moment(folder: Path) -> None:
+    """A bit of a number, which resumed another state before there were checksums."""
+    stored = dcp.FileSystemReader(folder).read_metadata().storage_data
+    place = next(place for key, place in stored.items() if key.fqn.startswith("optimizer.state.exp_avg."))
+    flip(folder / place.relative_path, place.offset + place.length // 2)
+
+
+def without_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    """As in a checkpoint of an older version."""
+
+    def both(folder: Path) -> None:
+        (folder / "checksums.json").unlink()
+        damage(folder)
+
+    return both
+
+
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
         (truncate_data_file, ".distcp has "),
         (remove_data_file, ".distcp is missing"),
-        (truncate_index, ".metadata cannot be read"),
-        (empty_index, ".metadata cannot be read"),
-        (truncate_common_state, "it is damaged"),
+        (truncate_index, ".metadata has "),
+        (without_checksums(truncate_index), ".metadata cannot be read"),
+        (without_checksums(empty_index), ".metadata cannot be read"),
+        (truncate_common_state, "common.pt has "),
+        (without_checksums(truncate_common_state), "it is damaged"),
         (remove_common_state, "common.pt is missing"),
+        (flip_moment, ".distcp is damaged: bytes 0 to "),
+        (flip_index, ".metadata is damaged: bytes 0 to "),
     ],
 )
 def test_damaged_checkpoint_is_refused_on_every_rank(
@@ -273,7 +337,7 @@ def test_damaged_checkpoint_is_refused_on_every_rank(
     )
     print(refused)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
-    assert names in refused["text"] and str(damaged) in refused["text"]
+    assert names in refused["text"] and str(damaged) in refused["text"] and "another checkpoint" in refused["text"]
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
 
 

@@ -58,7 +58,7 @@ def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     stop.install()
     exit_with_parent()
     if stop_file.exists():
-        stop.requested = True
+        stop.request()
     argv, started_by_isthmus = list(words), True
     status = exit_status_of(lambda: run(words))
     if status.exit_code == 0:

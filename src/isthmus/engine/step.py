@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -135,16 +135,23 @@ class Evaluator:
             loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
         )
 
-    def _run_pipeline(self, batches: Sequence[PackedBatch], objective: Objective, *, forward_only: bool) -> Tensor:
+    def _run_pipeline(
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        *,
+        forward_only: bool,
+        between: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """This rank's part of the sums over the global batch: loss, count, loss tokens, then the objective's; float64.
 
-        The ranks of a packed sequence report it once.
+        The ranks of a packed sequence report it once. ``between`` is called before each micro batch but the first.
         """
         taught = self.teacher.taught(batches) if self.teacher and objective is self.objective else batches
         with quantize_weights_once(len(batches) > 1):
             results: list[_Reported] = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, objective=objective, step=self.step),
-                data_iterator=[iter(taught) for _ in self.model],
+                data_iterator=[_micro_batches(taught, between) for _ in self.model],
                 forward_only=forward_only,
                 **pipeline_arguments(self.model, batches),
             )
@@ -182,12 +189,17 @@ class Stepper(Evaluator):
         config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
 
     def train_step(
-        self, batches: Sequence[PackedBatch], host_numbers: Callable[[], Sequence[float]] = tuple
+        self,
+        batches: Sequence[PackedBatch],
+        host_numbers: Callable[[], Sequence[float]] = tuple,
+        between: Callable[[int], None] | None = None,
     ) -> StepResult:
         """Update the weights once on this rank's micro batches; the loss is the mean over the global batch.
 
         ``host_numbers`` is called after the backward pass; its result (the same length on all ranks) is summed over all
         ranks with the loss, instead of in a collective of its own. On a GPU the update may still run on return.
+        ``between`` is called with the number of done micro batches before each but the first. If it raises on all ranks
+        (not with pipeline stages, which work on different micro batches), the state is that before the step.
 
         Raises:
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
@@ -198,7 +210,7 @@ class Stepper(Evaluator):
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         with trace_region("forward and backward"):
-            sums = self._run_pipeline(batches, self.objective, forward_only=False)
+            sums = self._run_pipeline(batches, self.objective, forward_only=False, between=between)
             routed = self._router_sums()
         with trace_region("optimizer"):
             # The only read of the device in a step: everything before it is queued, and no weight has changed.
@@ -285,6 +297,13 @@ class Stepper(Evaluator):
     def lr(self) -> float:
         """Of the parameters without their own."""
         return float(self.schedule.get_lr({}))
+
+
+def _micro_batches(batches: Iterable[PackedBatch], between: Callable[[int], None] | None) -> Iterator[PackedBatch]:
+    for done, batch in enumerate(batches):
+        if done and between is not None:
+            between(done)
+        yield batch
 
 
 _DIVERGED_HINT = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."

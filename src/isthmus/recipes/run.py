@@ -103,10 +103,10 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
             reporter.log(message)
         if (repo := config.checkpoint.push) is not None:
             on_rank_0(lambda: check_access(repo), "access to the Hub")
-        return _train(set_up(context, position, reporter, stop), stop)
+        return _train(set_up(context, position, reporter, stop))
 
 
-def _train(training: Training, stop: StopFlag) -> RunResult:
+def _train(training: Training) -> RunResult:
     context, start, steps = training.context, training.start, training.data.steps
     config, reporter = context.config, training.reporter
     reporter.log(describe(context, training.data))
@@ -115,19 +115,26 @@ def _train(training: Training, stop: StopFlag) -> RunResult:
     profiled = config.train.profiled_steps
     if profiled and profiled[-1] <= start < steps:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
-    loop = _build_loop(training)
     continues = context.resume and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
     evaluates = start < steps and (not continues or is_due(config.train.eval_every, start))
-    before = loop.evaluate(start) if evaluates else None
-    outcome = loop.run(start, stop)
-    if config.checkpoint.save_final and start < outcome.last_step:
-        training.save(outcome.last_step)
+    try:
+        before, outcome = _build_loop(training).run(start, evaluates_first=evaluates)
+        if config.checkpoint.save_final and start < outcome.last_step:
+            training.save(outcome.last_step)
+        training.saves.finish()
+    finally:
+        training.saves.close(config.checkpoint.grace_s)
     best, exported_step = training.best, outcome.last_step
     if config.checkpoint.keep_best and best.step is not None and best.step != outcome.last_step:
         training.load_best()
         exported_step = best.step
     if config.checkpoint.export_final:
-        training.export(exported_step, final=True)
+        try:
+            training.export(exported_step, final=True)
+        except Preempted:
+            if exported_step == outcome.last_step:
+                training.save(exported_step, wait=True)
+            raise
     address = training.push()
     first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
     return RunResult(
@@ -171,5 +178,7 @@ def _build_loop(training: Training) -> Loop:
         eval_objective=eval_objective_of(context.config),
         answer=training.answer,
         save=training.save,
+        saves=training.saves,
         export=training.export,
+        grace=training.grace,
     )

@@ -59,7 +59,7 @@ class RunDir:
             raise NoSpace(
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
             )
-        newest = latest(self.checkpoints) if occupied else None
+        newest = latest(self.checkpoints) if occupied and resume in ("auto", "never") else None
         exported = self.export().exists() or self.adapter().exists()
         if occupied and newest is None and exported and resume in ("auto", "never"):
             raise NoSpace(

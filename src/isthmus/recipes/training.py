@@ -12,13 +12,15 @@ import torch
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
+from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.checkpoint.run_state import BestLoss, Progress
 from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.parallel.process_groups import Position, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import disk_errors
+from isthmus.errors import Preempted, disk_errors
 from isthmus.hf.hub import push
 from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.model_card import model_card
@@ -29,6 +31,7 @@ from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.validation import RunContext
+from isthmus.train.grace_period import GracePeriod
 from isthmus.train.loop import RunData
 from isthmus.train.reporter import Reporter
 
@@ -68,22 +71,21 @@ class Training:
     best: BestLoss
     record: Mapping[str, Any]
     """The run record; empty on other ranks than the first."""
+    saves: Saves
+    grace: GracePeriod
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint; a collective."""
-        context = self.context
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Write a checkpoint; a collective. See :meth:`Saves.save`."""
+        settings = self.context.config.checkpoint
+        options = SaveOptions(
+            keep=settings.keep,
+            keep_best=settings.keep_best,
+            args=checkpoint_args(self.model, step),
+            write_beside=self._write_beside,
+        )
+        progress = Progress(step=step, data=self.data.fingerprint, best=self.best)
         with trace_region("checkpoint"):
-            path = save_load.save(
-                context.run_dir.checkpoints,
-                self.stepper,
-                Progress(step=step, data=self.data.fingerprint, best=self.best),
-                context.plan.parallel,
-                keep=context.config.checkpoint.keep,
-                keep_best=context.config.checkpoint.keep_best,
-                args=checkpoint_args(self.model, step),
-                write_beside=self._write_beside,
-            )
-        self.reporter.saved(step, path)
+            self.saves.save(self.stepper, progress, options, wait=wait)
 
     def _write_beside(self, folder: Path) -> None:
         """What a checkpoint has besides the state; the rows of its steps are on the disk before it is published."""
@@ -92,7 +94,10 @@ class Training:
         write_record(folder, self.record)
 
     def export(self, step: int, *, final: bool = False) -> None:
-        """Write the Hugging Face folder of the state after ``step``; a collective."""
+        """Write the Hugging Face folder of the state after ``step``; a collective.
+
+        Raises Preempted if it does not end within the first half of the grace period of a stop request.
+        """
         context = self.context
         named = context.config.model.export_dtype
         dtype = None if named == "source" else getattr(torch, named)
@@ -107,9 +112,13 @@ class Training:
                 return
         path = context.run_dir.export(which)
         with trace_region("export"):
-            export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True)
+            export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True, check=self._check_stop)
             self._write_card(path, step)
         self.reporter.exported(step, path)
+
+    def _check_stop(self) -> None:
+        if self.grace.half_over:
+            raise Preempted("stopped in an export, as requested. The same command resumes from the last checkpoint.")
 
     def _write_card(self, folder: Path, step: int, *, adapter: bool = False) -> None:
         if self.position.rank == 0:

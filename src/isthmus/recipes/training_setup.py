@@ -8,6 +8,8 @@ from typing import Any
 
 from isthmus.config.load import dump
 from isthmus.engine.checkpoint import save_load
+from isthmus.engine.checkpoint.background_saves import Saves
+from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer
@@ -30,6 +32,7 @@ from isthmus.recipes.setup.resume_check import checked_record
 from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.recipes.training import Training
+from isthmus.train.grace_period import GracePeriod
 from isthmus.train.loop import RunData
 from isthmus.train.reporter import Reporter
 from isthmus.train.stop import StopFlag
@@ -64,7 +67,18 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
         check_profiled_steps(config, data.steps)
         record |= {"data": data.fingerprint} if main else {}
         agree(lambda: run_dir.begin(text, record, fresh=context.resume is None) if main else None)
-    return Training(context, position, data, model, stepper, reporter, progress.step, progress.best, record)
+    saves = Saves(
+        run_dir.checkpoints,
+        context.plan.parallel,
+        asynchronous=config.checkpoint.asynchronous,
+        saved=reporter.saved,
+        log=reporter.log,
+    )
+    saves.last_step = progress.step if context.resume == checkpoint_dir(run_dir.checkpoints, progress.step) else None
+    has_stages = context.plan.parallel.pp > 1
+    grace = GracePeriod(stop, config.checkpoint.grace_s, stepper.device, has_stages)
+    start, best = progress.step, progress.best
+    return Training(context, position, data, model, stepper, reporter, start, best, record, saves, grace)
 
 
 def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:

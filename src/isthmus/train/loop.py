@@ -12,6 +12,7 @@ from typing import Literal
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.run_state import BestLoss
 from isthmus.engine.objective import Objective
 from isthmus.engine.parallel.process_groups import Position
@@ -21,10 +22,10 @@ from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.platforms.base import Platform
 from isthmus.train.flops import flops_per_batch
+from isthmus.train.grace_period import Abandoned, GracePeriod
 from isthmus.train.metrics import StepMetrics
 from isthmus.train.reporter import Reporter
 from isthmus.train.step_profile import StepProfile
-from isthmus.train.stop import StopFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,11 @@ class Loop:
     """None: that of training."""
     answer: Callable[[int], None]
     """Report answers to ``eval.prompts``."""
-    save: Callable[[int], None]
+    save: Callable[..., None]
+    """Of the state after a step; ``wait=True`` returns when it is published."""
+    saves: Saves
     export: Callable[[int], None]
+    grace: GracePeriod
 
     def evaluate(self, step: int, part: Literal["valid", "test"] = "valid") -> float | None:
         """Report the validation or test loss; None without such data."""
@@ -79,7 +83,8 @@ class Loop:
         if source is None:
             return None
         with trace_region("validation"):
-            result = self.stepper.evaluate(source.eval_batches(), self.eval_objective)
+            batches = self.grace.evaluated(source.eval_batches(), step)
+            result = self.stepper.evaluate(batches, self.eval_objective)
         self.reporter.evaluation(step, result.loss, result.metrics, part=part)
         if not math.isfinite(result.loss):
             name = "validation" if part == "valid" else "test"
@@ -87,8 +92,28 @@ class Loop:
             raise Diverged(f"the {name} loss is {result.loss} after {step} steps; this state is not saved. {hint}")
         return result.loss
 
-    def run(self, start: int, stop: StopFlag) -> Outcome:
-        """Train from step ``start``. A stop request on any rank saves the state and raises Preempted."""
+    def run(self, start: int, *, evaluates_first: bool) -> tuple[float | None, Outcome]:
+        """Train from step ``start``; returns the validation loss before, if it is to be measured, and the outcome.
+
+        A stop request on any rank saves the state after the last complete step, and raises Preempted.
+        """
+        try:
+            before = self.evaluate(start) if evaluates_first else None
+            if before is not None and start and is_due(self.config.train.eval_every, start):
+                self.best.update(start, before)  # if a stop request came before
+            return before, self._run(start)
+        except Abandoned as abandoned:
+            done = abandoned.done
+        self.profile.finish()  # the checkpoint is not part of a step
+        if done == 0:
+            raise Preempted("stopped before the first step, as requested. The same command starts again.")
+        self.save(done, wait=True)
+        raise Preempted(
+            f"stopped after step {done} of {self.data.steps} as requested; the state is saved. The same command "
+            "resumes from there."
+        )
+
+    def _run(self, start: int) -> Outcome:
         steps = self.data.steps
         loss: float | None = None
         done, tokens, seconds = start, 0.0, 0.0
@@ -99,7 +124,7 @@ class Loop:
                     break
                 done = step + 1
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
-                    metrics, stop_requested = self._step(step, batches, stop)
+                    metrics, stop_requested = self._step(step, batches)
                 if stop_requested:
                     self.profile.finish()  # the checkpoint is not part of a step
                 loss, before, retries = metrics.loss, retries, self.platform.memory_retries()
@@ -109,11 +134,6 @@ class Loop:
                     tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
                 if step + 1 < steps:
                     self._between_steps(step + 1, stop_requested)
-                    if stop_requested:
-                        raise Preempted(
-                            f"stopped after step {step + 1} of {steps} as requested; the state is saved. "
-                            "The same command resumes from there."
-                        )
         self._check_updates(start, done, skipped)
         valid_loss, test_loss = self.evaluate(done), self.evaluate(done, "test")
         if valid_loss is not None and done == steps:
@@ -145,11 +165,16 @@ class Loop:
         if is_due(self.config.train.eval_every, done) and (loss := self.evaluate(done)) is not None:
             improved = self.best.update(done, loss)
         if is_due(checkpoint.hf_every, done):
-            self.export(done)
-        if stop_requested or is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
+            try:
+                self.export(done)
+            except Preempted:
+                raise Abandoned(done) from None
+        if stop_requested:
+            raise Abandoned(done)
+        if is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
             self.save(done)
 
-    def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]], stop: StopFlag) -> tuple[StepMetrics, bool]:
+    def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]]) -> tuple[StepMetrics, bool]:
         """Returns the metrics, and whether any rank requested a stop."""
         started_s = time.monotonic()
         with trace_region("data"):
@@ -159,13 +184,22 @@ class Loop:
         own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
         counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
         result = self.stepper.train_step(
-            micro_batches, lambda: [*(float(number) if counts else 0.0 for number in own), float(stop.requested)]
+            micro_batches,
+            lambda: [
+                *(float(number) if counts else 0.0 for number in own),
+                float(self.grace.stop.requested),
+                self.saves.ended(),
+                time.monotonic() - started_s,
+                self.saves.duration_s,
+            ],
+            self.grace.between_micro_batches(step, len(micro_batches)),
         )
-        num_tokens, sum_squared, num_positions, stops = result.host_sums
+        num_tokens, sum_squared, num_positions, stops, saves_ended, *seconds = result.host_sums
         elapsed_s = time.monotonic() - started_s
         padding = 1 - num_tokens / num_positions
         metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
         self.reporter.step(metrics)
+        self._follow_saves(saves_ended, *seconds)
         row = self.stepper.skipped_in_a_row
         if row >= 4 and row.bit_count() == 1:
             self.reporter.log(
@@ -173,6 +207,19 @@ class Loop:
                 f"loss scale is now {self.stepper.loss_scale:g}, half after each; see train.initial_loss_scale."
             )
         return metrics, stops > 0
+
+    def _follow_saves(self, saves_ended: float, step_s: float, save_s: float) -> None:
+        """Report a save that has ended on all ranks, or failed on one. The arguments are sums over ranks."""
+        if saves_ended >= self.world_size:
+            self.saves.conclude()
+        grace, fitted = self.grace, self.grace.fits_step
+        grace.step_s, grace.save_s = step_s / self.world_size, save_s / self.world_size
+        if grace.has_stages and fitted and not grace.fits_step:
+            self.reporter.log(
+                f"warning: a step takes {grace.step_s:.0f} s and a checkpoint {grace.save_s:.0f} s, which is more than "
+                f"checkpoint.grace_s={grace.seconds:g}. With pipeline stages a run stops only after its step: a batch "
+                "system that kills it earlier loses the steps since the last checkpoint."
+            )
 
     def _metrics(
         self, step: int, result: StepResult, num_tokens: int, sum_squared_lengths: int, padding: float, elapsed_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -34,6 +35,7 @@ class RowFile:
         self._file: FileIO | None = None
         self._size_bytes = 0
         self._unwritten: list[bytes] = []
+        self._lock = threading.Lock()  # a background save syncs in its thread
         self._has_warned = False
         kept = list(rows_until(path, start))
         self._evaluations = {(start, kind) for row in kept if row["step"] == start for kind in _kinds(row)}
@@ -47,7 +49,8 @@ class RowFile:
         if evaluations & self._evaluations:
             return
         self._evaluations |= evaluations
-        self._unwritten.append(_lines(rows))
+        with self._lock:
+            self._unwritten.append(_lines(rows))
         try:
             self._write()
         except OSError as error:
@@ -75,19 +78,20 @@ class RowFile:
                 self._file.close()
 
     def _write(self) -> None:
-        if self._file is None:
-            self._file = FileIO(self._path, "ab")
-            self._size_bytes = self._path.stat().st_size
-        content = memoryview(b"".join(self._unwritten))
-        try:
-            while content:  # a full disk may take a part
-                content = content[self._file.write(content) :]
-        except OSError:
-            with suppress(OSError):
-                self._file.truncate(self._size_bytes)
-            raise
-        self._size_bytes += sum(map(len, self._unwritten))
-        self._unwritten.clear()
+        with self._lock:
+            if self._file is None:
+                self._file = FileIO(self._path, "ab")
+                self._size_bytes = self._path.stat().st_size
+            content = memoryview(b"".join(self._unwritten))
+            try:
+                while content:  # a full disk may take a part
+                    content = content[self._file.write(content) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(self._size_bytes)
+                raise
+            self._size_bytes += sum(map(len, self._unwritten))
+            self._unwritten.clear()
 
 
 def first_valid_loss(path: Path) -> float | None:

@@ -1,8 +1,9 @@
-"""A stop request, set by a signal and read between two steps."""
+"""A stop request, set by a signal and read between steps, micro batches and exported tensors."""
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -20,8 +21,22 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self._requested_s: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._requested_s is not None
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds since the request; 0 without one."""
+        return 0.0 if self._requested_s is None else time.monotonic() - self._requested_s
+
+    def request(self) -> None:
+        """As a signal does."""
+        if self._requested_s is None:
+            self._requested_s = time.monotonic()
 
     def install(self) -> None:
         """Install the handlers; does nothing outside the main thread, where Python forbids it."""
@@ -29,7 +44,7 @@ class StopFlag:
             current = signal.getsignal(number)
             earlier = getattr(current, "__self__", None)
             if isinstance(earlier, StopFlag) and earlier.requested:
-                self.requested = True
+                self._requested_s = earlier._requested_s
             if current == self._received or (number == signal.SIGHUP and current == signal.SIG_IGN):
                 continue  # nohup ignores SIGHUP
             try:
@@ -54,4 +69,4 @@ class StopFlag:
         alone = rank_env.world_size() == 1
         if self.requested and alone and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self.request()

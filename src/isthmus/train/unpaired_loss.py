@@ -116,10 +116,13 @@ class KtoStepper(Stepper):
     objective: KtoObjective
 
     def train_step(
-        self, batches: Sequence[PackedBatch], host_numbers: Callable[[], Sequence[float]] = tuple
+        self,
+        batches: Sequence[PackedBatch],
+        host_numbers: Callable[[], Sequence[float]] = tuple,
+        between: Callable[[int], None] | None = None,
     ) -> StepResult:
         self._estimate(batches)
-        return super().train_step(batches, host_numbers)
+        return super().train_step(batches, host_numbers, between)
 
     def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
         return super().evaluate(self._estimated(batches) if objective is None else batches, objective)

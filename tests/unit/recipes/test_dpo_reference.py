@@ -75,7 +75,7 @@ def test_stop_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def evaluate(batches: Any, _recorder: Any) -> None:
         for lines in batches:
             shown.append(lines)
-            stop.requested = True
+            stop.request()
 
     monkeypatch.setattr(dpo_reference, "sum_over_ranks", lambda values, _device: list(values))
     stepper: Any = SimpleNamespace(device="cpu", evaluate=evaluate)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from isthmus.config.schema.resume_rules import names_accepted
 from isthmus.config.schema.section import Count, Interval, PathText, Section, listed, refuse
@@ -12,11 +12,25 @@ from isthmus.config.schema.section import Count, Interval, PathText, Section, li
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
-class CheckpointConfig(Section):
+_ASYNC = """Write checkpoints in the background: training waits only until the state is copied to host memory, which
+    needs as much memory again as the state of this rank in a checkpoint."""
+
+if TYPE_CHECKING:
+    _WithAsync = Section
+else:  # the name of this setting is a keyword of Python
+    _WithAsync = create_model(
+        "_WithAsync", __base__=Section, __doc__="async", **{"async": (bool, Field(False, description=_ASYNC))}
+    )
+
+
+class CheckpointConfig(_WithAsync):
     """Checkpoints and exports."""
 
     every: Interval = None
     """Steps between checkpoints; null or 0: only at the end."""
+    grace_s: Annotated[float, Field(gt=0)] = 25.0
+    """Seconds between a stop signal and the end of the run. A step or evaluation that does not fit is abandoned, and
+    the state after the step before is saved; pipeline stages finish their step."""
     keep: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
@@ -56,6 +70,11 @@ class CheckpointConfig(Section):
         except ValueError as error:
             refuse("accept_changes", str(error))
         return self
+
+    @property
+    def asynchronous(self) -> bool:
+        """The setting ``async``."""
+        return bool(getattr(self, "async"))
 
     @model_validator(mode="after")
     def _something_to_push(self) -> CheckpointConfig:

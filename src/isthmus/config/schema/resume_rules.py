@@ -44,10 +44,10 @@ _TABLE: Mapping[ResumeRule, str] = {
         moe.dispatcher train.micro_batch_size train.gemm_tuning train.compile train.deterministic train.attention
         train.recompute train.recompute_modules train.recompute_layers train.eval_every train.early_stopping
         train.profile train.threads optim.offload eval.generate eval.prompts eval.max_new_tokens eval.temperature
-        checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.accept_changes
-        checkpoint.hf_every checkpoint.save_final checkpoint.export_final checkpoint.export_merged checkpoint.push
-        checkpoint.push_public logging.to logging.project logging.name logging.every logging.style
-        checkpoint.skip_checksums
+        checkpoint.async checkpoint.every checkpoint.grace_s checkpoint.keep checkpoint.keep_best
+        checkpoint.resume checkpoint.accept_changes checkpoint.hf_every checkpoint.save_final
+        checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public logging.to
+        logging.project logging.name logging.every logging.style checkpoint.skip_checksums
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
-from isthmus.atomic_write import rename, write_atomic
+from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
-from isthmus.engine.checkpoint.index_file import INDEX, read_index
-from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput, errno_of
+from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace, UnsafeInput, errno_of
+
+RECORD = "latest_checkpointed_iteration.json"
+"""Repeats the step in the tracker file, a plain number in which a damaged digit is another step."""
+_FOLDER = re.compile("iter_[0-9]{7,18}")
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:
@@ -22,53 +26,63 @@ def checkpoint_dir(root: Path, step: int) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest published checkpoint, or None; raises DataError if the tracker file names a missing one."""
-    tracker = root / TRACKER
+    """The newest published checkpoint, or None.
+
+    Raises:
+        DataError: the tracker file is damaged, names a missing checkpoint, or another one than was published last.
+    """
+    tracker, record = root / TRACKER, root / RECORD
     if not tracker.exists():
         return None
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if re.fullmatch("[0-9]{1,18}", text) is None or not checkpoint_dir(root, int(text)).is_dir():
+    step = _step_in(tracker)
+    if step is None or not checkpoint_dir(root, step).is_dir():
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         raise DataError(
-            f"{tracker} contains {text!r}, which is not a checkpoint in {root}. Write an existing step into it."
+            f"{tracker} contains {text[:40]!r}, which is not a checkpoint in {root}. Choose one with "
+            f"checkpoint.resume={root}/iter_NNNNNNN."
         )
-    return checkpoint_dir(root, int(text))
+    try:
+        allowed = json.loads(record.read_bytes())["steps"] if record.is_file() else [step]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        allowed = []
+    if step not in allowed:
+        raise DataError(
+            f"{tracker} names step {step}, and {record.name} beside it {allowed}: one of them is damaged, or was "
+            f"edited. Choose the checkpoint, for example checkpoint.resume={checkpoint_dir(root, step)}; or delete "
+            f"{record.name} if the tracker is right."
+        )
+    return checkpoint_dir(root, step)
 
 
 def publish(staging: Path, final: Path, step: int, keep: int, best: int | None = None) -> None:
-    shutil.rmtree(final, ignore_errors=True)
+    """Rename a complete folder, name it in the tracker, and remove old checkpoints beyond ``keep``; not ``best``."""
+    replaced = final.with_name(f"{TEMPORARY}replaced-{final.name}")
+    if final.exists():  # of a branch that this run abandoned
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     rename(staging, final)
-    write_atomic(final.parent / TRACKER, str(step))
+    _set_latest(final.parent, step)
+    shutil.rmtree(replaced, ignore_errors=True)
     # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
-    kept = {final} if best is None else {final, checkpoint_dir(final.parent, best)}
-    others = sorted(
-        (path for path in final.parent.glob("iter_*") if path not in kept), key=lambda path: (path < final, path)
-    )
+    found = {int(path.name[5:]): path for path in final.parent.iterdir() if _FOLDER.fullmatch(path.name)}
+    others = sorted(found.keys() - {step, best}, key=lambda other: (other < step, other))
     for old in others[: max(0, len(others) + 1 - keep)]:
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(found[old], ignore_errors=True)
 
 
-def check_files(folder: Path) -> None:
-    """Check that all files exist and have the length in the index.
+def _set_latest(root: Path, step: int) -> None:
+    """The record has every step that the tracker may name, also after a kill between the writes."""
+    tracker, record = root / TRACKER, root / RECORD
+    before = _step_in(tracker) if tracker.is_file() else None
+    if before is not None:
+        write_atomic(record, json.dumps({"steps": [before, step]}))
+    write_atomic(tracker, str(step))
+    write_atomic(record, json.dumps({"steps": [step]}))
 
-    Raises:
-        MissingInput: the folder or its index is missing.
-        DataError: a file is missing or truncated, or the index is unreadable.
-        UnsafeInput: the index would run code.
-    """
-    if not (folder / INDEX).is_file():
-        raise MissingInput(
-            f"{folder} has no torch_dist checkpoint: .metadata is missing. Choose a folder that has one."
-        )
-    if not (folder / "common.pt").is_file():
-        raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
-    ends: dict[str, int] = {}
-    for entry in read_index(folder).storage_data.values():
-        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, end in ends.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-        if size < end:
-            found = "is missing" if size < 0 else f"has {size} bytes"
-            raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
+
+def _step_in(tracker: Path) -> int | None:
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 @contextmanager
@@ -98,6 +112,8 @@ def read_errors(folder: Path) -> Iterator[None]:
     """Translate errors to IOFailure, UnsafeInput or DataError; the files are complete."""
     try:
         yield
+    except IsthmusError:
+        raise
     except OSError as error:
         raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
     except (Exception, CheckpointException) as error:

@@ -31,11 +31,14 @@ class BestLoss:
     loss: float | None = None
     step: int | None = None
     evaluations_since: int = 0
+    last_step: int = 0
+    """Of the newest evaluation."""
 
     def update(self, step: int, loss: float) -> bool:
         """Whether ``loss`` is the lowest so far. An evaluation that a resumed run repeats counts once."""
-        if step == self.step:
+        if step in (self.step, self.last_step):
             return False
+        self.last_step = step
         if self.loss is None or loss < self.loss:
             self.loss, self.step, self.evaluations_since = loss, step, 0
             return True

@@ -1,29 +1,18 @@
-"""Checkpoints in Megatron's ``torch_dist`` format, readable under any layout.
-
-A checkpoint is written to a temporary folder, and renamed when all ranks are done and all files are complete.
-"""
+"""Checkpoints in Megatron's ``torch_dist`` format, readable under any layout."""
 
 from __future__ import annotations
 
-import shutil
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed import checkpoint as dcp
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-from isthmus.atomic_write import TEMPORARY
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint.checkpoint_folder import check_files, checkpoint_dir, publish, read_errors, write_errors
+from isthmus.engine.checkpoint.checkpoint_checks import check_entries, check_folder
+from isthmus.engine.checkpoint.checkpoint_folder import read_errors
+from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions, take_state
 from isthmus.engine.checkpoint.optimizer_state import set_num_updates
 from isthmus.engine.checkpoint.run_state import (
     BestLoss,
@@ -33,9 +22,7 @@ from isthmus.engine.checkpoint.run_state import (
     layout_of,
     random_state,
     restore_random_state,
-    saved_state,
     sharded_run_state,
-    sharding_metadata,
     stages_of,
 )
 from isthmus.engine.optim.adamw import float32_moments
@@ -44,86 +31,21 @@ from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.upstream.compat import load_objects_without_code
-from isthmus.errors import DataError, IsthmusError, UsageError
+from isthmus.errors import DataError, UsageError
+from isthmus.file_checksums import ChecksumVerifier
 
 
-class _SynchronousSave(TorchDistSaveShardedStrategy):
-    """Megatron-Core's asynchronous writer forks, and can publish a file that a failed thread left incomplete."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        dcp.save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def save(
-    root: Path,
-    stepper: Stepper,
-    progress: Progress,
-    parallel: ParallelConfig,
-    *,
-    keep: int,
-    keep_best: bool = False,
-    args: Namespace | None = None,
-    write_beside: Callable[[Path], None] | None = None,
-) -> Path:
+def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelConfig, options: SaveOptions) -> Path:
     """Write weights, optimizer, random state and data position; every rank calls it.
 
-    Args:
-        parallel: saved with it; the random state is only restored under the same layout.
-        keep: number of checkpoints to keep; older ones are removed when this one is complete.
-        keep_best: keep that of ``progress.best`` in addition.
-        args: model description for Megatron-LM and for conversion.
-        write_beside: writes more files into the folder, on rank 0.
+    ``parallel`` is saved with it: the random state is only restored under the same layout.
 
     Raises:
         NoSpace, IOFailure: on every rank, if any rank fails to write; nothing is published.
     """
-    final = checkpoint_dir(root, progress.step)
-    staging = root / f"{TEMPORARY}{final.name}"
-    main = dist.get_rank() == 0
-
-    def prepare() -> None:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-
-    _on_main(prepare, staging)
-    state = saved_state(stepper, progress, parallel, args)
-    content = {name: value for name, value in sharding_metadata().items() if name != "dp_cp_group"}
-
-    def write() -> None:
-        with write_errors(staging):
-            dist_checkpointing.save(state, str(staging), _SynchronousSave(), content_metadata=content)
-            if main:
-                if write_beside is not None:
-                    write_beside(staging)
-                check_files(staging)
-
-    try:
-        agree(write)
-    except IsthmusError:
-        if main:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    best = progress.best.step if keep_best else None
-    _on_main(lambda: publish(staging, final, progress.step, keep, best), staging)
-    return final
-
-
-def _on_main(stage: Callable[[], None], staging: Path) -> None:
-    """Run ``stage`` on rank 0; every rank waits for it and raises its error."""
-
-    def run() -> None:
-        with write_errors(staging):
-            stage()
-
-    agree(run if dist.get_rank() == 0 else lambda: None)
+    writer = take_state(root, stepper, progress, parallel, options)
+    writer.complete()
+    return writer.final
 
 
 def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
@@ -134,7 +56,8 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         UnsafeInput: loading it would run code.
         UsageError: other tensors were trained, or by another optimizer.
     """
-    check_files(folder)
+    verifier = ChecksumVerifier()
+    agree(lambda: check_folder(folder, verifier))
     load_objects_without_code()
     with read_errors(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
@@ -146,13 +69,16 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         state = sharded_run_state(stepper, is_loading=True)
         if same_layout:
             state["rng_state"] = random_state(stepper.device)
-        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+        loaded = dist_checkpointing.load(
+            state, str(folder), _VerifiedLoad(folder, verifier), validate_access_integrity=False
+        )
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or adapters_of(stepper) is not None
         for name, stage in () if in_place else stages_of(stepper).items():
             stage.load_state_dict(loaded[name])
     saved = common["optimizer"].get(0, common["optimizer"])  # several optimizers are keyed by number
     done = common["isthmus"]["progress"]
-    progress = Progress(step=done["step"], data=done["data"], best=BestLoss(**done.get("best", {})))
+    best = {"last_step": done["step"], **done.get("best", {})}
+    progress = Progress(step=done["step"], data=done["data"], best=BestLoss(**best))
     stepper.skipped = common["isthmus"].get("skipped", 0)
     stepper.schedule.step(increment=progress.step - stepper.skipped)
     for adam in torch_optimizers(stepper.optimizer):
@@ -163,6 +89,18 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     if same_layout:
         restore_random_state(loaded["rng_state"][0], stepper.device)
     return progress
+
+
+class _VerifiedLoad(TorchDistLoadShardedStrategy):
+    """Checks the blocks that this rank reads against their checksums, on all ranks before any reads."""
+
+    def __init__(self, folder: Path, verifier: ChecksumVerifier) -> None:
+        super().__init__()
+        self.folder, self.verifier = folder, verifier
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        agree(lambda: check_entries(self.folder, nested_values(sharded_state_dict), self.verifier))
+        return super().load(sharded_state_dict, checkpoint_dir)
 
 
 def _check_same_training(saved: dict[str, Any], stepper: Stepper, folder: Path) -> None:

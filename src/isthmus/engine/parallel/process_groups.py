@@ -138,10 +138,10 @@ def sum_bytes(tensor: torch.Tensor, *, rank0_only: bool = False) -> bool:
     return True
 
 
-def gather_objects(own: _T) -> list[_T]:
-    """The objects of all ranks, in their order; a collective."""
+def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """The objects of all ranks, in their order; a collective. ``group`` as in :func:`agree`."""
     found: list[_T] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    dist.all_gather_object(found, own, group=group)
     return found
 
 
@@ -169,8 +169,11 @@ def on_rank_0(stage: Callable[[], None], name: str, *, timeout_s: float = 86400.
             raise error_of(*failure)
 
 
-def agree(stage: Callable[[], None]) -> None:
-    """Run ``stage`` on every rank; if any fails, all raise the error of the lowest failed rank."""
+def agree(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``stage`` on every rank; if any fails, all raise the error of the lowest failed rank.
+
+    ``group`` has all ranks; one of its own is needed in another thread than that of training.
+    """
     failure: BaseException | None = None
     try:
         stage()
@@ -179,7 +182,7 @@ def agree(stage: Callable[[], None]) -> None:
     mine = failure
     if failure is not None and not isinstance(failure, IsthmusError):
         mine = error_of(*explain(failure))
-    first = next((error for error in gather_objects(mine) if error is not None), None)
+    first = next((error for error in gather_objects(mine, group) if error is not None), None)
     if first is not None:
         raise first from failure
 

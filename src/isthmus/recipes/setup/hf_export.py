@@ -30,12 +30,19 @@ from isthmus.recipes.setup.rank_model import RankModel
 
 
 def export_hf(
-    model: RankModel, destination: Path, tokenizer: Tokenizer | None, *, dtype: torch.dtype | None, replace: bool
+    model: RankModel,
+    destination: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    dtype: torch.dtype | None,
+    replace: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write a Hugging Face model folder; a collective. Each rank writes its own slices, no rank gathers the model.
 
     ``dtype`` None keeps each tensor's dtype in the source, or the config's dtype without weights. ``tokenizer`` None
-    copies the files of the source. If a rank cannot write, all ranks raise and nothing is published.
+    copies the files of the source. If a rank cannot write, or ``check``, called before each tensor, raises on any rank,
+    all ranks raise and nothing is published.
     """
     plan, main = model.plan, model.position.rank == 0
     files = export_plan(plan.family, plan.architecture, _dtypes(plan, dtype))
@@ -51,7 +58,13 @@ def export_hf(
     def write() -> None:
         tensors, writes = _tensors_to_write(model)
         arguments = (tensors, plan.family, plan.architecture, files, staged.path)
-        export_weights(*arguments, layout=model.layout, writes=writes, merge=_merge(model), written=written)
+        merge = _merge(model)
+
+        def checked(name: str, weight: torch.Tensor) -> torch.Tensor:
+            check()
+            return merge(name, weight)
+
+        export_weights(*arguments, layout=model.layout, writes=writes, merge=checked, written=written)
 
     def finish() -> None:
         if main:

@@ -48,14 +48,16 @@ class MemoryEstimate:
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
     offloaded: int = 0
-    """Optimizer state in host memory, not part of the other fields."""
+    """Optimizer state, and the copy of a checkpoint, in host memory beside that of a GPU; not in the other fields."""
+    copied: int = 0
+    """The copy of a checkpoint that is written in the background, on a CPU."""
     teacher: int = 0
     """Weights of the teacher of distillation."""
 
     @property
     def persistent(self) -> int:
         """Bytes kept from step to step, without the offloaded ones."""
-        return self.weights + self.gradients + self.optimizer + self.teacher
+        return self.weights + self.gradients + self.optimizer + self.teacher + self.copied
 
     @property
     def total(self) -> int:
@@ -66,6 +68,8 @@ class MemoryEstimate:
             "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
             "activations about": self.activations,
         }  # fmt: skip
+        if self.copied:
+            parts["copy for checkpoint.async"] = self.copied
         if self.teacher:
             parts["teacher"] = self.teacher
         if self.temporary:
@@ -122,7 +126,11 @@ def estimate_ranks(
             weights = 4 * shard + math.ceil(element * (count.total() - total) / replicas)
             weights += gathered * element if replicas > 1 or element < 4 else 0
             optimizer = math.ceil(moments * shard) - 4 * muon.total() // replicas
-            estimates.append(MemoryEstimate(count.total(), weights, 4 * shard, optimizer, activations, temporary))
+            copied = math.ceil((element * count.total() + 12 * total - 4 * muon.total()) / replicas)
+            host = _on_host(copied if config.checkpoint.asynchronous else 0, on_gpu=gpu_bytes is not None)
+            estimates.append(
+                MemoryEstimate(count.total(), weights, 4 * shard, optimizer, activations, temporary, **host)
+            )
             continue
         optimizer = math.ceil((state * ordinary + moments * float32) / replicas)
         optimizer += math.ceil(state * expert / expert_replicas)
@@ -133,11 +141,20 @@ def estimate_ranks(
         if config.optim.offload:
             offloaded = math.ceil(8 * (ordinary + float32) / replicas)
             offloaded += math.ceil(8 * expert / expert_replicas)
+        copied = 0
+        if config.checkpoint.asynchronous:  # of a rank that also writes weights
+            copied = element * (total if plan.adapters else count.total()) + math.ceil(12 * (total - expert) / replicas)
+            copied += math.ceil(12 * expert / expert_replicas) - 4 * muon.total() // replicas
+        host = _on_host(copied, offloaded, on_gpu=gpu_bytes is not None)
         quantized = 2 * count["linear"] if precision == "fp8" and micro_batches(plan, config) > 1 else 0
         estimates.append(
-            MemoryEstimate(count.total(), weights, 4 * total, optimizer, activations, temporary, quantized, offloaded)
+            MemoryEstimate(count.total(), weights, 4 * total, optimizer, activations, temporary, quantized, **host)
         )
     return estimates
+
+
+def _on_host(copied: int, offloaded: int = 0, *, on_gpu: bool) -> dict[str, int]:
+    return {"offloaded": offloaded + copied} if on_gpu else {"offloaded": offloaded, "copied": copied}
 
 
 def _count_adapters(plan: ModelPlan) -> list[Counter[str]]:
@@ -191,14 +208,14 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
     owner = "a GPU" if on_gpu else "a rank's share of the free memory of this machine"
     if estimate.offloaded > (free := free_bytes() // ranks_here):
         raise UsageError(
-            f"optim.offload=true puts {_gib(estimate.offloaded)} GiB of each rank's optimizer state into host memory, "
-            f"and a rank's share of the free host memory is {_gib(free)} GiB. Start more ranks on more machines, or "
-            "leave it out."
+            f"{_users_of_host_memory(config)} {_gib(estimate.offloaded)} GiB of each rank into host memory, and a "
+            f"rank's share of the free host memory is {_gib(free)} GiB. Start more ranks on more machines, or leave it "
+            "out."
         )
     if estimate.persistent <= memory and estimate.total <= MARGIN * memory:
         return f"memory, estimated: {estimate}; {owner} is {_gib(memory)} GiB"
     if estimate.persistent > memory:
-        hints = _smaller_state(plan.parallel, platform, precision, offloaded=estimate.offloaded > 0)
+        hints = _smaller_state(plan.parallel, platform, precision, offloaded=config.optim.offload)
     else:
         hints = _smaller_activations(config)
     hint = "; or ".join(hints)
@@ -206,6 +223,11 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
         f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
         f"{hint[0].upper()}{hint[1:]}."
     )
+
+
+def _users_of_host_memory(config: RunConfig) -> str:
+    names = ["optim.offload=true"] * config.optim.offload + ["checkpoint.async=true"] * config.checkpoint.asynchronous
+    return " and ".join(names) + (" put" if len(names) > 1 else " puts")
 
 
 def _smaller_state(parallel: ParallelConfig, platform: Platform, precision: str, *, offloaded: bool) -> list[str]:

@@ -53,6 +53,7 @@ def main() -> None:
     callers: set[str] = set()
     position = open_groups(ParallelConfig(), detect("cpu"), seed=0)
     from isthmus.engine.checkpoint import run_state, save_load
+    from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
     from isthmus.engine.megatron_model import build_stages
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.optim.learning_rate import build_schedule
@@ -79,7 +80,7 @@ def main() -> None:
     sum_over_ranks([1.0], stepper.device)
     with tempfile.TemporaryDirectory() as folder:
         progress = run_state.Progress(step=1, data="these samples")
-        saved = save_load.save(Path(folder), stepper, progress, ParallelConfig(), keep=1)
+        saved = save_load.save(Path(folder), stepper, progress, ParallelConfig(), SaveOptions(keep=1))
         save_load.load(saved, stepper, ParallelConfig())
     print(json.dumps({"rank": position.rank, "callers": sorted(callers)}))
 

@@ -22,6 +22,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random
 
 from isthmus.engine.checkpoint import run_state, save_load
+from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.optim.optimizer import distributed_optimizers, torch_optimizers
 from ranks.tasks import start
 from unit.engine.recorder import Recorder
@@ -89,7 +90,9 @@ def adam_with_apex(*, model: str, samples: str, root: str) -> dict[str, Any]:
     training, fresh = (start(model=model, samples=samples) for _ in range(2))
     training.stepper.train_step(training.batches.step(0))
     parallel = training.model.plan.parallel
-    folder = save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, keep=1)
+    folder = save_load.save(
+        Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, SaveOptions(keep=1)
+    )
     save_load.load(folder, fresh.stepper, parallel)
     (adam,) = torch_optimizers(fresh.stepper.optimizer)
     steps = {float(state["step"]) for state in adam.state.values()}
@@ -105,7 +108,9 @@ def read_by_megatron_core(*, model: str, samples: str, root: str) -> list[dict[s
     training = start(**layout)
     training.stepper.train_step(training.batches.step(0))
     parallel = training.model.plan.parallel
-    folder = save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, keep=1)
+    folder = save_load.save(
+        Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, SaveOptions(keep=1)
+    )
     saved, fresh = training.stepper, start(**layout).stepper
     (optimizer,), (wanted,) = distributed_optimizers(fresh.optimizer), distributed_optimizers(saved.optimizer)
     weights = fresh.model[0].module.sharded_state_dict(metadata=run_state.sharding_metadata())

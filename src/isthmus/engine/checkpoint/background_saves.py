@@ -1,0 +1,132 @@
+"""The checkpoints of a run, written one after the other, beside training if asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions, take_state
+from isthmus.engine.checkpoint.host_buffer import HostBuffer
+from isthmus.engine.checkpoint.run_state import Progress
+from isthmus.engine.parallel.process_groups import agree
+from isthmus.engine.step import Stepper
+from isthmus.errors import IsthmusError, error_of, explain
+
+
+@dataclass(slots=True)
+class _Write:
+    """A checkpoint that a thread writes."""
+
+    writer: CheckpointWriter
+    started_s: float
+    seconds: float = 0.0
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: IsthmusError | None = None
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        try:
+            self.writer.complete(group)
+        except BaseException as error:  # reported by the training thread
+            self.error = error if isinstance(error, IsthmusError) else error_of(*explain(error))
+        finally:
+            self.seconds = time.monotonic() - self.started_s
+            self.ended.set()
+
+    def result(self) -> None:
+        if self.ended.is_set() and self.error is not None:
+            raise self.error
+
+
+class Saves:
+    """Saves of one rank. With ``asynchronous`` a save only copies the state to host memory before it returns.
+
+    A thread then writes the copy. Its collectives have a group of their own, on the host. A save waits for the one
+    before it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        parallel: ParallelConfig,
+        *,
+        asynchronous: bool,
+        saved: Callable[[int, Path], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._root, self._parallel, self._saved, self._log = root, parallel, saved, log
+        self._asynchronous = asynchronous
+        self._host = HostBuffer()
+        self._group: dist.ProcessGroup | None = None
+        self._write: _Write | None = None
+        self.last_step: int | None = None
+        """Of the newest state that was saved, or is being written."""
+        self.duration_s = 0.0
+        """Of the newest complete save."""
+
+    def save(self, stepper: Stepper, progress: Progress, options: SaveOptions, *, wait: bool = False) -> None:
+        """Save the present state, once; a collective. ``wait`` until it is published.
+
+        Raises:
+            NoSpace, IOFailure: on every rank, if any rank failed to write this checkpoint, or the one before it.
+        """
+        if self.last_step == progress.step:
+            return self.finish() if wait else None
+        if self._write is not None and not self._write.ended.is_set():
+            before = self._write.writer.progress.step
+            self._log(f"the checkpoint of step {progress.step} waits for that of step {before}, which is being written")
+        self.finish()
+        started_s = time.monotonic()
+        background = self._asynchronous and not wait
+        writer = take_state(self._root, stepper, progress, self._parallel, options, self._host if background else None)
+        self.last_step = progress.step
+        if not background:
+            writer.complete()
+            self.duration_s = time.monotonic() - started_s
+            self._saved(progress.step, writer.final)
+            return None
+        if self._group is None:
+            timeout = timedelta(seconds=self._parallel.timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._write = _Write(writer, started_s)
+        # A daemon: a write that hangs does not keep the process alive.
+        threading.Thread(target=self._write.run, args=(self._group,), name="checkpoint", daemon=True).start()
+        return None
+
+    def ended(self) -> float:
+        """1 if the write on this rank has ended, the number of ranks if it failed, else 0.
+
+        When the sum over all ranks reaches their number, all call :meth:`conclude`.
+        """
+        if self._write is None or not self._write.ended.is_set():
+            return 0.0
+        return 1.0 if self._write.error is None else float(dist.get_world_size())
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if any; a collective.
+
+        Raises:
+            NoSpace, IOFailure: on every rank, if any rank failed to write.
+        """
+        if self._write is not None:
+            self._write.ended.wait()
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Report the checkpoint whose write has ended or failed on any rank; a collective. Raises as ``finish``."""
+        write, self._write = self._write, None
+        assert write is not None
+        agree(write.result)
+        self.duration_s = write.seconds
+        self._saved(write.writer.progress.step, write.writer.final)
+
+    def close(self, timeout_s: float) -> None:
+        """After a failure of training: give the write of this rank time to end."""
+        if self._write is not None:
+            self._write.ended.wait(timeout_s)

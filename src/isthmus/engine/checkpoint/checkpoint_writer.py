@@ -1,0 +1,170 @@
+"""Writing a checkpoint in two stages: take the state of a step, then write files, which may happen beside training.
+
+A checkpoint is written to a temporary folder, and renamed when all ranks are done and all files are complete.
+"""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from isthmus.atomic_write import TEMPORARY
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint.checkpoint_checks import check_files
+from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
+from isthmus.engine.checkpoint.host_buffer import HostBuffer
+from isthmus.engine.checkpoint.run_state import Progress, saved_state, sharding_metadata
+from isthmus.engine.parallel.process_groups import agree, gather_objects
+from isthmus.engine.step import Stepper
+from isthmus.errors import IsthmusError
+from isthmus.file_checksums import Parts, WrittenBlocks, write_checksums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    keep: int
+    """Number of checkpoints to keep; older ones are removed when a new one is complete."""
+    keep_best: bool = False
+    """Keep that of ``Progress.best`` in addition."""
+    args: Namespace | None = None
+    """Model description for Megatron-LM and for conversion."""
+    write_beside: Callable[[Path], None] | None = None
+    """Writes more files into the folder, on rank 0."""
+
+
+class _TakenState(TorchDistSaveShardedStrategy):
+    """Megatron-Core's ``save`` without the files of tensors; ``state`` has what this rank has to write.
+
+    Its own asynchronous writer forks, and can publish a file that a failed thread left incomplete.
+    """
+
+    def __init__(self, host: HostBuffer | None) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.host = host
+        self.state: dict[str, Any] = {}
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        self.state = mcore_to_pyt_state_dict(state if self.host is None else self.host.copied(state), False)
+
+
+class _HashedFiles(FileSystem):
+    """Hashes files while they are written."""
+
+    def __init__(self, written: WrittenBlocks) -> None:
+        self.written = written
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield self.written.wrap(cast(BinaryIO, stream), Path(path).name) if mode == "wb" else stream
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWriter:
+    """The state of one step, on its way into files."""
+
+    staging: Path
+    final: Path
+    progress: Progress
+    best: int | None
+    """The step to keep in addition."""
+    options: SaveOptions
+    state: dict[str, Any]
+    """Of this rank, by checkpoint key: live tensors or copies of them."""
+    copied: bool
+    written: WrittenBlocks = field(default_factory=WrittenBlocks)
+
+    def complete(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write the files and publish them; a collective of ``group``, by default of all groups' own.
+
+        Raises:
+            NoSpace, IOFailure: on every rank, if any rank fails to write; nothing is published.
+        """
+        try:
+            agree(lambda: self._write(group), group)
+            parts = gather_objects(self.written.parts(), group)
+            on_main(lambda: self._publish(parts), self.staging, group)
+        except IsthmusError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.staging, ignore_errors=True)
+            raise
+
+    def _write(self, group: dist.ProcessGroup | None) -> None:
+        storage = dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=True)
+        if self.copied:  # already on the host; the copies would wait for the stream of training
+            storage.per_thread_copy_ahead = 0
+        storage.fs = _HashedFiles(self.written)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        with write_errors(self.staging):
+            dcp.save(self.state, storage_writer=storage, planner=planner, process_group=group)
+
+    def _publish(self, parts: list[Parts]) -> None:
+        if self.options.write_beside is not None:
+            self.options.write_beside(self.staging)
+        write_checksums(self.staging, parts)
+        check_files(self.staging)
+        publish(self.staging, self.final, self.progress.step, self.options.keep, self.best)
+
+
+def take_state(
+    root: Path,
+    stepper: Stepper,
+    progress: Progress,
+    parallel: ParallelConfig,
+    options: SaveOptions,
+    host: HostBuffer | None = None,
+) -> CheckpointWriter:
+    """Begin a checkpoint with the present state; a collective.
+
+    Args:
+        host: copy the tensors there, so that training may change them before they are written.
+
+    Raises:
+        NoSpace, IOFailure: on every rank, if any rank fails to write.
+    """
+    final = checkpoint_dir(root, progress.step)
+    staging = root / f"{TEMPORARY}{final.name}"
+
+    def prepare() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    on_main(prepare, staging)
+    state = saved_state(stepper, progress, parallel, options.args)
+    content = {name: value for name, value in sharding_metadata().items() if name != "dp_cp_group"}
+    taken = _TakenState(host)
+
+    def take() -> None:
+        with write_errors(staging):
+            dist_checkpointing.save(state, str(staging), taken, content_metadata=content)
+
+    agree(take)
+    best = progress.best.step if options.keep_best else None
+    return CheckpointWriter(staging, final, progress, best, options, taken.state, host is not None)
+
+
+def on_main(stage: Callable[[], None], staging: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Run ``stage`` on rank 0; every rank waits for it and raises its error."""
+
+    def run() -> None:
+        with write_errors(staging):
+            stage()
+
+    agree(run if dist.get_rank() == 0 else lambda: None, group)
