@@ -162,3 +162,10 @@ def test_unknown_contestant_is_refused(repository: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "not known: isthmos" in done.stderr
+
+
+@pytest.mark.benchmarks
+def test_asynchronous_checkpoints(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "async.json", "async_checkpoint.py")
+    behind, here = result["runs"]
+    assert behind["steps_during_write"] > 0 == here["steps_during_write"] and behind["blocked_s"] < here["blocked_s"]
