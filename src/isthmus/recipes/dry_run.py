@@ -13,6 +13,8 @@ from isthmus.engine.parallel.process_groups import Position
 from isthmus.errors import UsageError
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.data.corpus import compare_data
+from isthmus.recipes.data.data_sources import find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.resume_check import checked_record
@@ -48,6 +50,8 @@ def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Repo
         for message in checked_record(context)[1]:
             report(message)
     if context.resume is not None:
+        if not config.data.mock:
+            compare_data(config, find_data_sources(config), context.run_dir.data, context.tokenizer, context.resume)
         report(f"resumes from {context.resume}")
     if (repo := config.checkpoint.push) is not None:
         check_access(repo)

@@ -54,6 +54,7 @@ from isthmus.recipes.data.prepare import tokenize_files
 from isthmus.train.stop import StopFlag
 
 Report = Callable[[str], None]
+_FINGERPRINT = "source.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,18 @@ def load_corpus(
     return split_sources(config, sources, stores)
 
 
+def compare_data(
+    config: RunConfig, sources: Sequence[DataSource], folder: Path, tokenizer: Tokenizer, resume: Path | None
+) -> tuple[dict[str, Any], bool]:
+    """(fingerprint of the data, whether ``folder`` has the same); with ``resume`` changed data is a DataError."""
+    earlier = read_fingerprint(folder / _FINGERPRINT)
+    fingerprint = data_fingerprint(config, sources, tokenizer, earlier)
+    same = same_data(fingerprint, earlier)
+    if not same and earlier and resume is not None:
+        check_fingerprint(str(earlier), str(fingerprint), resume, changed_files(fingerprint, earlier))
+    return fingerprint, same
+
+
 def _tokenize_sources(
     config: RunConfig,
     sources: Sequence[DataSource],
@@ -206,17 +219,12 @@ def _tokenize_sources(
     report: Report,
 ) -> dict[str, TokenizeStats]:
     """Tokenize the raw sources that ``folder`` does not have yet; returns their stats by key."""
-    path = folder / "source.json"
-    earlier = read_fingerprint(path)
-    fingerprint = data_fingerprint(config, sources, tokenizer, earlier)
+    fingerprint, same = compare_data(config, sources, folder, tokenizer, resume)
     digests = known_digests(fingerprint)
-    same = same_data(fingerprint, earlier)
     if not same:
-        if earlier and resume is not None:
-            check_fingerprint(str(earlier), str(fingerprint), resume, changed_files(fingerprint, earlier))
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_atomic(path, json.dumps(fingerprint))
+        write_atomic(folder / _FINGERPRINT, json.dumps(fingerprint))
     tokenized: dict[str, TokenizeStats] = {}
     for source in sources:
         if source.prepared:

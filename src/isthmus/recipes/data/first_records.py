@@ -85,7 +85,7 @@ def known_corpus(
 def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None]) -> DataEstimate | None:
     """Estimate the training data from the first records and the sizes of the files; None if that is not possible."""
     data = config.data
-    sequences = tokens = 0.0
+    sequences, tokens, known = 0.0, 0.0, True
     rest = 1.0 - sum(
         fraction
         for fraction, files in ((data.valid_fraction, data.valid_files), (data.test_fraction, data.test_files))
@@ -95,12 +95,11 @@ def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str
         size = (
             _prepared_size(config, source, tokenizer) if source.prepared else _size(config, source, tokenizer, report)
         )
-        if size is None:
-            return None
         if source.use == "train":
-            sequences += rest * size[0]
-            tokens += rest * size[1]
-    return DataEstimate(sequences, tokens)
+            known &= size is not None
+            sequences += rest * (size or (0, 0))[0]
+            tokens += rest * (size or (0, 0))[1]
+    return DataEstimate(sequences, tokens) if known else None
 
 
 @dataclass(frozen=True, slots=True)
