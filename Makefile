@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry fuzz unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry fuzz torture unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -60,6 +60,10 @@ bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it work
 FUZZ_N ?= 50000
 fuzz: $(STAMP)  ## Damaged and hostile files for every reader (FUZZ_N inputs, a minute for 50,000)
 	nice $(VENV)/bin/python benchmarks/fuzz.py --n $(FUZZ_N)
+
+KILLS ?= 1000
+torture: $(STAMP)  ## Kill training, convert, prepare and merge at random instants, and compare the results (KILLS, an hour)
+	nice $(VENV)/bin/python benchmarks/torture.py --n $(KILLS)
 
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
 	$(PYTEST) tests/unit -m "not processes"

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -150,19 +151,29 @@ class Campaign:
         return row | {"lost": lost or self._again(name, expected)}
 
     def fail(self, number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
-        """Run a case in which a call fails; ``lost`` of its record is what is wrong, None if nothing is."""
+        """Run a case in which a random call fails; ``lost`` of its record is what is wrong, None if nothing is."""
         chance = random.Random(f"fail {seed} {number}")
         name = chance.choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
-        expected, _, calls = self._undisturbed(name)
-        self._clean()
+        calls = self._undisturbed(name)[2]
         rank = chance.choice([rank for rank, each in enumerate(calls) if each])
         # Most calls write the elements of a tensor: each file and name of a call has the same chance.
         call = chance.choice(sorted(set(calls[rank])))
         at = chance.choice([number for number, each in enumerate(calls[rank], start=1) if each == call])
-        error, mode = chance.choice([(errno.EIO, "once"), (errno.ENOSPC, "once"), (errno.ENOSPC, "on")])
-        done = self._start(name, {"rank": rank, "n": at, "error": error, "mode": mode}).wait()
-        row = {"case": number, "seed": seed, "kind": name, "rank": rank, "call": at, "failed": call, "mode": mode}
-        row |= {"errno": errno.errorcode[error], "codes": [one.returncode for one in done]}
+        error, mode = chance.choice([("EIO", "once"), ("ENOSPC", "once"), ("ENOSPC", "on")])
+        return {"case": number, "seed": seed} | self._fail(name, rank, at, error, mode)
+
+    def fail_at(self, name: str, call: str, error: str) -> dict[str, Any]:
+        """Run a command in which the first call fails whose name and path ``call`` matches."""
+        calls = self._undisturbed(name)[2][0]
+        at = next(number for number, each in enumerate(calls, start=1) if re.fullmatch(call, each))
+        return self._fail(name, 0, at, error, "once")
+
+    def _fail(self, name: str, rank: int, at: int, error: str, mode: str) -> dict[str, Any]:
+        expected, _, calls = self._undisturbed(name)
+        self._clean()
+        done = self._start(name, {"rank": rank, "n": at, "error": getattr(errno, error), "mode": mode}).wait()
+        row = {"kind": name, "rank": rank, "call": at, "failed": calls[rank][at - 1], "mode": mode, "error": error}
+        row |= {"codes": [one.returncode for one in done]}
         return row | {"lost": self._failed(name, done, expected) or self._again(name, expected)}
 
     def _failed(self, name: str, done: Sequence[Any], expected: dict[str, Any]) -> str | None:
@@ -331,6 +342,7 @@ def main() -> int:
             while arguments.pause and arguments.pause.exists():
                 time.sleep(2)
             row = (campaign.fail if arguments.fail else campaign.run)(len(rows), arguments.seed, kinds)
+            row["commit"] = certified["commit"]
             with (work / "cases.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             rows.append(row)
@@ -341,6 +353,7 @@ def main() -> int:
     result = summary(rows)
     print(json.dumps({name: value for name, value in result.items() if name != "kinds"}, indent=1))
     if arguments.record:
+        result["commits"] = Counter(row.get("commit") for row in rows)
         name = "failed_calls" if arguments.fail else "torture"
         write_result(result_path(name, certified), {"certificate": certified, **result})
     return 1 if result["lost"] else 0

@@ -155,7 +155,7 @@ def _run_rank(request: dict[str, Any]) -> None:
         # Replace the inherited stdin, stdout and stderr.
         for number, end in enumerate((None, ".out", ".err")):
             path = "/dev/null" if end is None else request["file"] + end
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), number)
         if request["largest_file_bytes"]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the default of Python; write() then fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)

@@ -1,0 +1,86 @@
+"""Commands that are killed, or whose system calls fail, end with the result of an undisturbed run: few cases of
+benchmarks/torture.py, whose campaigns have hundreds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from faults.fork_server import ForkServer
+
+KILLED = ("train", "prepare")
+FURTHER = (
+    "train, uneven", "train, lora", "train, 2 ranks", "train, 1 rank of 2",
+    "convert to torch_dist", "convert to legacy", "merge",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def torture(repository: Path) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repository / "benchmarks"))
+        found = importlib.import_module("torture")
+    found.MOST_KILLS = 2  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture(scope="module")
+def campaign(torture: ModuleType, isthmus: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from faults.failing_calls import library
+
+    if library() is None:
+        pytest.skip("no C compiler, which builds the library that lets system calls fail")
+    return torture.Campaign(tmp_path_factory.mktemp("torture"), isthmus)
+
+
+def kills(campaign: Any, kind: str, number: int) -> None:
+    row = campaign.run(number, 0, [kind])
+    assert row["lost"] is None, row
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_kills(campaign: Any, kind: str) -> None:
+    kills(campaign, kind, 2)
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("kind", FURTHER)
+def test_further_kills(campaign: Any, kind: str, number: int) -> None:
+    kills(campaign, kind, number)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "error", "code"),
+    [
+        ("train", "open .*/tokenizer.json", "EIO", 74),
+        ("train", "write .*/common.pt", "ENOSPC", 73),
+        ("train", "mkdir .*/tensorboard", "EIO", 0),
+        ("train", "write .*/metrics.jsonl", "ENOSPC", 0),
+        ("convert to torch_dist", "open .*/common.pt", "EIO", 74),
+        ("convert to legacy", "open .*/model_optim_rng.pt", "ENOSPC", 73),
+        ("prepare", "write .*/pair.idx", "EIO", 74),
+        ("merge", "ftruncate .*/model.safetensors", "ENOSPC", 73),
+    ],
+)
+def test_failed_call(campaign: Any, kind: str, call: str, error: str, code: int) -> None:
+    """The first such call fails."""
+    row = campaign.fail_at(kind, call, error)
+    assert row["lost"] is None and row["codes"] == [code], row
+
+
+def test_a_lost_row_is_found(torture: ModuleType, tmp_path: Path) -> None:
+    """The comparison itself."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "mfu": 0.1}\n{"step": 1, "valid_loss": 2.0}\n')
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    expected = torture.outputs(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "mfu": 0.2}\n{"step": 1, "valid_loss": 2.0}\n')
+    assert torture.difference(torture.outputs(tmp_path), expected) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "mfu": 0.2}\n')
+    assert "metrics.jsonl: 1 is not 2" in torture.difference(torture.outputs(tmp_path), expected)
+    (tmp_path / ".tmp-hf").touch()
+    assert torture.difference(torture.outputs(tmp_path), expected) == ".tmp-hf is left over"
