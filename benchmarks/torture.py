@@ -3,8 +3,8 @@
     python benchmarks/torture.py --n 1000 --seed 0 --work /tmp/torture
     python benchmarks/torture.py --fail --n 1000 --work /tmp/torture-fail
 
-Half of the kills are at a random time, half before a random system call that changes a file of the output. The same
-command then runs again, and may be killed again. In the end the output has to be that of an undisturbed run: all files
+Half of the kills are at a random time, half before a random system call that changes a file of the output; some of the
+former are SIGTERM. The same command then runs again, and may be killed again. In the end the output has to be that of an undisturbed run: all files
 bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also has to end the other rank.
 
 With --fail a system call fails once with EIO or ENOSPC, or the disk is full from there on. The command has to end with
@@ -240,12 +240,15 @@ class Campaign:
 
     def _lost(self, name: str, kill: dict[str, Any]) -> str | None:
         """What went wrong at a kill itself."""
-        codes = kill["codes"]
+        codes, wait_s = kill["codes"], kill["ended_after_s"]
+        if kill["signal"] == "SIGTERM":
+            is_expected = set(codes) <= {0, 73, 75, 130, -signal.SIGTERM}
+            return None if is_expected and wait_s < LOST_RANK_S else f"exit codes {codes} {wait_s:.0f} s after SIGTERM"
         others = [code for rank, code in enumerate(codes) if rank not in kill["victims"]]
         if -signal.SIGKILL in codes and not set(others) <= {0, 76}:
             return f"the other rank ended with {others}"
-        if others and kill["ended_after_s"] > LOST_RANK_S:
-            return f"the other rank ended after {kill['ended_after_s']:.0f} s"
+        if others and wait_s > LOST_RANK_S:
+            return f"the other rank ended after {wait_s:.0f} s"
         return None if set(codes) <= {0, 73, 76, -signal.SIGKILL} else f"exit codes {codes}"
 
     def _again(self, name: str, expected: dict[str, Any]) -> str | None:
@@ -305,6 +308,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "cases": len(rows),
             "kills": len(kills),
+            "sigterms": sum(kill.get("signal") == "SIGTERM" for row in rows for kill in row["kills"]),
             "before_a_call": sum("call" in kill for kill in kills),
             "lost": [row for row in rows if row["lost"]],
         } | ({"longest_wait_of_the_other_rank_s": max(waits)} if waits else {})
@@ -326,7 +330,7 @@ def main() -> int:
     parser.add_argument("--pause", type=Path, help="wait while this file exists")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(REPOSITORY / "src"), str(TESTS)]
     from faults.fork_server import ForkServer
 
     certified = certificate(sys.argv)
