@@ -4,8 +4,9 @@
     python benchmarks/torture.py --fail --n 1000 --work /tmp/torture-fail
 
 Half of the kills are at a random time, half before a random system call that changes a file of the output; some of the
-former are SIGTERM. The same command then runs again, and may be killed again. In the end the output has to be that of an undisturbed run: all files
-bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also has to end the other rank.
+former are SIGTERM. The same command then runs again, and may be killed again. In the end the output has to be that of
+an undisturbed run: all files bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also
+has to end the other rank.
 
 With --fail a system call fails once with EIO or ENOSPC, or the disk is full from there on. The command has to end with
 one line and exit code 73 or 74, or to succeed with its whole output; the same command then runs without a fault.
