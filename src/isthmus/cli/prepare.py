@@ -41,7 +41,8 @@ def prepare(
         typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
     ] = None,
     overlong: Annotated[
-        str, typer.Option(metavar="WHAT", help="What happens to a longer sample: truncate or drop.")
+        str,
+        typer.Option(metavar="WHAT", help="What happens to a longer sample: truncate, split (chats), drop or error."),
     ] = "truncate",
     loss_on: Annotated[
         str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
@@ -55,6 +56,9 @@ def prepare(
         str,
         typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
     ] = "keep",
+    split_turns: Annotated[
+        bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
+    ] = True,
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
     columns: Annotated[
         list[str] | None,
@@ -70,7 +74,10 @@ def prepare(
 ) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
     chosen = _checked(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
-    chosen |= {"columns": _parse_columns(columns or []), "chat": _chat_settings(system, override_system, reasoning)}
+    chosen |= {
+        "columns": _parse_columns(columns or []),
+        "chat": _chat_settings(system, override_system, reasoning, split_turns),
+    }
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line:
@@ -106,12 +113,12 @@ def _checked(**given: str | None) -> dict[str, Any]:
     return dict(given)
 
 
-def _chat_settings(system: str | None, override_system: bool, reasoning: str) -> ChatSettings:
+def _chat_settings(system: str | None, override_system: bool, reasoning: str, split_turns: bool) -> ChatSettings:
     from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
 
     if override_system and system is None:
         raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
-    return ChatSettings(system, override_system, _one_of("--reasoning", reasoning, get_args(Reasoning)))
+    return ChatSettings(system, override_system, _one_of("--reasoning", reasoning, get_args(Reasoning)), split_turns)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:

@@ -18,6 +18,7 @@ from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import UsageError
 from isthmus.recipes.data.corpus import Corpus, Report, check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.data.data_notes import data_notes
 from isthmus.recipes.data.first_records import check_first_records
 from isthmus.recipes.dpo_reference import (
     compute_reference,
@@ -118,6 +119,8 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
         report(f"epochs of each set in {steps} steps: {epochs}")
+    for note in data_notes(config, plan.architecture, train, steps):
+        report(f"note: {note}")
     return RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 

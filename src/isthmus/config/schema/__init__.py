@@ -92,6 +92,12 @@ class RunConfig(Section):
             if value != DataConfig.model_fields[name].get_default(call_default_factory=True):
                 shown = f"={value}" if isinstance(value, str) else ""
                 refuse(f"data.{name}", f"{name}{shown} {why}. Leave it out")
+        if self.data.overlong == "split" and self.recipe not in ("sft", "distill"):
+            refuse("data.overlong", "overlong=split is for chats: a part of an answer is no answer; use drop or error")
+        if not self.chat.split_turns and self.recipe not in ("sft", "distill"):
+            refuse(
+                "chat.split_turns", f"split_turns is for the chats of sft and distill, got {self.recipe}; leave it out"
+            )
         if self.train.label_smoothing and self.recipe not in ("sft", "pretrain"):
             hint = "use dpo.label_smoothing" if self.recipe == "dpo" else "leave it out"
             smoothed = f"label_smoothing={self.train.label_smoothing:g} is for sft and pretrain, got {self.recipe}"

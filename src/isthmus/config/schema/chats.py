@@ -22,6 +22,9 @@ class ChatConfig(Section):
     reasoning: Literal["keep", "last", "drop"] = "keep"
     """Reasoning of answers (reasoning_content, <think> blocks): keep it as far as the template does, keep it only after
     the last user turn, or drop it."""
+    split_turns: bool = True
+    """sft, distill: a chat whose earlier turns the template renders differently when more turns follow becomes a sample
+    per answer; false: one sample, with the earlier answers as the template renders them there."""
 
     @model_validator(mode="after")
     def _override_has_a_text(self) -> ChatConfig:

@@ -56,8 +56,9 @@ class DataConfig(Section):
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """sft, distill: which tokens of a chat are loss tokens: all assistant turns, all tokens, or the last assistant
     turn."""
-    overlong: Literal["truncate", "drop"] = "truncate"
-    """All but pretrain: truncate or drop a sample of more than seq_length tokens."""
+    overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
+    """All but pretrain: a sample of more than seq_length tokens is truncated, split into several (chats only), dropped,
+    or an error."""
     on_error: Literal["stop", "skip"] = "stop"
     """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()

@@ -13,8 +13,9 @@ _TABLE: Mapping[ResumeRule, str] = {
     "fixed": """
         recipe data.mock data.columns data.valid_fraction data.test_fraction data.seq_length data.packing
         data.reset_attention_mask data.reset_position_ids data.eod_mask_loss data.seed data.loss_on data.overlong
-        data.on_error chat.system chat.override_system chat.reasoning train.global_batch_size train.freeze
-        optim.optimizer kto.loss lora.rank lora.alpha lora.targets lora.modules_to_save lora.init lora.dora lora.rslora
+        data.on_error chat.system chat.override_system chat.reasoning chat.split_turns train.global_batch_size
+        train.freeze optim.optimizer kto.loss lora.rank lora.alpha lora.targets lora.modules_to_save lora.init
+        lora.dora lora.rslora
     """,
     # Names of files, whose content is compared instead.
     "content": """

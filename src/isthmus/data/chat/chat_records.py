@@ -6,7 +6,8 @@ format                       keys
 messages (OpenAI)            ``messages`` of ``role``/``content``; ``tools``, ``tool_calls``
 sharegpt                     ``conversations`` of ``from``/``value``; ``system``, ``tools``
 alpaca                       ``instruction``, ``output``; ``input``, ``system``, ``history``
-prompt and completion        ``prompt``, ``completion`` (or ``response``): text or messages
+prompt and completion        ``prompt``, ``completion`` (or ``response``): text or messages; ``history``
+query and response           ``query``, ``response``; ``history``, ``system`` (ms-swift)
 text                         ``text``
 ===========================  ==========================================================
 
@@ -37,10 +38,11 @@ RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dp
 """The recipe for each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
-    "prompt", "completion", "response", "chosen", "rejected", "label", "margin",
+    "prompt", "completion", "query", "response", "chosen", "rejected", "label", "kto_tag", "margin",
 )  # fmt: skip
 """All known keys of a record."""
-_FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, text"
+_FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, query+response, text"
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +80,40 @@ def kinds_of(record: Record) -> list[Kind]:
     """The possible kinds of a record, the most likely first; empty for an unknown record."""
     value = present(record)
     found: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
-    pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
+    pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("query", "response"))
     if any(first in value and second in value for first, second in pairs):
         found.append("chat")
     elif any(value.get(name) for name in ("messages", "conversations")):
         found.append("chat")
     if isinstance(value.get("text"), str):
         found.append("text")
-    labelled = "label" in value and "chat" in found
+    if "chat" in found and "preference" not in found and label_of(value) is not None:
+        return ["unpaired", *found]
+    labelled = "chat" in found and ("label" in value or "kto_tag" in value)
     return [*found, "unpaired"] if labelled or "preference" in found else found
+
+
+def label_of(value: dict[str, Any]) -> bool | None:
+    """Whether the answer of a record is desirable: ``label``, or LLaMA-Factory's ``kto_tag``; None without one."""
+    return _LABELS.get(str(value.get("label", value.get("kto_tag"))).lower())
+
+
+def check_desirable(record: Record) -> None:
+    """Refuse a record whose answer must not be learned as a right one."""
+    value, where = present(record), record.where
+    if label_of(value) is False:
+        raise DataError(
+            f"{where}: label false marks an answer that is not desirable, and this recipe learns all answers as right "
+            "ones. Train with isthmus kto. data.on_error=skip leaves these records out and counts them; remove the "
+            "field if it means something else."
+        )
+    if "rejected" not in value:
+        return
+    turns_given = given_turns(value, where)
+    last = turns(turns_given, where)[-1:] if turns_given else []
+    chosen, rejected = (side(value.get(name, ""), "assistant", name, where)[-1:] for name in ("chosen", "rejected"))
+    if last and last != chosen and last == rejected:
+        raise DataError(f"{where}: its turns end with the rejected answer. Train with isthmus dpo on both answers.")
 
 
 def parse_document(record: Record) -> str:
@@ -112,7 +139,11 @@ def parse_record(record: Record) -> Conversation | str:
         messages = [*question(value, where), message("assistant", value["output"], where)]
     elif "prompt" in value and ("completion" in value or "response" in value):
         answer = value["completion"] if "completion" in value else value["response"]
-        messages = side(value["prompt"], "user", "prompt", where) + side(answer, "assistant", "completion", where)
+        asked = side(value["prompt"], "user", "prompt", where)
+        messages = [*_history(value, where), *asked, *side(answer, "assistant", "completion", where)]
+    elif "query" in value and "response" in value:
+        asked = [message("user", value["query"], where)]
+        messages = [*_history(value, where), *asked, message("assistant", value["response"], where)]
     elif isinstance(value.get("text"), str):
         return parse_document(record)
     else:
@@ -151,15 +182,20 @@ def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:
 
 def question(value: dict[str, Any], where: str) -> list[Message]:
     """The turns before the answer in an Alpaca record."""
+    asked = text(value["instruction"], "instruction", where)
+    extra = optional_text(value, "input", where)
+    asked = f"{asked}\n{extra}" if asked and extra else asked or extra
+    return [*_history(value, where), message("user", asked, where)]
+
+
+def _history(value: dict[str, Any], where: str) -> list[Message]:
+    """The earlier turns of a record: pairs of question and answer."""
     messages: list[Message] = []
     for pair in listed(value.get("history"), "history", where) or []:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise DataError(f"{where}: history must be a list of [question, answer] pairs, got {pair!r:.60}.")
         messages += [message("user", pair[0], where), message("assistant", pair[1], where)]
-    asked = text(value["instruction"], "instruction", where)
-    extra = optional_text(value, "input", where)
-    asked = f"{asked}\n{extra}" if asked and extra else asked or extra
-    return [*messages, message("user", asked, where)]
+    return messages
 
 
 def with_system(messages: list[Message], value: dict[str, Any], where: str) -> list[Message]:

@@ -2,7 +2,8 @@
 
 A template with ``{% generation %}`` marks gives the spans. Without marks, a span is the difference between the text up
 to and including an answer, and the text before it with the generation prompt. Some templates render a turn differently
-when others follow it (they drop its reasoning): such a turn gets a separate text that ends with it.
+when others follow it (they drop its reasoning): such a turn gets a separate text that ends with it, or with
+``split_turns=false`` the span of what the template renders of it in the whole text.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class ChatRenderer:
         self.turn_token = self._find_turn_token()
         self.without_end = 0
         """Number of texts so far whose last answer has no special token after it."""
+        self.empty_answers = 0
+        """Number of answers so far that have loss and neither text nor calls."""
 
     def prompt(self, messages: list[Message]) -> str:
         """The text before the next answer; DataError if the template rejects the turns."""
@@ -86,6 +89,7 @@ class ChatRenderer:
             messages = self._settings.applied(conversation.messages)
             messages, tools = adapt(messages, conversation.tools, self.capabilities)
             texts = [chat for chat in self._render(messages, tools) if chat.loss_spans]
+            self.empty_answers += sum(map(_is_empty_answer, conversation.messages))
             for chat in texts:
                 chat.text.encode("utf-8")
                 self.without_end += not chat.text.endswith(self._tokenizer.special_tokens, 0, chat.loss_spans[-1][1])
@@ -151,12 +155,30 @@ class ChatRenderer:
             if turn not in found:
                 found[turn] = self._turn(messages, tools, turn)
         texts = []
+        if turns and not self._settings.split_turns:
+            text = found[turns[-1]][0]
+            spans = [self._span_in(text, messages[: turns[-1] + 1], tools, turn, found[turn]) for turn in turns]
+            return [ChatText(text, merged(spans))]
         while turns:
             text = found[turns[-1]][0]
             here = [turn for turn in turns if text.startswith(found[turn][0])]
             texts.append(ChatText(text, merged([(found[turn][1], len(found[turn][0])) for turn in here])))
             turns = [turn for turn in turns if turn not in here]
         return texts[::-1]
+
+    def _span_in(self, whole: str, messages: list[Message], tools: Tools, turn: int, found: tuple[str, int]) -> Span:
+        """The span of an answer in the text of all turns, where the template may render it differently."""
+        text, start = found
+        if whole.startswith(text):
+            return start, len(text)
+        trials = []
+        for mark in _SENTINELS:
+            answer = {"role": "assistant", "content": mark}
+            trials.append(self._tokenizer.apply_chat_template([*messages[:turn], answer, *messages[turn + 1 :]], tools))
+        start = len(shared_prefix(whole, *trials))
+        after = len(shared_prefix(*(trial.rstrip()[::-1] for trial in trials), whole.rstrip()[::-1]))
+        end = len(whole.rstrip()) - after
+        return start, following(whole, end, self.turn_token) or end
 
     def _by_turn(self, messages: list[Message], turns: list[int]) -> dict[int, tuple[str, int]]:
         """The result of ``_turn`` for independent turns, without rendering each prefix."""
@@ -235,16 +257,26 @@ class ChatRenderer:
         return next((special for special in self._tokenizer.special_tokens if rest.startswith(special)), None)
 
 
+def _is_empty_answer(message: Message) -> bool:
+    has_loss = message["role"] == "assistant" and message.get("weight") != 0
+    return has_loss and not (message["content"].strip() or message.get("tool_calls"))
+
+
 class AnswerRenderer:
     """Renders answers with their prompt; the assistant turns after the prompt have loss."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, settings: ChatSettings = UNCHANGED) -> None:
-        self._render = ChatRenderer(tokenizer, settings=settings)
+        self._render = ChatRenderer(tokenizer, settings=replace(settings, split_turns=True))
 
     @property
     def without_end(self) -> int:
         """Answers so far without a special token after them."""
         return self._render.without_end
+
+    @property
+    def empty_answers(self) -> int:
+        """Answers so far without text."""
+        return self._render.empty_answers
 
     def __call__(self, record: PreferenceRecord | LabelledRecord) -> list[ChatText]:
         """The chosen and the rejected conversation, or each answer; DataError if an answer is not one text."""

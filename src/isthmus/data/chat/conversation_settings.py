@@ -19,6 +19,7 @@ class ChatSettings:
     system: str | None = None
     override_system: bool = False
     reasoning: Reasoning = "keep"
+    split_turns: bool = True
 
     def applied(self, messages: list[Message]) -> list[Message]:
         """The turns with these settings; ``messages`` itself is not changed."""

@@ -22,10 +22,14 @@ Tools = Sequence[dict[str, Any]] | None
 _ROLES = {
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "model": "assistant",
     "chatgpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
     "system": "system",
     "developer": "system",
     "tool": "tool",
@@ -33,11 +37,15 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
     "tool_response": "tool",
+    "tool_result": "tool",
+    "tool_output": "tool",
+    "environment": "tool",
     "ipython": "tool",
     "function_call": "function_call",
     "tool_call": "function_call",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")  # 0 or false: the turn has no loss
 
 
@@ -53,7 +61,7 @@ def turns(given: list[Any], where: str) -> list[Message]:
 
 def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
     name = turn.get("role", turn.get("from"))
-    role = _ROLES.get(name) if isinstance(name, str) else None
+    role = _ROLES.get(name) or _ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise DataError(f"{where}: turn {number} has the unknown role {name!r}. Expected one of: {', '.join(_ROLES)}.")
     content = turn.get("content", turn.get("value"))
@@ -62,6 +70,8 @@ def _message_of(turn: dict[str, Any], number: int, where: str) -> Message:
         calls = normal_calls(calls if isinstance(calls, list) else [calls], where)
         result: Message = {"role": "assistant", "content": "", "tool_calls": calls}
     else:
+        if isinstance(content, list):  # in a field of a record, several texts may be alternatives
+            content = [{"text": part} if isinstance(part, str) else part for part in content]
         result = message(role, "" if content is None and turn.get("tool_calls") else content, where)
         if turn.get("tool_calls"):
             result["tool_calls"] = normal_calls(turn["tool_calls"], where)
@@ -86,7 +96,9 @@ def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message
 
 
 def message(role: str, content: Any, where: str) -> Message:
-    """One turn; ``content`` is a text or a list of text parts."""
+    """One turn; ``content`` is a text, a text part, or a list of parts."""
+    if isinstance(content, dict):
+        content = [content]
     if isinstance(content, list):
         content = "".join(_text_part(part, where) for part in content)
     return {"role": role, "content": check_characters(text(content, f"the {role} turn's content", where), where)}
@@ -126,10 +138,17 @@ def _turns_in_text(value: Any) -> Any:
 
 
 def _text_part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+    """The text of ``{"type": "text", "text": ...}``, also with ``value`` or ``content``, or without ``type``."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise DataError(f"{where}: a content part of type {kind!r}. Only text parts are supported.")
+    if isinstance(part, dict) and kind in _TEXT_PARTS:
+        for key in ("text", "value", "content"):
+            if isinstance(part.get(key), str):
+                return str(part[key])
+        raise DataError(f"{where}: a content part without text; it has the keys {', '.join(map(str, part))}.")
+    raise DataError(
+        f"{where}: a content part of type {kind!r}. Language models are trained on text: expected "
+        '{"type": "text", "text": ...}. data.on_error=skip leaves such records out.'
+    )
 
 
 def text(value: Any, name: str, where: str) -> str:

@@ -25,6 +25,7 @@ from isthmus.data.chat.chat_records import (
     LabelledRecord,
     PreferenceRecord,
     given_turns,
+    label_of,
     parse_record,
     present,
     question,
@@ -34,7 +35,6 @@ from isthmus.data.chat.message_normalization import Message, message, normal_too
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
@@ -75,9 +75,10 @@ def parse_labelled(record: Record) -> LabelledRecord:
     if "chosen" in value and "rejected" in value:
         pair = parse_preference(record)
         return LabelledRecord(pair.prompt, [(pair.chosen, True), (pair.rejected, False)], pair.tools, where)
-    label = _LABELS.get(str(value.get("label")).lower())
+    label = label_of(value)
     if label is None:
-        got = repr(value["label"])[:60] if "label" in value else "nothing"
+        given = value.get("label", value.get("kto_tag"))
+        got = "nothing" if given is None else repr(given)[:60]
         raise DataError(f"{where}: label must be true (desirable) or false, got {got}.")
     chat = parse_record(record)
     if not isinstance(chat, Conversation):
@@ -107,8 +108,9 @@ def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
         return turns(given, where)
     if "instruction" in value:
         return question(value, where)
-    if "prompt" in value:
-        return _dialog(value["prompt"], where) or side(value["prompt"], "user", "prompt", where)
+    for name in ("prompt", "query"):
+        if name in value:
+            return _dialog(value[name], where) or side(value[name], "user", name, where)
     return None
 
 

@@ -197,6 +197,14 @@ class SampleStore:
         lengths = np.minimum(self.lengths, length)
         return SampleStore(self.sources, self.starts, lengths, self.groups, self.which, self.values)
 
+    def windows(self, targets: int, counts: npt.NDArray[np.int64]) -> SampleStore:
+        """Sample k as ``counts[k]`` windows of ``targets`` + 1 tokens; adjacent ones share a token."""
+        chosen = np.repeat(np.arange(len(self), dtype=np.int64), counts)
+        within = (np.arange(len(chosen), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)) * targets
+        whole = self.select(chosen)
+        lengths = np.minimum(whole.lengths - within, targets + 1)
+        return SampleStore(self.sources, whole.starts + within, lengths, whole.groups, whole.which, whole.values)
+
     def digest(self) -> str:
         """A hash of sources and slices: equal only for the same slices of the same sources in the same order."""
         hasher = xxhash.xxh3_128(" ".join(source.content for source in self.sources).encode())

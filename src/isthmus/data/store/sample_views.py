@@ -6,7 +6,7 @@ import numpy as np
 
 from isthmus.data.store.indexed_dataset import IndexedDataset
 from isthmus.data.store.sample_store import SampleStore, TokenSource
-from isthmus.data.tokenize.stats import Overlong, TokenizeStats
+from isthmus.data.tokenize.stats import Overlong, TokenizeStats, overlong_sample
 from isthmus.errors import DataError
 
 
@@ -39,13 +39,26 @@ def chat_samples(indexed: IndexedDataset, seq_length: int, overlong: Overlong) -
     if overlong == "drop":
         dropped = TokenizeStats(dropped_overlong=int(np.count_nonzero(long)), dropped_without_loss=without_loss)
         return store.select(np.flatnonzero(kept & ~long)), dropped
+    _check_overlong(indexed, store, seq_length, overlong)
+    split = int(np.count_nonzero(long)) if overlong == "split" else 0
+    if split:
+        counts = np.maximum(-(-(store.lengths - 1) // seq_length), 1)
+        kept, long = np.repeat(kept, counts), np.repeat(long, counts)
+        store = store.windows(seq_length, counts)
     store = store.truncate(seq_length + 1)
     for index in np.flatnonzero(long):
         if not store[int(index)][1][1:].any():
             kept[index] = False
-            without_loss += 1
-    cut = TokenizeStats(truncated=int(np.count_nonzero(long & kept)), dropped_without_loss=without_loss)
+            without_loss += not split
+    truncated = 0 if split else int(np.count_nonzero(long & kept))
+    cut = TokenizeStats(truncated=truncated, split_overlong=split, dropped_without_loss=without_loss)
     return store.select(np.flatnonzero(kept)), cut
+
+
+def _check_overlong(indexed: IndexedDataset, store: SampleStore, seq_length: int, overlong: Overlong) -> None:
+    longest = int(store.lengths.max(initial=0))
+    if overlong == "error" and longest > seq_length + 1:
+        raise DataError(f"{indexed.prefix}: {overlong_sample(longest - 1, seq_length)}")
 
 
 def preference_samples(
@@ -58,6 +71,7 @@ def preference_samples(
     store = SampleStore.from_indexed(indexed)
     if bool(np.any(np.diff(indexed.documents) != 2)):
         raise DataError(f"{indexed.prefix}: not every document is a pair of answers. Prepare the records again.")
+    _check_overlong(indexed, store, seq_length, overlong)
     long = (store.lengths > seq_length + 1).reshape(-1, 2)
     too_long = long.any(1) if overlong == "drop" else np.zeros(len(long), dtype=np.bool_)
     store = store.truncate(seq_length + 1)

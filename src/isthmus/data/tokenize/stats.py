@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from isthmus.data.readers.chunks import SkippedRecords
 
-Overlong = Literal["drop", "truncate"]
+Overlong = Literal["drop", "truncate", "split", "error"]
 """Handling of samples of more than seq_length + 1 tokens."""
 _COUNTS = {
     "records": "records",
@@ -19,12 +19,24 @@ _COUNTS = {
     "tokens": "tokens",
     "loss_tokens": "learned_tokens",
     "split_records": "split_records",
+    "split_tokens": "split_tokens",
+    "whole_tokens": "whole_tokens",
     "truncated": "truncated",
+    "split_overlong": "split_overlong",
     "dropped_overlong": "dropped_overlong",
     "dropped_without_loss": "dropped_nothing_to_learn",
     "without_end": "unended",
+    "empty_answers": "empty_answers",
 }
 """Field -> key in manifests and in the output of ``--json``."""
+
+
+def overlong_sample(tokens: int, seq_length: int | None) -> str:
+    """What ``overlong=error`` reports."""
+    return (
+        f"a sample of {tokens} tokens, more than seq_length={seq_length}. Raise data.seq_length, or let data.overlong "
+        "truncate, split or drop such samples."
+    )
 
 
 @dataclass(slots=True)
@@ -35,13 +47,23 @@ class TokenizeStats:
     loss_tokens: int = 0
     split_records: int = 0
     """Conversations with several samples, since the chat template rewrites earlier turns."""
+    split_tokens: int = 0
+    """Tokens of these samples."""
+    whole_tokens: int = 0
+    """Tokens of these conversations if each were one sample."""
     truncated: int = 0
     """Samples cut to seq_length."""
+    split_overlong: int = 0
+    """Samples that became several of seq_length."""
     dropped_overlong: int = 0
     dropped_without_loss: int = 0
     """Samples dropped because no token has loss (cut off, or weight 0)."""
     without_end: int = 0
     """Texts whose last answer has no special token after it, so they do not teach the model to stop."""
+    empty_answers: int = 0
+    """Answers with loss that have neither text nor calls."""
+    unused_fields: Counter[str] = field(default_factory=Counter)
+    """Number of records by the name of a field that is not read."""
     skipped: SkippedRecords = field(default_factory=SkippedRecords)
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of sample lengths: key 2**k counts samples of 2**(k-1) + 1 to 2**k tokens."""
@@ -52,6 +74,7 @@ class TokenizeStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped.add(other.skipped)
         self.lengths += other.lengths
+        self.unused_fields += other.unused_fields
         self.notes += [note for note in other.notes if note not in self.notes]
 
     def count_lengths(self, lengths: npt.NDArray[np.int64]) -> None:
@@ -68,6 +91,7 @@ class TokenizeStats:
         counts = {
             "conversations split by turn": self.split_records,
             "cut to seq_length": self.truncated,
+            "longer than seq_length and split": self.split_overlong,
             "dropped as too long": self.dropped_overlong,
             "dropped without loss tokens": self.dropped_without_loss,
             "bad records skipped": self.skipped.count,
@@ -79,11 +103,13 @@ class TokenizeStats:
         counts: dict[str, Any] = {key: getattr(self, name) for name, key in _COUNTS.items()}
         lengths = {str(length): self.lengths[length] for length in sorted(self.lengths)}
         skipped = {"count": self.skipped.count, "first_reasons": self.skipped.reasons}
-        return counts | {"skipped": skipped, "lengths": lengths, "notes": self.notes}
+        rest = {"lengths": lengths, "unused_fields": dict(self.unused_fields), "notes": self.notes}
+        return counts | {"skipped": skipped, **rest}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TokenizeStats:
         skipped = SkippedRecords(values["skipped"]["count"], list(values["skipped"]["first_reasons"]))
         lengths = Counter({int(length): int(count) for length, count in values["lengths"].items()})
         counts = {name: int(values[key]) for name, key in _COUNTS.items()}
-        return cls(skipped=skipped, lengths=lengths, notes=list(values["notes"]), **counts)
+        unused = Counter(values["unused_fields"])
+        return cls(skipped=skipped, lengths=lengths, unused_fields=unused, notes=list(values["notes"]), **counts)

@@ -11,18 +11,29 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.data.chat.chat_records import RECIPES, Conversation, Kind, kinds_of, parse_document, parse_record
+from isthmus.data.chat.chat_records import (
+    FIELDS,
+    RECIPES,
+    Conversation,
+    Kind,
+    check_desirable,
+    kinds_of,
+    parse_document,
+    parse_record,
+)
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
-from isthmus.data.tokenize.stats import Overlong, TokenizeStats
+from isthmus.data.tokenize.stats import Overlong, TokenizeStats, overlong_sample
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
 Sequenced = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], float]
 """Token ids, loss mask and value of one sequence."""
+RecordKey = tuple[int, str]
+"""Number of a record in its chunk, and its ``file:line``."""
 _BATCH_RECORDS = 8192
 _BATCH_CHARS = 4_000_000
 _KIND_NAMES: dict[Kind, str] = {
@@ -68,6 +79,11 @@ class RecordTokenizer:
     def __init__(self, tokenizer: ChatTokenizer, options: TokenizeOptions) -> None:
         if options.seq_length is not None and options.seq_length < 1:
             raise UsageError(f"data.seq_length={options.seq_length}. Expected 1 or more.")
+        if options.overlong == "split" and options.kind in ("preference", "unpaired"):
+            raise UsageError(
+                "overlong=split is for chats: a part of an answer is no answer. Use truncate, drop or error for "
+                f"{options.kind} data."
+            )
         self.options, self._tokenizer = options, tokenizer
         if options.kind == "text":
             if tokenizer.eos_id is None:
@@ -116,52 +132,65 @@ class RecordTokenizer:
         masks: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         documents: list[int] = []
         values: list[float] = []
-        without_end = self._without_end
-        for _, sequences in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda found: found[0]):
-            kept = self._fit([sequence for _, sequence in sequences], stats)
+        renderer = self._chat if self.options.kind == "chat" else self._answers
+        without_end, empty_answers = renderer.without_end, renderer.empty_answers
+        for (_, where), found in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda found: found[0]):
+            kept = self._fit([sequence for _, sequence in found], where, stats)
             tokens += [ids for ids, _, _ in kept]
             masks += [mask for _, mask, _ in kept]
             values += [value for _, _, value in kept]
             documents += [len(kept)] if kept else []
-        stats.without_end = self._without_end - without_end
+        stats.without_end = renderer.without_end - without_end
+        stats.empty_answers = renderer.empty_answers - empty_answers
         lengths = np.fromiter((len(ids) for ids in tokens[1:]), dtype=np.int64, count=len(tokens) - 1)
         counts = np.array(documents, dtype=np.int64)
         given = np.array(values, dtype=np.float32) if self.options.kind == "unpaired" or any(values) else None
         return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, counts, stats, given)
 
-    def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[int, ChatText]]]:
-        for rendered in self._parsed(chunk, stats, self._render):
+    def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[RecordKey, ChatText]]]:
+        for where, rendered in self._parsed(chunk, stats, lambda record: (record.where, self._render(record))):
             stats.split_records += self.options.kind == "chat" and len(rendered) > 1
             stats.dropped_without_loss += not rendered
             for chat in rendered:
-                yield chat.text, (stats.records, chat)
+                yield chat.text, ((stats.records, where), chat)
 
     def _render(self, record: Record) -> Sequence[ChatText]:
         if self.options.kind in ("preference", "unpaired"):
             parse = parse_preference if self.options.kind == "preference" else parse_labelled
             return self._answers(parse(record))
+        check_desirable(record)
         conversation = parse_record(record)
         assert isinstance(conversation, Conversation)
         return self._chat(conversation)
 
-    def _encode(self, texts: Iterator[tuple[str, tuple[int, ChatText]]]) -> Iterator[tuple[int, Sequenced]]:
-        """(record number, sequence) of each text."""
+    def _encode(self, texts: Iterator[tuple[str, tuple[RecordKey, ChatText]]]) -> Iterator[tuple[RecordKey, Sequenced]]:
+        """(record, sequence) of each text."""
         for batch in _batches(texts):
             spans = [chat.loss_spans for _, (_, chat) in batch]
             encoded = self._tokenizer.encode_with_mask([text for text, _ in batch], spans)
-            for (_, (number, chat)), (ids, mask) in zip(batch, encoded, strict=True):
-                yield number, (ids, mask, chat.value)
+            for (_, (key, chat)), (ids, mask) in zip(batch, encoded, strict=True):
+                yield key, (ids, mask, chat.value)
 
-    def _fit(self, sequences: list[Sequenced], stats: TokenizeStats) -> list[Sequenced]:
-        """The sequences of one record, cut or dropped; a pair is kept or dropped as a whole."""
+    def _fit(self, sequences: list[Sequenced], where: str, stats: TokenizeStats) -> list[Sequenced]:
+        """The sequences of one record, cut, split or dropped; a pair is kept or dropped as a whole."""
         most = self.options.seq_length + 1 if self.options.seq_length is not None else None
         is_pair = self.options.kind == "preference"
+        if self.options.kind == "chat" and len(sequences) > 1:
+            stats.split_tokens += sum(len(ids) for ids, _, _ in sequences)
+            stats.whole_tokens += len(sequences[-1][0])
         kept: list[Sequenced] = []
         overlong = without_loss = truncated = 0
         for ids, mask, value in sequences:
             long = most is not None and len(ids) > most
+            if long and self.options.overlong == "error":
+                raise DataError(f"{where}: {overlong_sample(len(ids) - 1, self.options.seq_length)}")
             if long and self.options.overlong == "drop":
                 overlong += 1
+            elif long and self.options.overlong == "split":
+                parts = [one for one in _windows(ids, mask, len(ids[:most]) - 1) if one[1][1:].any()]
+                kept += [(*one, value) for one in parts]
+                stats.split_overlong += bool(parts)
+                without_loss += not parts
             elif not mask[1:most].any():
                 without_loss += 1
             else:
@@ -176,15 +205,13 @@ class RecordTokenizer:
         stats.truncated += truncated if kept else 0
         return kept
 
-    @property
-    def _without_end(self) -> int:
-        return (self._chat if self.options.kind == "chat" else self._answers).without_end
-
     def _parsed(self, chunk: RecordChunk, stats: TokenizeStats, parse: Callable[[Record], T]) -> Iterator[T]:
         """The parsed records of a chunk, counted; bad ones and those of another kind are skipped or raise."""
-        options, unreadable = self.options, SkippedRecords()
+        options, unreadable, known = self.options, SkippedRecords(), frozenset(FIELDS)
         for record in chunk_records(chunk, on_error=options.on_error, skipped=unreadable, columns=options.columns):
             stats.records += 1
+            if options.kind != "text" and not known.issuperset(record.value):
+                stats.unused_fields.update(str(name)[:40] for name in record.value if name not in known)
             kinds = kinds_of(record)
             try:
                 if kinds and options.kind not in kinds:
@@ -201,13 +228,38 @@ class RecordTokenizer:
         stats.skipped.add(unreadable)
 
 
-def template_notes(options: TokenizeOptions, stats: TokenizeStats) -> list[str]:
-    """A warning if answers have no end token in the chat template."""
-    if not stats.without_end or options.loss_on == "all":
-        return []
-    return [
-        f"the chat template puts no special token after {stats.without_end} answers, so the model may not learn to stop"
-    ]
+def notes_on(options: TokenizeOptions, stats: TokenizeStats) -> list[str]:
+    """What may be wrong with the data, for the user."""
+    notes = []
+    dropped = stats.dropped_overlong + stats.dropped_without_loss + stats.skipped.count
+    if 2 * dropped > stats.records:
+        notes.append(f"most of the data is left out: {dropped} of {stats.records} records have no sample")
+    if stats.split_records:
+        notes.append(
+            f"{stats.split_records} chats are split by turn, because the chat template renders earlier turns "
+            f"differently when more follow: {stats.split_tokens:,} tokens instead of {stats.whole_tokens:,}. "
+            "chat.split_turns=false keeps each as one sample, with earlier answers as the template renders them there"
+        )
+    if stats.without_end and options.loss_on != "all":
+        notes.append(
+            f"the chat template puts no special token after {stats.without_end} answers, so the model may not learn to "
+            "stop"
+        )
+    if stats.empty_answers:
+        notes.append(f"{stats.empty_answers} answers are empty, so the model learns to answer nothing")
+    if stats.unused_fields:
+        named = ", ".join(f"{name} ({count})" for name, count in stats.unused_fields.most_common(8))
+        more = len(stats.unused_fields) - 8
+        notes.append(f"fields that are not used: {named}{f' and {more} more' if more > 0 else ''}")
+    return notes
+
+
+def _windows(
+    ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], targets: int
+) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    """Parts of at most ``targets`` + 1 tokens; adjacent ones share a token, so each is a target once."""
+    for start in range(0, len(ids) - 1, targets):
+        yield ids[start : start + targets + 1], mask[start : start + targets + 1]
 
 
 def _batches(texts: Iterator[tuple[str, T]]) -> Iterator[list[tuple[str, T]]]:

@@ -22,7 +22,7 @@ from isthmus.data.readers.file_formats import check_columns, chunk_records, read
 from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
 from isthmus.data.store.indexed_dataset import token_dtype
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
-from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, template_notes
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, notes_on
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms.cpu_threads import cores
@@ -44,13 +44,14 @@ class PrepareResult:
 
     def as_dict(self) -> dict[str, Any]:
         counts = self.stats.as_dict()
-        notes, skipped = counts.pop("notes"), counts.pop("skipped")
+        notes, skipped, unused = counts.pop("notes"), counts.pop("skipped"), counts.pop("unused_fields")
         return {
             "out": self.out,
             "kind": self.kind,
             **counts,
             "skipped": skipped["count"],
             "skipped_first_reasons": skipped["first_reasons"],
+            "unused_fields": unused,
             "time_s": self.time_s,
             "notes": notes,
         }
@@ -86,7 +87,7 @@ def prepare(
         seq_length: samples of more than this + 1 tokens are cut or dropped; None: no limit. Not for text.
         workers: processes; None: one per core.
         loss_on: which tokens of a chat have loss.
-        overlong: truncate or drop samples that are too long.
+        overlong: truncate, split (chats) or drop samples that are too long, or raise.
         chat_template: replaces that of the tokenizer, as ``chat.template`` of a run; not for text.
         chat: system prompt and reasoning, as the section ``chat`` of a run; not for text.
         on_error: stop at a bad record, or skip it.
@@ -160,11 +161,11 @@ def tokenize_files(
                     on_progress(output.stats)
             output.flush()
             check_not_empty(output.stats, files.names, options.seq_length)
-            report = output.stats.as_dict() | {"notes": template_notes(options, output.stats)}
+            report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
             output.assemble(token_dtype(tokenizer.vocab_size), options.kind != "text", {**inputs, "report": report})
         output.publish()
     stats = output.stats
-    stats.notes = [*files.notes(), *template_notes(options, stats)]
+    stats.notes = [*files.notes(), *notes_on(options, stats)]
     if options.kind != "text" and tokenizer.note is not None:
         stats.notes.append(tokenizer.note)
     return stats

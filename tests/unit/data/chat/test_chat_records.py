@@ -36,6 +36,20 @@ def parse(value) -> Conversation | str:
         ),
         ({"conversations": [U, A]}, [U, A]),
         ({"messages": [U, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, [U, A]),
+        ({"messages": [{**U, "content": [{"type": "text", "value": "q"}]}, {**A, "content": ["a"]}]}, [U, A]),
+        ({"messages": [{**U, "content": [{"text": "q"}]}, {**A, "content": {"type": "text", "text": "a"}}]}, [U, A]),
+        ({"messages": [{**U, "content": [{"type": "input_text", "text": "q"}, ""]}, A]}, [U, A]),
+        ({"messages": [{**U, "role": "Human"}, {**A, "role": "bot"}]}, [U, A]),
+        (
+            {"messages": [U, A, {"role": "tool_response", "content": "r"}, {"role": "environment", "content": "e"}, A]},
+            [U, A, {"role": "tool", "content": "r"}, {"role": "tool", "content": "e"}, A],
+        ),
+        ({"query": "q", "response": "a"}, [U, A]),
+        (
+            {"query": "q", "response": "a", "history": [["q", "a"]], "system": "s"},
+            [{"role": "system", "content": "s"}, U, A, U, A],
+        ),
+        ({"prompt": "q", "response": "a", "history": [["q", "a"]]}, [U, A, U, A]),
         ({"messages": [{**U, "role": "human"}, {**A, "weight": 0}]}, [U, {**A, "weight": 0}]),
         (
             {"messages": [U, {**A, "train": False}, {**A, "loss": True}, {**A, "weight": 1}, {**A, "training": 0}]},
@@ -114,7 +128,11 @@ def test_text_is_a_document():
         ({"messages": [U, {"role": "robot", "content": "a"}]}, "turn 2 has the unknown role 'robot'"),
         ({"messages": [U, {"role": ["x"], "content": "a"}]}, "turn 2 has the unknown role"),
         ({"messages": [U, {"role": "assistant"}]}, "the assistant turn's content must be text, got NoneType"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "content part of type 'image_url'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]},
+            "content part of type 'image_url'. Language",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "image": "x"}]}, A]}, "the keys type, image"),
         ({"messages": [U, {"role": "assistant", "content": "\ud800"}]}, "lone surrogate U+D800"),
         ({"text": "\udfff"}, "lone surrogate"),
         ({"instruction": 1, "output": "a"}, "instruction must be text, got int"),
