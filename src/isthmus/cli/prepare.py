@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 def prepare(
     data: Annotated[
-        list[str],
-        typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False),
+        list[str], typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")],
     tokenizer: Annotated[
@@ -41,8 +40,7 @@ def prepare(
         typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
     ] = None,
     overlong: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="What happens to a longer sample: truncate, split (chats), drop or error."),
+        str, typer.Option(metavar="WHAT", help="Longer samples: truncate, split (chats), drop, or error (stop).")
     ] = "truncate",
     loss_on: Annotated[
         str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
@@ -74,10 +72,8 @@ def prepare(
 ) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
     chosen = _checked(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
-    chosen |= {
-        "columns": _parse_columns(columns or []),
-        "chat": _chat_settings(system, override_system, reasoning, split_turns),
-    }
+    chosen["columns"] = _parse_columns(columns or [])
+    chosen["chat"] = _chat_settings(system, override_system, reasoning, split_turns)
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line:
