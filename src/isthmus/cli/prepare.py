@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from isthmus.data.tokenize.stats import TokenizeStats
     from isthmus.recipes.data.prepare import PrepareResult
 
+SplitTurns = Annotated[
+    bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
+]
+
 
 def prepare(
     data: Annotated[
@@ -54,9 +58,7 @@ def prepare(
         str,
         typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
     ] = "keep",
-    split_turns: Annotated[
-        bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
-    ] = True,
+    split_turns: SplitTurns = True,
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
     columns: Annotated[
         list[str] | None,
