@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from isthmus.data.tokenize.stats import TokenizeStats
     from isthmus.recipes.data.prepare import PrepareResult
 
+OverrideSystem = Annotated[
+    bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
+]
 SplitTurns = Annotated[
     bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
 ]
@@ -51,9 +54,7 @@ def prepare(
     ] = "assistant",
     chat_template: ChatTemplate = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")] = None,
-    override_system: Annotated[
-        bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
-    ] = False,
+    override_system: OverrideSystem = False,
     reasoning: Annotated[
         str,
         typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
