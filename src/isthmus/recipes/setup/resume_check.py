@@ -90,7 +90,11 @@ def _model_changes(name: str, saved: Mapping[str, Any], now: Mapping[str, Any], 
     for key in sorted(differing):
         yield Change(name, f"{name} {key} {_shown(before[key])} -> {_shown(after[key])}", rule)
     if not differing and saved["weights"] != now["weights"]:
-        yield Change(name, f"{name} weights of {saved['name']} -> other weights in {now['name']}", rule)
+        first, other = (
+            model["weights"] if model["weights"].startswith("random") else f"{what} {model['name']}"
+            for model, what in ((saved, "of"), (now, "other weights in"))
+        )
+        yield Change(name, f"{name} weights {first} -> {other}", rule)
 
 
 def _shown(value: Any) -> str:

@@ -41,8 +41,8 @@ def run_record(context: RunContext) -> dict[str, Any]:
     record: dict[str, Any] = {
         "isthmus": isthmus.__version__,
         "settings": values,
-        "model": _model_identity(plan, config),
-        "teacher": None if plan.teacher is None else _model_identity(plan.teacher, config),
+        "model": _model_identity(plan, config, config.model.init),
+        "teacher": None if plan.teacher is None else _model_identity(plan.teacher, config, config.distill.teacher_init),
         "adapter": None if plan.existing is None else plan.existing.fingerprint(),
         "tokenizer": _tokenizer_identity(context.tokenizer),
         "trust_remote_code": config.model.trust_remote_code,
@@ -57,11 +57,11 @@ def _value(given: Mapping[str, Any], name: str) -> Any:
     return given[section][key] if key else given[section]
 
 
-def _model_identity(plan: ModelPlan, config: RunConfig) -> dict[str, Any]:
-    if plan.source.tensors:
+def _model_identity(plan: ModelPlan, config: RunConfig, init: str) -> dict[str, Any]:
+    if init == "hf":
         weights = fingerprint_of(plan.source.tensors)
-    else:  # below adapters, random weights are not in the checkpoint
-        weights = "random" if plan.adapters is None else f"random, train.seed={config.train.seed}"
+    else:  # frozen random weights are not in the checkpoint
+        weights = f"random, train.seed={config.train.seed}" if plan.frozen else "random"
     return {"name": str(plan.source), "architecture": asdict(plan.architecture), "weights": weights}
 
 

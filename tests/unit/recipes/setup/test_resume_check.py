@@ -31,6 +31,8 @@ def test_each_difference_has_a_line_and_the_rule_of_its_setting() -> None:
     assert found(model=larger) == [("model hidden_size 64 -> 96", "fixed")]
     other = MODEL | {"name": "n", "weights": "2"}
     assert found(model=other) == [("model weights of m -> other weights in n", "fixed")]
+    drawn = MODEL | {"weights": "random"}
+    assert found(model=drawn) == [("model weights of m -> random", "fixed")]
     assert found(teacher=other) == [("distill.teacher weights of m -> other weights in n", "ask")]
     assert found(adapter="x") == [("lora.path: another adapter to start from", "fixed")]
     for part, text in (("vocabulary", "tokenizer: other tokens"), ("probe", "tokenizer: other tokens")):

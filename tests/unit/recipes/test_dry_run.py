@@ -1,0 +1,65 @@
+"""What ``--dry-run`` finds; tests/faults/test_run.py runs the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.config.schema import RunConfig
+from isthmus.errors import MissingInput, UsageError
+from isthmus.hf.tiny_model import build_tiny_qwen3
+from isthmus.recipes import dry_run
+
+CHATS = [{"prompt": f"Say {number}.", "completion": f"It is {number}."} for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(
+        tmp_path_factory.mktemp("dry") / "tiny", [json.dumps(CHATS)], vocab_size=300, hidden_size=16,
+        intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+
+
+def lines_of(model: Path | str, data: dict[str, Any], train: dict[str, Any], **sections: Any) -> list[str]:
+    values = {"recipe": "sft", "out": "absent", "model": {"path": str(model)}, "data": {"seq_length": 64} | data}
+    config = RunConfig.model_validate(
+        values | {"train": {"global_batch_size": 4} | train, "platform": "cpu"} | sections
+    )
+    lines: list[str] = []
+    dry_run.dry_run(config, world_size=1, ranks_here=1, report=lines.append)
+    return lines
+
+
+def test_sizes_are_exact_without_tokenizing(model: Path) -> None:
+    size = lines_of(model, {"mock": True}, {"steps": 3})[-1]
+    assert size.startswith("training: 3 steps, random tokens, 256 tokens per step; ")
+    assert "trainable; 768 tokens in all" in size
+    with pytest.raises(UsageError, match="needs validations during training"):
+        lines_of(model, {"mock": True, "valid_fraction": 0.0}, {"steps": 3, "eval_every": 1, "early_stopping": 1})
+
+
+def test_weights_of_the_hub_are_not_downloaded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "chats.json"
+    data.write_text(json.dumps(CHATS))
+    cached = Path(shutil.copytree(model, tmp_path / "cached"))
+    wanted: list[bool] = []
+
+    def fetch(name: str, *, weights: bool, **_: Any) -> Path:
+        assert name == "org/name"
+        wanted.append(weights)
+        return cached
+
+    monkeypatch.setattr(dry_run, "fetch", fetch)
+    few = lines_of("org/name", {"files": [str(data)]}, {"epochs": 2.0}, optim={"warmup_steps": 1000})
+    assert not any("Hub cache" in line for line in few) and "about 2 epochs" in few[-1]
+    assert any("the run may fail after it has tokenized the data: optim.warmup_steps=1000" in line for line in few)
+    (cached / "model.safetensors").unlink()
+    lines = lines_of("org/name", {"files": [str(data)]}, {"steps": 2})
+    assert lines[0].startswith("org/name: its weights are not in the Hub cache") and wanted == [False, False]
+    with pytest.raises(MissingInput, match="has no safetensors weights"):  # a folder of the user
+        lines_of(cached, {"files": [str(data)]}, {"steps": 2})
