@@ -62,6 +62,11 @@ class FileChecksums:
     """8 bytes per block; the last block may be shorter."""
     block_bytes: int = BLOCK_BYTES
 
+    @property
+    def digest(self) -> str:
+        """A hash of the content: XXH3 of the hashes of the blocks."""
+        return xxhash.xxh3_64_hexdigest(self.hashes)
+
     def as_json(self) -> dict[str, Any]:
         return {"bytes": self.size, "block_bytes": self.block_bytes, "blocks": self.hashes.hex()}
 
@@ -328,7 +333,8 @@ class ChecksumVerifier:
                 with _read_errors(path):
                     _check_size(path, listed, path.stat().st_size if path.is_file() else None)
                 self._files[path] = ListedFile(path, listed)
-            return None if _trusted else self._files.get(path)
+            found = None if _trusted else self._files.get(path)
+            return found if _recorder is None else _recorder.add(path, found)
 
     def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
         """Check the blocks with bytes ``start`` to ``stop`` (default: the end) of a file; raises as ``file``.
@@ -452,6 +458,55 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+class RecordedFiles:
+    """The files that are read within :func:`recording`; thread-safe."""
+
+    def __init__(self) -> None:
+        self._read = WrittenBlocks()
+        self._files: dict[Path, ListedFile] = {}
+
+    def add(self, path: Path, listed: ListedFile | None = None) -> ListedFile:
+        """Record a file; returns what its reader calls: ``listed``, or without checksums an object that makes them."""
+        return self._files.setdefault(path, listed or _UnlistedFile(path, self._read))
+
+    def checksums(self) -> dict[Path, FileChecksums]:
+        """Of all files; what was not read, or not in order, is hashed from the files."""
+        parts = self._read.parts()
+        return {
+            path: hash_file(path, known=parts.get(str(path))) if isinstance(file, _UnlistedFile) else file.checksums
+            for path, file in self._files.items()
+        }
+
+
+class _UnlistedFile(ListedFile):
+    def __init__(self, path: Path, blocks: WrittenBlocks) -> None:
+        super().__init__(path, FileChecksums(path.stat().st_size, b""))
+        self._read = blocks
+
+    def check(self, start: int, stop: int, tensor: str = "") -> None:
+        pass
+
+    def check_read(self, start: int, content: memoryview, tensor: str = "") -> None:
+        self._read.add(str(self.path), start, content)
+
+    def compare(self, first: int, content: memoryview, tensor: str = "") -> None:
+        pass
+
+
+_recorder: RecordedFiles | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[RecordedFiles]:
+    """Within the block, the files that are read in this process are recorded with their checksums."""
+    global _recorder
+    before, _recorder = _recorder, RecordedFiles()
+    try:
+        yield _recorder
+    finally:
+        _recorder = before
 
 
 _trusted = False

@@ -231,11 +231,12 @@ def test_no_damage_of_the_list_is_silent(tmp_path: Path) -> None:
         assert found == expected, f"{at} {number}"
 
 
-def test_a_deep_or_huge_list_is_refused(tmp_path: Path) -> None:
+def test_a_deep_or_huge_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / CHECKSUMS).write_text("[" * 100_000)
     with pytest.raises(DataError, match="is damaged"):
         read_checksums(tmp_path)
     with (tmp_path / CHECKSUMS).open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(DataError, match="more than 256 MiB"):
+    monkeypatch.setattr("isthmus.file_checksums._MAX_LIST_BYTES", 1 << 20)
+    with pytest.raises(DataError, match="more than 1 MiB"):
         read_checksums(tmp_path)

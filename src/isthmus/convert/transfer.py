@@ -27,7 +27,9 @@ from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
+from isthmus.file_checksums import RecordedFiles, recording
 from isthmus.hf.model_folder import write_model_files
+from isthmus.hf.published_checksums import published_hashes
 from isthmus.hf.staged_folder import StagedFolder
 
 _REMOTE_CODE = "trust_remote_code=True"
@@ -215,11 +217,29 @@ def _transfer(plan: _Plan, staged: StagedFolder, progress: Progress) -> int:
         chunk = weights.read(name, rows).to(plan.tensors[name].dtype)
         return files.put(name, rows, chunk)
 
-    with files.writer:
+    with files.writer, recording() as read:
         stream(plan.tensors, move, files.total_bytes, progress)
+    staged.about["read"] = _files_read(plan.model, read)
     inner, parts = files.writer.folder.relative_to(staged.path), files.writer.written.parts()
     staged.parts.append({(inner / name).as_posix(): blocks for name, blocks in parts.items()})
     return files.total_bytes
+
+
+def _files_read(model: OpenedModel, read: RecordedFiles) -> dict[str, Any]:
+    """Size and hash of each file that was read, also the one it was published with."""
+    folder = model.hf_folder
+    published = {} if folder is None or not folder.path.is_dir() else published_hashes(folder.path)
+    for path in [] if folder is None else [folder.path / "config.json", *folder.small_files()]:
+        if path.is_file():
+            read.add(path)
+    return {
+        str(path.relative_to(model.path) if path.is_relative_to(model.path) else path.name): {
+            "bytes": checksums.size,
+            "xxh3_64_of_blocks": checksums.digest,
+            **({"published": published[path]} if path in published else {}),
+        }
+        for path, checksums in sorted(read.checksums().items())
+    }
 
 
 def _write_small_files(plan: _Plan, folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from isthmus.convert.canonical import unique_placements
 from isthmus.convert.open_model import Format, open_model
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.errors import DataError, IsthmusError
-from isthmus.file_checksums import trusting
+from isthmus.errors import DataError, IsthmusError, MissingInput, UnsafeInput
+from isthmus.file_checksums import hash_file, trusting
 from ranks.tiny import build_model_folder, without_checksums
 
 
@@ -142,3 +144,46 @@ def test_truncated_file_is_named_with_both_sizes(index: Path) -> None:
     file.write_bytes(raw[:-7])
     with pytest.raises(DataError, match=rf"__0_0\.distcp has {len(raw) - 7} bytes, {len(raw)} are needed"):
         all_tensors(index.parents[1])
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
+def test_conversions_record_what_they_read(to: Format, model: Path, tmp_path: Path) -> None:
+    """The same files have the same hashes, with and without checksums of their own."""
+
+    def recorded(source: Path, name: str) -> dict[str, Any]:
+        convert(source, tmp_path / name, "hf")
+        record: dict[str, Any] = json.loads((tmp_path / name / "checksums.json").read_text())["about"]["read"]
+        return record
+
+    convert(model, tmp_path / "source", to)
+    with_checksums = recorded(tmp_path / "source", "a")
+    without = recorded(without_checksums(tmp_path / "source"), "b")
+    assert with_checksums == without and len(with_checksums) == {"hf": 3, "torch_dist": 4, "torch": 3}[to]
+    for name, file in without.items():
+        path = tmp_path / "source" / name
+        assert file == {"bytes": path.stat().st_size, "xxh3_64_of_blocks": hash_file(path).digest}
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
+def test_no_damaged_place_is_silent(to: Format, model: Path, tmp_path: Path) -> None:
+    """A small form of benchmarks/flips.py, which the campaign of 1,000 places runs with all commands."""
+    convert(model, tmp_path / "copy", to)
+    convert(tmp_path / "copy", tmp_path / "expected", "hf")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+    files = sorted(path for path in (tmp_path / "copy").rglob("*") if path.is_file())
+    chance, refused = random.Random(3), 0
+    for number in range(16):
+        path = files[number % len(files)]
+        sound = path.read_bytes()
+        at = chance.randrange(len(sound))
+        flipped = sound[:at] + bytes([sound[at] ^ 1 << chance.randrange(8)]) + sound[at + 1 :]
+        path.write_bytes(flipped if number % 4 else sound[:at])
+        try:
+            convert(tmp_path / "copy", tmp_path / f"{number}", "hf")
+            found = {path.name: path.read_bytes() for path in (tmp_path / f"{number}").iterdir()}
+            assert found == expected, (path, at)
+        except (DataError, UnsafeInput, MissingInput) as error:
+            assert path.name in str(error) or path.parent.name in str(error)
+            refused += 1
+        path.write_bytes(sound)
+    assert refused > 8

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_files_in_a_cache_of_the_hub_have_their_hashes(model: Path, tmp_path: Pa
         line = folder.check_published()
     assert line is not None and re.search(r"3 files, 0\.00 GiB match their published hashes", line)
     assert any("match their published hashes" in note for note in convert(snapshot, tmp_path / "good").notes)
+    read = json.loads((tmp_path / "good" / "checksums.json").read_text())["about"]["read"]
+    assert {name: file["published"] for name, file in read.items()} == {
+        path.name: path.resolve().name for path in snapshot.iterdir()
+    }
     with ModelFolder.open(snapshot) as folder:
         _flip((snapshot / damaged).resolve())
         with pytest.raises(DataError, match=rf"{damaged} is damaged or was changed: .* Download it again.*--trust"):
