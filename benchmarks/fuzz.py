@@ -33,6 +33,8 @@ _HANG_S = 60.0
 """Without using the processor, as when a file is opened that nobody writes."""
 MEMORY_BYTES = 1 << 30
 """Address space that one process may take for its inputs."""
+_PROGRESS = struct.Struct("<qqq")
+"""Number of the current input, and how many before it were read and refused."""
 BATCH_S = 120.0
 """Longest time between two states."""
 
@@ -41,25 +43,25 @@ def work(reader: Any, start: int, stop: int, campaign: int, progress: Path) -> N
     """Run the inputs of a batch in this process; the parent reads the number of the current one from ``progress``."""
     from hostile.contract import Finding, attempt
 
-    counts = {"read": 0, "refused": 0}
-    scratch = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=scratch) as made:
-        folder = Path(shutil.copytree(reader.seed, Path(made, "seed")))
-        reader.read(folder / reader.file.partition("/")[2])  # the valid file; imports what it needs
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        until = time.monotonic() + BATCH_S
-        with progress.open("r+b") as file, mmap(file.fileno(), 8) as shared:
-            for number in range(start, stop):
-                if time.monotonic() > until:
-                    break
-                shared[:8] = struct.pack("<q", number)
-                try:
-                    counts[attempt(reader, reader.content(number, campaign), folder)] += 1
-                except Finding as finding:
-                    print(json.dumps({"number": number, "what": str(finding)}), flush=True)
-    print(json.dumps(counts), flush=True)
+    folder = progress.with_name("seed")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(reader.seed, folder)
+    reader.read(folder / reader.file.partition("/")[2])  # the valid file; imports what it needs
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    counts, until = {"read": 0, "refused": 0}, time.monotonic() + BATCH_S
+    with progress.open("r+b") as file, mmap(file.fileno(), _PROGRESS.size) as shared:
+        for number in range(start, stop):
+            if time.monotonic() > until:
+                break
+            shared[:] = _PROGRESS.pack(number, *counts.values())
+            content = reader.content(number, campaign)
+            try:
+                counts[attempt(reader, content, folder)] += 1
+            except Finding as finding:
+                print(json.dumps({"number": number, "what": str(finding)}), flush=True)
+        shared[:] = _PROGRESS.pack(number, *counts.values())
 
 
 class Batch:
@@ -67,7 +69,7 @@ class Batch:
 
     def __init__(self, reader: Any, start: int, stop: int, campaign: int, scratch: Path) -> None:
         self._progress, self._start = scratch / "progress", start
-        self._progress.write_bytes(struct.pack("<q", -1))
+        self._progress.write_bytes(_PROGRESS.pack(-1, 0, 0))
         self._output, self._errors = scratch / "output", scratch / "errors"
         self._pid = os.fork()
         if not self._pid:
@@ -86,17 +88,16 @@ class Batch:
     def run(self) -> tuple[int, dict[str, int], list[dict[str, Any]]]:
         """Wait for the process; returns the inputs that ran, counts by outcome, and findings."""
         ended = self._wait()
-        at = struct.unpack("<q", self._progress.read_bytes())[0]
-        rows = [json.loads(line) for line in self._output.read_text().splitlines() if line.startswith("{")]
-        findings = [row for row in rows if "number" in row]
-        counts = next((row for row in rows if "read" in row), {})
+        at, *counts = _PROGRESS.unpack(self._progress.read_bytes())
+        findings = [json.loads(line) for line in self._output.read_text().splitlines() if line.startswith('{"number"')]
+        outcomes = dict(zip(("read", "refused"), counts, strict=True))
         if ended is None:
-            return counts["read"] + counts["refused"] + len(findings), counts, findings
+            return sum(counts) + len(findings), outcomes, findings
         errors = self._errors.read_text(errors="replace")
         if at < 0:
             raise SystemExit(f"the valid file is not read: {ended} {errors[-2000:]}")
         findings.append({"number": at, "what": f"{ended} {errors[-200:]}".strip()})
-        return at + 1 - self._start, {}, findings
+        return at + 1 - self._start, outcomes, findings
 
     def _wait(self) -> str | None:
         """Why the process was ended, or how; None if it did all its work."""
@@ -106,7 +107,7 @@ class Batch:
             if pid:
                 return None if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
             time.sleep(0.1)
-            at = struct.unpack("<q", self._progress.read_bytes())[0]
+            at = _PROGRESS.unpack(self._progress.read_bytes())[0]
             used = _cpu_s(self._pid)
             if at != before:
                 before, since, used_before = at, time.monotonic(), used
@@ -134,23 +135,23 @@ def campaign(
     state = json.loads(state_file.read_text()) if state_file.exists() else {"readers": {}, "findings": []}
     whole = sum(reader.share for reader in READERS)
     wanted = {reader.name: round(n * reader.share / whole) for reader in READERS if not only or reader.name in only}
-    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-") as scratch:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=memory) as scratch:
         while left := {name for name, count in wanted.items() if _done(state, name)["inputs"] < count}:
-            for name in [name for name in wanted if name in left]:
+            for reader in [BY_NAME[name] for name in wanted if name in left]:
                 while pause is not None and pause.exists():
                     time.sleep(2)
-                row = _done(state, name)
+                row = _done(state, reader.name)
                 start = row["inputs"]
                 started_s = time.monotonic()
-                ran, counts, findings = Batch(BY_NAME[name], start, wanted[name], number, Path(scratch)).run()
+                ran, counts, findings = Batch(reader, start, wanted[reader.name], number, Path(scratch)).run()
                 row["inputs"] += ran
-                row["read"] += counts.get("read", 0)
-                row["refused"] += counts.get("refused", 0)
+                row |= {name: row[name] + count for name, count in counts.items()}
                 row["time_s"] += time.monotonic() - started_s
                 row["commits"] = dict(row["commits"]) | {str(commit): row["commits"].get(str(commit), 0) + ran}
-                state["findings"] += [{"reader": name, "commit": commit, **finding} for finding in findings]
+                state["findings"] += [{"reader": reader.name, "commit": commit, **finding} for finding in findings]
                 for finding in findings:
-                    print(f"{name} {finding['number']}: {finding['what']}", flush=True)
+                    print(f"{reader.name} {finding['number']}: {finding['what']}", flush=True)
                 write_result(state_file, state)
     return state
 

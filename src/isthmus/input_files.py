@@ -7,6 +7,7 @@ all bounds.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ JSON_BYTES = 64 << 20
 """Largest JSON file that is read as a whole: the index of a model of 500,000 tensors has about 50 MiB."""
 MAX_DEPTH = 64
 """Most levels of nested objects and arrays, or of nested YAML."""
-_MAX_DIGITS = 20
+_MAX_CONTAINERS = 1_000_000
+_LONG_NUMBER = re.compile(rb"[0-9]{21}")
+"""No float has the value of a larger integer."""
 _KINDS: Mapping[Callable[[int], bool], str] = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISCHR: "a device",
@@ -53,7 +56,8 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
         OSError: it cannot be read.
     """
     try:
-        return parse_json(read_bytes(path, most_bytes), parse_int=_setting)
+        raw = read_bytes(path, most_bytes)
+        return parse_json(raw, **({"parse_int": _short_int} if _LONG_NUMBER.search(raw) else {}))
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}.") from None
 
@@ -64,18 +68,20 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     ``hooks`` are those of ``json.loads``.
     """
     text = text.decode() if isinstance(text, bytes) else text
+    containers = text.count("{") + text.count("[")  # also those in strings
+    if containers > _MAX_CONTAINERS:
+        raise ValueError(f"more than {_MAX_CONTAINERS:,} objects and arrays")
     try:
         value = json.loads(text, **hooks)
     except RecursionError:
         raise ValueError(f"more than {MAX_DEPTH} levels are nested") from None
-    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if containers > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(f"more than {MAX_DEPTH} levels are nested")
     return value
 
 
-def _setting(text: str) -> int:
-    """No float has the value of a larger integer."""
-    if len(text) > _MAX_DIGITS:
+def _short_int(text: str) -> int:
+    if _LONG_NUMBER.search(text.encode()):
         raise ValueError(f"a number has {len(text)} digits")
     return int(text)
 

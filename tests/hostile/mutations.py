@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+_MAX_BYTES = 1 << 18
 Mutate = Callable[[bytes, random.Random], bytes]
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30, 10**400),
@@ -185,7 +186,7 @@ def json_tree(raw: bytes, rng: random.Random) -> bytes:
                 owner[key] = rng.choice(([owner[key]], {"a": owner[key]}))
         elif isinstance(owner[key], list | str) and len(owner[key]) < 1000:
             owner[key] = owner[key] * rng.choice((0, 2, 3, 50))
-    return json.dumps(tree[0]).encode("utf-8", "replace")
+    return json.dumps(tree[0]).encode("utf-8", "replace")[:_MAX_BYTES]
 
 
 def json_lines(raw: bytes, rng: random.Random) -> bytes:

@@ -18,6 +18,7 @@ from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.config.dialects.translation import Translation, World, as_json, as_yaml
 from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.input_files import read_bytes
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
@@ -157,7 +158,7 @@ def _split(path: Path, text: str) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise MissingInput(f"{path}: there is no such file. Check the path, or put -- before arguments.") from error
     except UnicodeDecodeError as error:

@@ -132,14 +132,14 @@ class _Draft:
         name, equals, text = override.partition("=")
         key = tuple(name.strip().split("."))
         if not equals or not all(key):
-            self.errors.append(f"command line  {override}  is not an override; use section.setting=value")
+            self.errors.append(f"command line  {override:.200}  is not an override; use section.setting=value")
             return
         try:
             value = read_value(text)
         except Syntax as error:
             # Paths are often not YAML.
             if key not in _TEXT:
-                self.errors.append(f"command line  {override}  the value is not YAML: {error.reason}")
+                self.errors.append(f"command line  {override:.200}  the value is not YAML: {error.reason}")
                 return
             value = text
         whole = isinstance(value, str) or key not in _TEXT or (key in _SHORT and isinstance(value, dict))

@@ -111,6 +111,8 @@ def _walk(node: Any, prefix: Key, places: dict[Key, tuple[int, int]]) -> None:
 
 
 def _as_syntax(error: Exception) -> Syntax:
+    if type(error).__name__ == "MaxDepthExceededError":  # which ruamel.yaml before 0.19 does not have
+        return Syntax(f"more than {MAX_DEPTH} levels are nested")
     if not isinstance(error, MarkedYAMLError):
         return Syntax(next(iter(str(error).splitlines()), type(error).__name__))
     # Later lines are advice to programmers.

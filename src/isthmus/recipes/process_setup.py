@@ -9,12 +9,15 @@ from dataclasses import replace
 import torch
 
 from isthmus.config.load import load_config
+from isthmus.errors import UsageError
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.setup.validation import RunContext
 
+_MAX_THREADS = 64
+"""Of a rank on a machine with few cores."""
 _logger = logging.getLogger(__name__)
 
 
@@ -54,6 +57,8 @@ def prepare_process(context: RunContext) -> list[str]:
         messages.append(use_deterministic_algorithms(platform))
     threads = config.train.threads
     if threads is not None:
+        if threads > (most := max(_MAX_THREADS, 4 * (os.cpu_count() or 1))):  # OpenMP ends a process that has too many
+            raise UsageError(f"train.threads={threads} is more than the {most} that are sensible here. Lower it.")
         torch.set_num_threads(threads)
         messages.append(f"{threads} threads a rank (train.threads)")
     elif platform.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

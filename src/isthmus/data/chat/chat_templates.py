@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isthmus.data.chat.template_capabilities import CHATML, CHATML_MARKS
 from isthmus.errors import MissingInput, UsageError
+from isthmus.input_files import read_bytes
 
 TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
     "alpaca": (),
@@ -47,7 +48,7 @@ def find_template(given: str) -> tuple[str, tuple[str, ...]]:
     try:
         if path.is_dir() and not (path := path / _FILE).is_file():
             raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")
-        return path.read_text(encoding="utf-8").strip(), ()
+        return read_bytes(path).decode("utf-8").strip(), ()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         why = "" if isinstance(error, FileNotFoundError) else f" ({reason})"

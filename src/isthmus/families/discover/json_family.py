@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -45,6 +45,7 @@ _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("interleaved", "transposed", "stacked", "alias"), (True, False)),
 }
 _FIELDS = (*(field.name for field in fields(Architecture)), *(f"moe.{field.name}" for field in fields(Moe)))
+_REQUIRED = {field.name for field in fields(Architecture) if field.default is MISSING} - {"family"}
 _NO_SETTINGS: Mapping[str, Any] = {}
 WHERE_UNKNOWN = (
     "the family was inferred, and inference does not show where the dropout applies; set it to 0 with model.config, "
@@ -97,6 +98,8 @@ def read_family(data: Mapping[str, Any]) -> Family:
         for name in data["without_bearing"]:
             _text(name)
         style = _one_of(window.get("style"), get_args(Window))
+        if lacking := sorted(_REQUIRED - data["keys"].keys() - data["derived"].keys() - data["traits"].keys()):
+            raise DataError(f"it has no {lacking[0]}.")
         absent = {key["hf"]: key.get("default") for key in data["keys"].values()}
         formulas = {name: parse_formula(text, absent) for name, text in data["derived"].items()}
         if window.get("unrotated") == "full_attention":

@@ -13,6 +13,7 @@ from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, RopeScaling
 
 _DEFAULT_THETA = 10000.0
+_MAX_NUMBER = 1e38
 _CONTEXT = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
 _LISTS = ("short_factor", "long_factor")
@@ -73,7 +74,7 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
         raise UsageError(
             "rope_parameters: rope scaling is not supported in sliding_attention layers; use rope_type default."
         )
-    if not isinstance(theta, int | float) or theta <= 0:
+    if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: {_WINDOW_THETA} must be a positive number, got {theta!r}.")
     return {**hf, "rope_parameters": full | dict(hf.get("rope_scaling") or {}), "rope_scaling": None}, float(theta)
 
@@ -81,7 +82,7 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
 def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     settings = _flat_settings(hf, defaults)
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
-    if not isinstance(theta, int | float) or theta <= 0:
+    if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
     settings.pop(_SHARE, None)
     named = settings.get("rope_type", settings.get("type", "default"))
@@ -103,11 +104,11 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     for key in _NEEDED[kind]:
         given = settings.get(key)
         numbers = given if key in _LISTS and isinstance(given, Sequence) and given else [given]
-        if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        if not all(isinstance(number, int | float) and 0 < number < _MAX_NUMBER for number in numbers):
             raise DataError(f"config.json: rope type '{kind}' needs a positive {key}, got {given!r}.")
     chosen = [*_NEEDED[kind], *(key for key in _OPTIONAL.get(kind, ()) if settings.get(key) is not None)]
     for key in chosen:
-        if key not in _LISTS and not isinstance(settings[key], int | float):
+        if key not in _LISTS and not (isinstance(settings[key], int | float) and abs(settings[key]) < _MAX_NUMBER):
             raise DataError(f"config.json: {key} of rope type '{kind}' must be a number, got {settings[key]!r}.")
     values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
     return float(theta), RopeScaling(kind=kind, **values)
