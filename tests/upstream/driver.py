@@ -1,62 +1,15 @@
-"""Runs unmodified Megatron-LM on a CPU, after the CPU adapter and compatibility patches are installed.
+"""A script for ``isthmus run`` that imports Megatron-LM; not a test.
 
-Not a test: ``test_megatron_lm.py`` starts it with torchrun.
-
-    driver.py train MEGATRON_LM FLAGS...            runs pretrain_gpt.py
-    driver.py logits MEGATRON_LM IDS OUT FLAGS...   loads a model, writes the logits of the tokens in IDS to OUT
-    driver.py arguments MEGATRON_LM                 prints each argument of its parser as a line of JSON
+driver.py logits MEGATRON_LM IDS OUT FLAGS...   loads a model, writes the logits of the tokens in IDS to OUT
+driver.py arguments MEGATRON_LM                 prints each argument of its parser as a line of JSON
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from isthmus.engine.upstream import compat, cpu_adapter
-
-_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-"""Always imported but unused here; it needs Triton, which CPU builds of torch lack."""
-
-
-def _prepare(megatron_lm: str) -> None:
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the compiler needs the name of a GPU
-    cpu_adapter.install()
-    import torch
-
-    # Megatron-LM checks for a GPU at start: report one with compute capability 9.0.
-    cuda: Any = torch.cuda
-    cuda.is_available, cuda.device_count = lambda: True, lambda: 1
-    cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36)
-    sys.path.append(megatron_lm)
-    if importlib.util.find_spec("triton") is None:
-        kernels: Any = types.ModuleType(_KERNELS)
-        kernels.__getattr__ = lambda name: None
-        sys.modules[_KERNELS] = kernels
-    compat.cpu_random_state()
-    # Skip compilation: the PyPI package has compiled helpers, and CUDA kernels are not needed.
-    from megatron.core.datasets import utils
-    from megatron.legacy import fused_kernels
-
-    builder: Any = utils
-    builder.compile_helpers = lambda: None
-    legacy_kernels: Any = fused_kernels
-    legacy_kernels.load = lambda args: None
-    # megatron-core 0.16 without TransformerEngine: the router needs this name, which is undefined.
-    from megatron.core.transformer.moe import moe_utils
-
-    module: Any = moe_utils
-    module.te_general_gemm = None
-
-
-def _train(script: str, flags: list[str]) -> None:
-    sys.argv = [script, *flags]
-    # Not runpy: processes that the saver spawns import the main module again, which must be this one.
-    exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "__main__", "__file__": script})
 
 
 def _logits(ids: Path, out: Path, flags: list[str]) -> None:
@@ -116,10 +69,8 @@ def _arguments() -> None:
 
 if __name__ == "__main__":
     command, megatron_lm, *rest = sys.argv[1:]
-    _prepare(megatron_lm)
-    if command == "train":
-        _train(f"{megatron_lm}/pretrain_gpt.py", rest)
-    elif command == "arguments":
+    sys.path.insert(0, megatron_lm)
+    if command == "arguments":
         _arguments()
     else:
         _logits(Path(rest[0]), Path(rest[1]), rest[2:])

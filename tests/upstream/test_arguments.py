@@ -38,9 +38,8 @@ LAST_FLAG_WINS = {"langrl_external_server", "inference_max_batch_size", "disable
 @pytest.fixture(scope="module")
 def arguments() -> list[dict[str, Any]]:
     driver = Path(__file__).with_name("driver.py")
-    done = subprocess.run(
-        [sys.executable, str(driver), "arguments", MEGATRON_LM], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "isthmus", "run", "--platform", "cpu", str(driver), "arguments", MEGATRON_LM]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return [argument for line in lines if (argument := json.loads(line))["name"] != "help"]
 

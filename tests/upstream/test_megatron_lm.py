@@ -1,14 +1,13 @@
 """Interoperability with unmodified Megatron-LM core_v0.16.1: it loads our checkpoints, and we convert its checkpoints.
 
 Set ``MEGATRON_LM`` to a checkout, and install ``einops`` and ``six``. Each test runs Megatron-LM's ``pretrain_gpt.py``
-or its loader and model on a CPU, see ``driver.py``.
+or its loader and model (``driver.py``) with ``isthmus run`` on a CPU.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -34,11 +33,7 @@ pytestmark = [
     ),
 ]
 DRIVER = Path(__file__).with_name("driver.py")
-CPU_FLAGS = shlex.split(
-    "--transformer-impl local --distributed-backend gloo --attention-backend unfused --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-rope-fusion"
-)
-"""Flags for runs without a GPU and TransformerEngine."""
+RUN = (sys.executable, "-m", "isthmus", "run", "--platform", "cpu")
 DATA = shlex.split(
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings 128 --mock-data --tokenizer-type NullTokenizer "
     f"--vocab-size {VOCAB - 1} --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 3 --log-interval 1 "
@@ -57,21 +52,18 @@ MODELS = {
 LIMIT = 1e-4
 
 
-def megatron_lm(command: str, *args: Any, ranks: int = 1) -> str:
-    """Run ``driver.py`` and return its stdout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+def run_script(script: Path | str, *args: Any, ranks: int = 1) -> str:
+    """``isthmus run``; returns its stdout."""
     done = subprocess.run(
-        [*launcher, str(DRIVER), command, MEGATRON_LM, *map(str, args)],
-        env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        [*RUN, "--nproc", str(ranks), str(script), *map(str, args)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def pretrain_gpt(*args: Any, ranks: int = 1) -> str:
+    return run_script(Path(MEGATRON_LM, "pretrain_gpt.py"), *args, ranks=ranks)
 
 
 @pytest.fixture
@@ -83,7 +75,8 @@ def ids(tmp_path: Path) -> Path:
 
 def megatron_logits(ids: Path, *flags: str, ranks: int = 1) -> torch.Tensor:
     out = ids.with_name("logits.pt")
-    printed = megatron_lm("logits", ids, out, *flags, *DATA, *CPU_FLAGS, "--exit-on-missing-checkpoint", ranks=ranks)
+    args = ("logits", MEGATRON_LM, ids, out, *flags, *DATA, "--exit-on-missing-checkpoint")
+    printed = run_script(DRIVER, *args, ranks=ranks)
     assert "load_return" not in printed, "a strict load failed and Megatron-LM continued"
     found: torch.Tensor = torch.load(out)
     return found[..., :VOCAB]
@@ -141,7 +134,7 @@ def test_a_config_as_arguments_builds_its_model_and_trains(
     assert parse_and_run(["config", "to-megatron", f"model.path={model}", "out=run", *settings.split()]) == 0
     args = shlex.split(capsys.readouterr().out)
     assert difference(megatron_logits(ids, *args, "--load", str(tmp_path / "megatron")), hf_logits(ids, model)) <= LIMIT
-    assert "iteration        3/       3" in megatron_lm("train", *args, *CPU_FLAGS)
+    assert "iteration        3/       3" in pretrain_gpt(*args)
 
 
 def test_missing_flag_changes_logits(ids: Path, tmp_path: Path) -> None:
@@ -172,7 +165,7 @@ def test_missing_flag_changes_logits(ids: Path, tmp_path: Path) -> None:
 def test_megatron_lm_checkpoint_converts(family: str, ranks: int, layout: str, ids: Path, tmp_path: Path) -> None:
     built = [*shlex.split(MODELS[family]), *layout.split(), "--make-vocab-size-divisible-by", "8"]
     saved = tmp_path / "saved"
-    megatron_lm("train", *built, *DATA, *CPU_FLAGS, "--save", saved, "--save-interval", 3, ranks=ranks)
+    pretrain_gpt(*built, *DATA, "--save", saved, "--save-interval", 3, ranks=ranks)
     assert convert(saved, tmp_path / "hf").family == family
     theirs = megatron_logits(ids, "--load", str(saved), "--no-load-optim", "--no-load-rng", *built, ranks=ranks)
     logits_difference = difference(theirs, hf_logits(ids, tmp_path / "hf"))
@@ -187,7 +180,7 @@ def test_training_between_conversions(to: Any, layout: dict[str, int], ids: Path
     done = convert(model, tmp_path / "megatron", to, **options)  # type: ignore[arg-type]
     flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
     saved, ranks = tmp_path / "saved", layout.get("tp", 1)
-    megatron_lm("train", *flags, *DATA, *CPU_FLAGS, "--save", saved, "--save-interval", 3, ranks=ranks)
+    pretrain_gpt(*flags, *DATA, "--save", saved, "--save-interval", 3, ranks=ranks)
     convert(saved, tmp_path / "back")
     loading = [flags[0], str(saved), *flags[2:]]
     theirs = megatron_logits(ids, *loading, "--no-load-optim", "--no-load-rng", ranks=ranks)

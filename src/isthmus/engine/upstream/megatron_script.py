@@ -49,7 +49,8 @@ def run_script(script: Path, args: Sequence[str], platform: str, say: Callable[[
     logging.getLogger("megatron").setLevel(logging.NOTSET)  # isthmus.engine hides its messages
     main: Any = ModuleType("__main__")
     main.__file__, main.__spec__ = str(script), find_spec(_MODULE)
-    sys.modules["__main__"], sys.argv = main, [str(script), *args]
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: for objects of spawned processes
+    sys.argv = [str(script), *args]
     try:
         _execute(script, main.__dict__)
     except (SystemExit, KeyboardInterrupt, IsthmusError):
