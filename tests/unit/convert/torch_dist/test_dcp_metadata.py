@@ -52,6 +52,16 @@ THEIRS = Metadata(
 )
 
 
+def test_metadata_of_megatron_core_0_15(tmp_path: Path) -> None:
+    """Its class is a subclass of torch's."""
+    save_metadata(OURS, tmp_path / ".metadata")
+    content = (tmp_path / ".metadata").read_bytes()
+    theirs = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    (tmp_path / ".metadata").write_bytes(content.replace(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", theirs))
+    assert theirs in (tmp_path / ".metadata").read_bytes()
+    assert load_metadata(tmp_path / ".metadata") == OURS
+
+
 def test_written_metadata_loads_in_torch(tmp_path: Path) -> None:
     save_metadata(OURS, tmp_path / ".metadata")
     assert pickle.loads((tmp_path / ".metadata").read_bytes()) == THEIRS

@@ -1,0 +1,148 @@
+"""Unmodified scripts of Megatron-LM under ``isthmus run``: training, preparing data and converting checkpoints.
+
+Set ``MEGATRON_LM_SCRIPTS`` to checkouts of core_v0.15 and core_v0.16, separated by ``:``; by default that of
+``MEGATRON_LM``. Install ``einops`` and ``six``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify.compare import compare_models
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed
+from isthmus.hf.tiny_model import build_tiny_qwen3
+from ranks.tiny import SEQ_LENGTH, build_model_folder
+
+VOCAB = 80  # even, for tp=2
+_NAMES = os.environ.get("MEGATRON_LM_SCRIPTS", "") or os.environ.get("MEGATRON_LM", "")
+CHECKOUTS = [Path(name) for name in _NAMES.split(":") if name]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not CHECKOUTS, reason="no Megatron-LM: set MEGATRON_LM_SCRIPTS to checkouts of 0.15 and 0.16"),
+    pytest.mark.skipif(
+        find_spec("einops") is None or find_spec("six") is None,
+        reason="Megatron-LM imports einops and six: pip install einops six",
+    ),
+    pytest.mark.parametrize("megatron", CHECKOUTS, ids=lambda path: path.name),
+]
+
+
+def run_script(script: Path, *args: Any, ranks: int = 1) -> str:
+    """Its stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "isthmus", "run", "--platform", "cpu", "--nproc", str(ranks), script, *map(str, args)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def flags(folder: Path, to: Any, destination: Path, **options: Any) -> list[str]:
+    """Convert; the flags for Megatron-LM."""
+    return [arg for flag in convert(folder, destination, to, **options).megatron_flags for arg in shlex.split(flag)]
+
+
+def periodic_tokens(prefix: Path) -> torch.Tensor:
+    """Documents in which each sample has the same tokens, wherever it starts a multiple of its length; [S + 1]."""
+    period = np.random.default_rng(0).integers(0, VOCAB, SEQ_LENGTH)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(20):
+            writer.add(np.tile(period, 4))
+    return torch.tensor([*period, period[0]])
+
+
+def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Path) -> None:
+    """The validation loss of Megatron-LM after the last step is the loss of transformers with the result."""
+    model = build_model_folder(tmp_path / "hf", "qwen3", vocab_size=VOCAB)
+    sample = periodic_tokens(tmp_path / "data")
+    training = shlex.split(
+        f"--data-path {tmp_path}/data --split 80,20,0 --seq-length {SEQ_LENGTH} --tokenizer-type NullTokenizer "
+        f"--vocab-size {VOCAB - 1} --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 "
+        "--global-batch-size 2 --lr 1e-2 --train-iters 3 --log-interval 1 --eval-iters 1 --eval-interval 3 "
+        "--save-interval 3 --finetune --attention-dropout 0 --hidden-dropout 0"
+    )
+    converted = flags(model, "torch_dist", tmp_path / "megatron")
+    words = [*converted, *training, "--save", str(tmp_path / "saved")]
+    printed = run_script(megatron / "pretrain_gpt.py", *words, ranks=2)
+    convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
+    found = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
+    assert len(found) == 1
+    before, after = hf_loss(model, sample), hf_loss(tmp_path / "back", sample)
+    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {found[0]}")
+    assert abs(after - float(found[0])) < 1e-5
+    assert after < before - 0.1
+
+
+@torch.no_grad()
+def hf_loss(folder: Path, sample: torch.Tensor) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = model(sample[None, :-1]).logits[0]
+    return float(torch.nn.functional.cross_entropy(logits, sample[1:]))
+
+
+def test_experts_train_with_the_flags_of_gpus(megatron: Path) -> None:
+    words = shlex.split(
+        "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --swiglu --disable-bias-linear "
+        "--normalization RMSNorm --position-embedding-type rope --seq-length 16 --max-position-embeddings 64 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 4223 --micro-batch-size 1 --global-batch-size 2 "
+        "--lr 1e-3 --train-iters 2 --log-interval 1 --eval-iters 0 --eval-interval 9 --num-experts 4 --bf16 "
+        "--moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "
+        "--use-distributed-optimizer --overlap-grad-reduce --attention-backend flash --distributed-backend nccl"
+    )
+    printed = run_script(megatron / "pretrain_gpt.py", *words, ranks=2)
+    assert re.search(r"iteration +2/ +2 .* lm loss: \d", printed)
+    assert "without --moe-grouped-gemm, one GEMM per expert (TransformerEngine is missing)" in printed
+
+
+def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: Path) -> None:
+    texts = [" ".join(f"The number is {n * m % 97}." for m in range(9)) for n in range(30)]
+    build_tiny_qwen3(
+        tmp_path / "hf", texts, vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["--input", file, "--output-prefix", tmp_path / "theirs", "--tokenizer-type", "HuggingFaceTokenizer"]
+    words += ["--tokenizer-model", tmp_path / "hf", "--workers", 2, "--append-eod"]
+    run_script(megatron / "tools/preprocess_data.py", *words)
+    command = [sys.executable, "-m", "isthmus", "prepare", file, tmp_path / "ours", "--tokenizer", tmp_path / "hf"]
+    subprocess.run([*map(str, command), "--kind", "text"], check=True, capture_output=True)
+    assert len(open_indexed(tmp_path / "theirs_text_document")) == 30
+    for suffix in (".bin", ".idx"):
+        ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs_text_document{suffix}"
+        assert ours.read_bytes() == theirs.read_bytes(), suffix
+
+
+def test_checkpoint_of_the_converter(megatron: Path, tmp_path: Path) -> None:
+    """tools/checkpoint/convert.py changes tp=2 to pp=2; the tensors are those of the source."""
+    model = build_model_folder(tmp_path / "hf", "llama", vocab_size=VOCAB)
+    options = {"layout": LegacyLayout(tp=2), "spelling": "local"}
+    words = flags(model, "torch", tmp_path / "legacy", **options)
+    training = shlex.split(
+        f"--mock-data --seq-length {SEQ_LENGTH} --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3 "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --eval-iters 0 --eval-interval 9 --save-interval 1 "
+        "--finetune --ckpt-format torch"
+    )
+    # Megatron-LM's own checkpoint, since the loader needs the type of the tokenizer in its args.
+    saved, split = tmp_path / "saved", tmp_path / "split"
+    run_script(megatron / "pretrain_gpt.py", *words, *training, "--save", saved, ranks=2)
+    sizes = ["--target-tensor-parallel-size", 1, "--target-pipeline-parallel-size", 2]
+    words = ["--model-type", "GPT", "--loader", "core", "--saver", "core", "--load-dir", saved, "--save-dir", split]
+    run_script(megatron / "tools/checkpoint/convert.py", *words, *sizes, "--position-embedding-type", "rope")
+    assert {path.parent.name for path in split.glob("*/*/*.pt")} == {"mp_rank_00_000", "mp_rank_00_001"}
+    compare_models(saved, split, hf_like=model)  # raises if a tensor differs
