@@ -88,8 +88,10 @@ KINDS = {
     "train": Kind(_train("checkpoint.every=2", "--hf-every", "4"), weight=5),
     # Evaluations and checkpoints at different steps.
     "train, uneven": Kind(_train("checkpoint.every=3", "checkpoint.keep=1"), weight=3),
+    "train, async": Kind(_train("checkpoint.every=2", "checkpoint.async=true"), weight=3),
     "train, lora": Kind(_train("lora.rank=2", "checkpoint.every=2"), weight=2),
     "train, 2 ranks": Kind(_train("checkpoint.every=2", "parallel.tp=2"), ranks=2, victims=2, weight=3),
+    "train, 2 ranks, async": Kind(_train("checkpoint.every=2", "checkpoint.async=true"), ranks=2, victims=2, weight=2),
     "train, 1 rank of 2": Kind(_train("checkpoint.every=3"), ranks=2, weight=3),
     "convert to torch_dist": Kind(_convert("model"), weight=2, publishes=True),
     "convert to legacy": Kind(_convert("model", "--to", "torch", "--tp", "2"), weight=2, publishes=True),
@@ -146,7 +148,8 @@ class Campaign:
             number_of_calls = len(calls[victims[0]])
             by_call = chance.random() < 0.5 and number_of_calls > 0
             at = chance.randint(1, number_of_calls) if by_call else chance.uniform(0.0, time_s)
-            kills.append(self._killed(name, victims, at, by_call=by_call))
+            number = signal.SIGTERM if not by_call and chance.random() < 0.2 else signal.SIGKILL
+            kills.append(self._killed(name, victims, at, by_call=by_call, number=number))
             if (lost := self._lost(name, kills[-1])) or chance.random() < 0.25:
                 break
         return row | {"lost": lost or self._again(name, expected)}
@@ -224,8 +227,10 @@ class Campaign:
             self._expected[name] = outputs(self._case), time_s, calls
         return self._expected[name]
 
-    def _killed(self, name: str, victims: Sequence[int], at: float, *, by_call: bool) -> dict[str, Any]:
-        """Run the command, and kill ``victims`` at a time in s or before a call."""
+    def _killed(
+        self, name: str, victims: Sequence[int], at: float, *, by_call: bool, number: signal.Signals
+    ) -> dict[str, Any]:
+        """Run the command, and send a signal to ``victims`` at a time in s, or kill one before a call."""
         fault = {"mode": "kill", "error": 0} if by_call else None
         running = self._start(name, fault and fault | {"rank": victims[0], "n": int(at)})
         deadline_s = time.monotonic() + (300.0 if by_call else at)
@@ -233,10 +238,10 @@ class Campaign:
             time.sleep(min(0.005, max(0.0, deadline_s - time.monotonic())))
         for victim in victims:
             if running.running(victim):
-                running.send(victim, signal.SIGKILL)
+                running.send(victim, number)
         killed_s = time.monotonic()
         codes = [one.returncode for one in running.wait(timeout_s=2 * LOST_RANK_S)]
-        row = {"victims": victims, "codes": codes, "ended_after_s": time.monotonic() - killed_s}
+        row = {"victims": victims, "signal": number.name, "codes": codes, "ended_after_s": time.monotonic() - killed_s}
         return row | ({"call": int(at)} if by_call else {"time_s": at})
 
     def _lost(self, name: str, kill: dict[str, Any]) -> str | None:

@@ -67,7 +67,9 @@ def publish(staging: Path, final: Path, step: int, keep: int, best: int | None =
     found = {int(path.name[5:]): path for path in final.parent.iterdir() if _FOLDER.fullmatch(path.name)}
     others = sorted(found.keys() - {step, best}, key=lambda other: (other < step, other))
     for old in others[: max(0, len(others) + 1 - keep)]:
-        shutil.rmtree(found[old], ignore_errors=True)
+        removed = found[old].with_name(f"{TEMPORARY}old-{found[old].name}")
+        found[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _set_latest(root: Path, step: int) -> None:
