@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
@@ -68,7 +68,8 @@ def publish(staging: Path, final: Path, step: int, keep: int, best: int | None =
     others = sorted(found.keys() - {step, best}, key=lambda other: (other < step, other))
     for old in others[: max(0, len(others) + 1 - keep)]:
         removed = found[old].with_name(f"{TEMPORARY}old-{found[old].name}")
-        found[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
+        with suppress(OSError):
+            found[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
         shutil.rmtree(removed, ignore_errors=True)
 
 
