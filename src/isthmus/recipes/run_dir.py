@@ -11,7 +11,7 @@ from typing import Any
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.data.store.manifest import PARTIAL
-from isthmus.errors import Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
 from isthmus.folder_lock import LOCK, locked_folder
 from isthmus.hf.model_folder import read_json
 
@@ -59,7 +59,10 @@ class RunDir:
             raise NoSpace(
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
             )
-        newest = latest(self.checkpoints) if occupied and resume in ("auto", "never") else None
+        newest: Path | None = None
+        # A damaged tracker file, for example, does not matter if another checkpoint is named.
+        with suppress(*(() if resume in ("auto", "never") else (DataError,))):
+            newest = latest(self.checkpoints) if occupied else None
         exported = self.export().exists() or self.adapter().exists()
         if occupied and newest is None and exported and resume in ("auto", "never"):
             raise NoSpace(
