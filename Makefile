@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry fuzz torture unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry fuzz torture upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -64,6 +64,13 @@ fuzz: $(STAMP)  ## Damaged and hostile files for every reader (FUZZ_N inputs, a 
 KILLS ?= 1000
 torture: $(STAMP)  ## Kill training, convert, prepare and merge at random instants, and compare the results (KILLS, an hour)
 	nice $(VENV)/bin/python benchmarks/torture.py --n $(KILLS)
+
+# They need einops six wrapt pytest-asyncio pytest-mock, and as many processes as Megatron-LM's CI has GPUs.
+UPSTREAM_ARGS = $(if $(RANKS),--ranks $(RANKS)) $(if $(ONLY),--only $(ONLY)) $(if $(RECORD),--record)
+
+upstream-tests: $(STAMP)  ## Megatron-LM's unit tests on this CPU (MEGATRON_LM=checkout, ONLY, RANKS, RECORD)
+	@test -d "$(MEGATRON_LM)" || { echo "Name a checkout: make upstream-tests MEGATRON_LM=DIR" >&2; exit 2; }
+	OMP_NUM_THREADS=1 nice -n 15 $(VENV)/bin/python benchmarks/upstream_tests.py $(MEGATRON_LM) $(UPSTREAM_ARGS)
 
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
 	$(PYTEST) tests/unit -m "not processes"
