@@ -39,7 +39,7 @@ REASONS = (
      r"tensorrt|trtllm|nvshmem|deep.?ep\b|hybrid.?ep\b|hadamard|\bfla\b|emerging.optimizers|softmax_cuda)"),
     ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)"),
     ("gloo", r"ProcessGroupGloo|(?i:gloo)"),
-    ("data set", r"/opt/data|no data sets are downloaded"),
+    ("data set", r"/opt/data|no data sets are downloaded|ConnectionError|(?i:couldn't connect|offline mode)"),
     ("package", r"No module named|not installed|(?i:is required)"),
     ("time limit", r"the test took more than|the process ended|the time limit"),
 )  # fmt: skip
@@ -49,7 +49,7 @@ REASONS = (
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("megatron_lm", type=Path)
-    parser.add_argument("--only", default="", help="run files whose path contains this text")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="run files with TEXT in their path")
     parser.add_argument("--ranks", type=int, default=8, help="for tests that need several (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=60, help="for a test (default: %(default)s)")
     parser.add_argument("--file-limit-s", type=float, default=300, help="for a file (default: %(default)s)")
@@ -65,19 +65,19 @@ def main(arguments: list[str]) -> None:
     checkout = options.megatron_lm.resolve()
     certified = certificate([__file__, *arguments])
     root = checkout / "tests" / "unit_tests"
-    files = [path for path in sorted(root.rglob("test_*.py")) if options.only in str(path.relative_to(root))]
-    if not files:
-        sys.exit(f"{root} has no tests whose path contains {options.only!r}. Name a checkout of Megatron-LM.")
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("test_*.py"))
+    names = list(dict.fromkeys(name for text in options.only for name in names if text in name))
+    if not names:
+        sys.exit(f"{root} has no tests whose path contains {options.only}. Name a checkout of Megatron-LM.")
     prepare(checkout)
     found: dict[str, Lines] = {}
     for ranks in sorted({1, options.ranks}):
-        for path in files:
-            name = path.relative_to(root).as_posix()
+        for name in names:
             before = found.get(name, [])
             wanted = frozenset(line["test"] for line in before if reason(line) == RANKS)
             if before and not wanted:
                 continue
-            lines = run_file(path, name, ranks, wanted, options)
+            lines = run_file(root, name, ranks, wanted, options)
             found[name] = [*(line for line in before if line["test"] not in wanted), *lines]
             print(f"{name:<75} {ranks} {dict(Counter(line['outcome'] for line in lines))}", flush=True)
             result = {"certificate": certified, "megatron_lm": checkout.name, "ranks": options.ranks, **summary(found)}
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(result["total"]))
 
 
-def run_file(path: Path, name: str, ranks: int, wanted: frozenset[str], options: argparse.Namespace) -> Lines:
+def run_file(root: Path, name: str, ranks: int, wanted: frozenset[str], options: argparse.Namespace) -> Lines:
     """Outcomes of the wanted tests of a file, or of all."""
     folder = REPOSITORY / "build" / "upstream-tests" / f"{options.megatron_lm.resolve().name}-{ranks}-ranks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +96,8 @@ def run_file(path: Path, name: str, ranks: int, wanted: frozenset[str], options:
         return kept
     while options.wait_while is not None and options.wait_while.exists():
         time.sleep(2)
-    import_before_fork(path)
-    tests = TestFile(path, options.megatron_lm.resolve(), complete, ranks, options.limit_s)
+    import_before_fork(root / name)
+    tests = TestFile(root / name, options.megatron_lm.resolve(), complete, ranks, options.limit_s)
     lines = tests.run(wanted, time.monotonic() + options.file_limit_s)
     complete.write_text(json.dumps(lines, indent=1))
     return lines

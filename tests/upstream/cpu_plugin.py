@@ -28,7 +28,7 @@ def prepare(megatron_lm: Path) -> None:
     from isthmus.engine.upstream import script_patches
 
     script_patches.install("cpu", megatron_lm, lambda line: None)
-    _use_gloo()
+    _one_gpu_per_rank()
     from megatron.core import utils
     from packaging.version import Version
 
@@ -44,8 +44,11 @@ def _refuse(**_: object) -> None:
     raise ImportError("no data sets are downloaded")
 
 
-def _use_gloo() -> None:
+def _one_gpu_per_rank() -> None:
     import torch.distributed
+
+    cuda: Any = torch.cuda
+    cuda.device_count = lambda: int(os.environ.get("WORLD_SIZE", "1"))
 
     distributed: Any = torch.distributed
 

@@ -86,10 +86,6 @@ class TestFile:
             os.dup2(output, 2)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            import torch
-
-            cuda: Any = torch.cuda
-            cuda.device_count = lambda: self.ranks
             options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-o", "addopts=", "--tb=short"]
             options += ["--rootdir", str(self.checkout), "-c", str(self.checkout / "pyproject.toml")]
             plugin = Outcomes(self._file(rank, ".jsonl"), self.limit_s, wanted, done)

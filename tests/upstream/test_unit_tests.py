@@ -16,6 +16,47 @@ PACKAGES = ("einops", "six", "pytest_asyncio", "pytest_mock")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
 
+UNIT_TESTS = """
+import os, time
+import pytest
+
+def test_passes(): ...
+def test_fails_on_a_rank(): assert os.environ["RANK"] == "0"
+def test_hangs(): time.sleep(60)
+def test_ends(): os._exit(3)
+@pytest.mark.skip(reason="needs TransformerEngine")
+def test_is_skipped(): ...
+def test_passes_at_the_end(): ...
+"""
+RUN = """
+import json, sys, time
+from pathlib import Path
+from upstream.forked_ranks import TestFile
+folder = Path(sys.argv[1])
+tests = TestFile(folder / "test_some.py", folder, folder / "some", ranks=2, limit_s=1)
+lines = tests.run(frozenset(), time.monotonic() + 60)
+print(json.dumps([[line["test"].partition("::")[2], line["outcome"]] for line in lines]))
+"""
+
+
+def test_each_test_has_one_outcome(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(UNIT_TESTS)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    paths = os.pathsep.join(str(repository / folder) for folder in ("src", "tests"))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert dict(json.loads(done.stdout)) == {
+        "test_passes": "passed",
+        "test_fails_on_a_rank": "failed",
+        "test_hangs": "failed",
+        "test_ends": "failed",
+        "test_is_skipped": "skipped",
+        "test_passes_at_the_end": "passed",
+    }
+
+
 @pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: set MEGATRON_LM to a checkout of core_v0.16.1")
 @pytest.mark.skipif(bool(MISSING), reason=f"Megatron-LM's tests import other packages: pip install {' '.join(MISSING)}")
 def test_outcomes_are_counted(repository: Path, tmp_path: Path) -> None:
