@@ -33,11 +33,13 @@ Lines = list[dict[str, Any]]
 RANKS = "ranks"
 REASONS = (
     (RANKS, r"world.?size \(\d+\) is not divisible|(?i:requires? \d+ (gpus|ranks)|world.?size)"),
-    ("TransformerEngine", r"(?i:transformer.?engine|fp8|fp4)|Mock object has no|\bTE\b|\btex?\.|\bTE[A-Z]\w+|HAVE_TE"),
+    ("TransformerEngine", r"(?i:transformer.?engine|fp8|fp4)|Mock object has no|\bTE\b|\btex?\.|\bTE[A-Z]\w+|HAVE_TE"
+     r"|\btest_te_|spec_utils.py:49"),
     ("Apex", r"(?i:\bapex\b|fused_layer_norm_cuda|wgrad_gemm_accum)"),
     ("NVIDIA package", r"(?i:mamba.ssm|causal.conv1d|grouped.gemm|flash.?attn|flashinfer|nvidia.resiliency|modelopt|"
      r"tensorrt|trtllm|nvshmem|deep.?ep\b|hybrid.?ep\b|hadamard|\bfla\b|emerging.optimizers|softmax_cuda)"),
-    ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)"),
+    ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)"
+     r"|_GeneratorContextManager. object is not subscriptable"),
     ("gloo", r"ProcessGroupGloo|(?i:gloo)"),
     ("data set", r"/opt/data|no data sets are downloaded|ConnectionError|(?i:couldn't connect|offline mode)"),
     ("package", r"No module named|not installed|(?i:is required)"),
