@@ -50,16 +50,10 @@ def find_fault(source: str) -> str | None:
         return None
     try:
         tree = ast.parse(source)
-    except SyntaxError as error:
-        raise UnknownSaver(f"line {error.lineno} is not valid Python") from error
+    except (SyntaxError, ValueError) as error:
+        raise UnknownSaver(f"it is not valid Python ({error})") from error
     nodes = list(ast.walk(tree))
-    imported = {
-        alias.name: alias.asname
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed.checkpoint.filesystem"
-        for alias in node.names
-    }
-    if imported.get("_write_item", "") is not None:
+    if not any(imports_write_item(node) for node in tree.body):
         raise UnknownSaver("it does not import _write_item of torch.distributed.checkpoint.filesystem")
     if any(isinstance(node, ast.FunctionDef) and node.name == "_write_item" for node in tree.body):
         raise UnknownSaver("it defines a _write_item of its own")
@@ -75,6 +69,13 @@ def find_fault(source: str) -> str | None:
     if any(isinstance(node, ast.Assign) and any(map(_is_write_item, node.targets)) for node in nodes):
         return "_write_item() is called with transforms twice with torch 2.7 and newer"
     return None
+
+
+def imports_write_item(node: ast.stmt) -> bool:
+    """It is ``from torch.distributed.checkpoint.filesystem import _write_item``, maybe with other names."""
+    if not isinstance(node, ast.ImportFrom) or node.module != "torch.distributed.checkpoint.filesystem":
+        return False
+    return any(alias.name == "_write_item" and alias.asname is None for alias in node.names)
 
 
 def _is_write_item(node: ast.expr) -> bool:

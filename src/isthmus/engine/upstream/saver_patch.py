@@ -6,13 +6,22 @@ import ast
 import difflib
 import hashlib
 import inspect
+import io
+import itertools
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.atomic_write import atomic_file
-from isthmus.engine.upstream.checkpoint_saver import MODULE, PATCHED, UnknownSaver, _write_item, find_fault
+from isthmus.engine.upstream.checkpoint_saver import (
+    MODULE,
+    PATCHED,
+    UnknownSaver,
+    _write_item,
+    find_fault,
+    imports_write_item,
+)
 from isthmus.errors import DataError, MissingInput
 
 _BLOCK = re.compile(
@@ -66,8 +75,8 @@ def plan_patch(megatron: Path) -> SaverPatch:
         fault = find_fault(source)
     except UnknownSaver as error:
         raise DataError(
-            f"{file} is not the async saver of a known Megatron-LM: {error}. Nothing was "
-            "changed. Compare it with the file of its release."
+            f"{file} is not the async saver of a known Megatron-LM: {error}. It was not changed. Compare it with the "
+            "file of its release."
         ) from error
     return SaverPatch(file, source, source if fault is None else _add_block(source), fault)
 
@@ -106,11 +115,12 @@ def _applied(file: Path, source: str) -> re.Match[str] | None:
 
 
 def _add_block(source: str) -> str:
-    """Add the function after the imports: later assignments to its name (ROCm's fork) come before it."""
+    """Add the function after the imports, since ROCm's fork binds its name between them."""
     body = ast.parse(source).body
-    first = next(index for index, node in enumerate(body) if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    imports = [node for node in body[:first] if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]
-    lines = source.splitlines(keepends=True)
+    first = next(index for index, node in enumerate(body) if imports_write_item(node))
+    header = itertools.takewhile(lambda node: not isinstance(node, ast.ClassDef | ast.FunctionDef), body[first:])
+    imports = [node for node in header if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]
+    lines = io.StringIO(source, newline="").readlines()
     function = inspect.getsource(_write_item)
     block = f"\n\n{PATCHED} {_digest(function)}; --revert removes it\n{function}# <<< isthmus patch\n"
     end = imports[-1].end_lineno

@@ -192,6 +192,7 @@ def test_saver_without_the_fault_stays(tmp_path: Path, capsys: pytest.CaptureFix
         (saver(ARGUMENTS, "def _write_item(*args): ..."), "a _write_item of its own"),
         (saver(ARGUMENTS).replace("[_write_item(", "[write("), "does not call _write_item"),
         (saver("stream, data,, write_item"), "is not valid Python"),
+        (saver(ARGUMENTS) + "\0", "is not valid Python"),
     ],
 )
 def test_unknown_saver_is_refused(
