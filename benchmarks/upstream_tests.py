@@ -30,16 +30,16 @@ from upstream.cpu_plugin import prepare
 from upstream.forked_ranks import TestFile
 
 Lines = list[dict[str, Any]]
-RANKS = "ranks"
+RANKS, OTHER = "ranks", "other"
 REASONS = (
-    (RANKS, r"world.?size \(\d+\) is not divisible|(?i:requires? \d+ (gpus|ranks)|world.?size)"),
+    (RANKS, r"is not divisible|divisible by partial DistOpt|(?i:requires? \d+ (gpus|ranks)|world.?size)"),
     ("TransformerEngine", r"(?i:transformer.?engine|fp8|fp4)|Mock object has no|\bTE\b|\btex?\.|\bTE[A-Z]\w+|HAVE_TE"
      r"|\btest_te_|spec_utils.py:49"),
     ("Apex", r"(?i:\bapex\b|fused_layer_norm_cuda|wgrad_gemm_accum)"),
     ("NVIDIA package", r"(?i:mamba.ssm|causal.conv1d|grouped.gemm|flash.?attn|flashinfer|nvidia.resiliency|modelopt|"
      r"tensorrt|trtllm|nvshmem|deep.?ep\b|hybrid.?ep\b|hadamard|\bfla\b|emerging.optimizers|softmax_cuda)"),
-    ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)"
-     r"|_GeneratorContextManager. object is not subscriptable"),
+    ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)|DefaultCPUAllocator"
+     r"|argument 'index'|_GeneratorContextManager. object is not subscriptable"),
     ("gloo", r"ProcessGroupGloo|(?i:gloo)"),
     ("data set", r"/opt/data|no data sets are downloaded|ConnectionError|(?i:couldn't connect|offline mode)"),
     ("package", r"No module named|not installed|(?i:is required)"),
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     for ranks in sorted({1, options.ranks}):
         for name in names:
             before = found.get(name, [])
-            wanted = frozenset(line["test"] for line in before if reason(line) == RANKS)
+            wanted = frozenset(line["test"] for line in before if reason(line) in (RANKS, OTHER))
             if before and not wanted:
                 continue
             lines = run_file(root, name, ranks, wanted, options)
@@ -116,10 +116,10 @@ def import_before_fork(path: Path) -> None:
                     importlib.import_module(name)
 
 
-def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Counts by folder, and the reasons of tests that did not pass."""
+def summary(found: dict[str, Lines]) -> dict[str, Any]:
+    """Counts by folder, and the failures without a known reason."""
     folders: dict[str, Counter[str]] = {}
-    unexplained = []
+    unexplained: Counter[tuple[str, str, str]] = Counter()
     for name, lines in found.items():
         counts = folders.setdefault(name.rpartition("/")[0] or ".", Counter())
         for line in lines:
@@ -127,14 +127,15 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             if line["outcome"] != "passed":
                 need = reason(line)
                 counts[f"{line['outcome']}: {need}"] += 1
-                if line["outcome"] == "failed" and need == "other":
-                    unexplained.append({key: line.get(key, "")[:200] for key in ("test", "reason", "where")})
+                if line["outcome"] == "failed" and need == OTHER:
+                    unexplained[name, " ".join(line.get("reason", "")[:160].split()), line.get("where", "")] += 1
     total = sum(folders.values(), Counter())
-    return {"total": rows(total), "folders": {name: rows(one) for name, one in folders.items()}, "other": unexplained}
+    other = [{"file": key[0], "reason": key[1], "where": key[2], "tests": n} for key, n in unexplained.items()]
+    return {"total": rows(total), "folders": {name: rows(one) for name, one in folders.items()}, "other": other}
 
 
 def rows(counts: Counter[str]) -> dict[str, Any]:
-    needs = sum(counts[name] for name in counts if ": " in name and not name.endswith(": other"))
+    needs = sum(counts[name] for name in counts if ": " in name and not name.endswith(f": {OTHER}"))
     tests = sum(number for name, number in counts.items() if ": " not in name)
     runnable = tests - needs
     share = {"share_passed": counts["passed"] / tests, "share_passed_of_runnable": counts["passed"] / max(runnable, 1)}
@@ -143,7 +144,7 @@ def rows(counts: Counter[str]) -> dict[str, Any]:
 
 def reason(line: dict[str, Any]) -> str:
     text = f"{line.get('reason', '')} {line.get('frames', '')}"
-    return next((need for need, pattern in REASONS if re.search(pattern, text)), "other")
+    return next((need for need, pattern in REASONS if re.search(pattern, text)), OTHER)
 
 
 if __name__ == "__main__":
