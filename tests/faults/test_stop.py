@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -84,6 +85,55 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
     assert isthmus(*sft_args, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
+def test_long_step_is_abandoned_within_the_grace_period(
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
+) -> None:
+    """Between two of 64 micro batches; the resumed run equals one that was not stopped."""
+    sft_args += ["train.steps=3", "train.global_batch_size=128", "train.micro_batch_size=1", "--nproc", "2"]
+    args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02"]
+    process = isthmus.start(*args)
+    wait_for_step(process, tmp_path / "out", 1)
+    process.send(0, signal.SIGTERM)
+    stopped = process.result()
+    assert stopped.returncode == 75 and "was not completed); the state is saved" in stopped.errors[-1], stopped
+    (step,) = checkpoints(tmp_path / "out")
+    assert isthmus(*args).result["steps"] == 3
+    isthmus(*args, "--out", tmp_path / "whole")
+    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("out", "whole")]
+    assert step in (1, 2) and len(losses[0]) == 3 and losses[0] == losses[1]
+
+
+def test_signal_after_the_last_step_keeps_the_state(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    """Evaluation and export are repeated."""
+    args = [*sft_args, "data.valid_fraction=0.5", "train.micro_batch_size=1", "checkpoint.grace_s=0.001"]
+    process = isthmus.start(*args)
+    wait_for_step(process, tmp_path / "out", 4)
+    process.send(0, signal.SIGTERM)
+    assert "after step 4 of 4" in process.result().error(75) or not (tmp_path / "out/hf").exists()
+    assert checkpoints(tmp_path / "out") == [4] and not (tmp_path / "out/hf").exists()
+    assert isthmus(*args).result["steps"] == 4 and (tmp_path / "out/hf/model.safetensors").is_file()
+
+
+def test_background_saves_survive_kills_and_end_with_the_run(
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    args = [*sft_args, "checkpoint.async=true", "checkpoint.every=1"]
+    process = isthmus.start(*args, "train.steps=2000")
+    wait_for_step(process, out, 6)
+    process.send(0, signal.SIGKILL)
+    process.result()
+    assert len(checkpoints(out)) in (1, 2)
+    process = isthmus.start(*args, "train.steps=2000")
+    wait_for_step(process, out, 9)
+    process.send(0, signal.SIGTERM)
+    stopped = process.result()
+    assert f"after step {checkpoints(out)[-1]} of" in stopped.error(75)
+    assert not list((out / "checkpoints").glob(".tmp*")), stopped
+    last = checkpoints(out)[-1] + 2
+    assert isthmus(*args, f"train.steps={last}").result["steps"] == last == checkpoints(out)[-1]
+
+
 def test_killed_rank_ends_the_run_and_the_run_resumes(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = isthmus.start(*sft_args, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4")
@@ -150,6 +200,28 @@ def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: l
         completed = isthmus(*sft_args, "--nproc", "2", "parallel.tp=2", "--out", disk / "out")
         assert "checkpoint" in completed.error(73)
         assert not list((disk / "out" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs; run as root to test a full disk")
+    try:
+        args = [*sft_args, "--nproc", "2", "parallel.tp=2", "--out", disk / "out", "checkpoint.async=true"]
+        process = isthmus.start(*args, "checkpoint.every=1", "train.steps=2000", "logging.to=[]")
+        wait_for_step(process, disk / "out", 3)
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(b"0" * 4096)
+        failed = process.result()
+        assert "checkpoint" in failed.error(73)
+        (disk / "filler").unlink()
+        step = int((disk / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
+        again = isthmus(*args, f"train.steps={step + 1}")
+        assert f"at step {step}" in again.stderr and again.result["steps"] == step + 1
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 

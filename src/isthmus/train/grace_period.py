@@ -14,11 +14,11 @@ from isthmus.train.stop import StopFlag
 
 
 class Abandoned(Exception):
-    """Training ends with the state after step ``done``, which is unchanged."""
+    """Training ends with the state after step ``done``, which is unchanged; ``part`` of the run is not completed."""
 
-    def __init__(self, done: int) -> None:
-        super().__init__(done)
-        self.done = done
+    def __init__(self, done: int, part: str = "") -> None:
+        super().__init__(done, part)
+        self.done, self.part = done, part
 
 
 @dataclass(slots=True)
@@ -48,21 +48,21 @@ class GracePeriod:
         def check(completed: int) -> None:
             remaining_s = (time.monotonic() - started_s) * (num_microbatches / completed - 1)
             late = self.stop.requested and self.stop.waiting_s + remaining_s + self.save_s > self.seconds
-            self._abandon_if(late, done)
+            self._abandon_if(late, done, f"step {done + 1}")
 
         return check
 
     def evaluated(self, batches: Iterator[Sequence[PackedBatch]], done: int) -> Iterator[Sequence[PackedBatch]]:
         """The batches of an evaluation, which has half of the time: a save follows."""
         for batch in batches:
-            self._abandon_if(self.half_over, done)
+            self._abandon_if(self.half_over, done, "the evaluation")
             yield batch
 
     @property
     def half_over(self) -> bool:
         return self.stop.waiting_s > self.seconds / 2
 
-    def _abandon_if(self, late: bool, done: int) -> None:
+    def _abandon_if(self, late: bool, done: int, part: str) -> None:
         (ranks,) = sum_over_ranks([float(late)], self.device)
         if ranks:
-            raise Abandoned(done)
+            raise Abandoned(done, part)

@@ -104,13 +104,14 @@ class Loop:
             return before, self._run(start)
         except Abandoned as abandoned:
             done = abandoned.done
+            incomplete = f" ({abandoned.part} was not completed)" if abandoned.part else ""
         self.profile.finish()  # the checkpoint is not part of a step
         if done == 0:
-            raise Preempted("stopped before the first step, as requested. The same command starts again.")
+            raise Preempted(f"stopped before the first step, as requested{incomplete}. The same command starts again.")
         self.save(done, wait=True)
         raise Preempted(
-            f"stopped after step {done} of {self.data.steps} as requested; the state is saved. The same command "
-            "resumes from there."
+            f"stopped after step {done} of {self.data.steps} as requested{incomplete}; the state is saved. The same "
+            "command resumes from there."
         )
 
     def _run(self, start: int) -> Outcome:
@@ -168,7 +169,7 @@ class Loop:
             try:
                 self.export(done)
             except Preempted:
-                raise Abandoned(done) from None
+                raise Abandoned(done, "an export") from None
         if stop_requested:
             raise Abandoned(done)
         if is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint import checkpoint_folder
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import latest, publish
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
@@ -69,6 +72,54 @@ def test_folder_that_cannot_be_created_is_an_io_failure_on_every_rank(tmp_path: 
     unused: Any = None
     with single_process_groups(), pytest.raises(IOFailure, match="the checkpoint could not be written to"):
         save(root, unused, Progress(step=1, data=""), ParallelConfig(), SaveOptions(keep=1))
+
+
+def publish_steps(root: Path, *steps: int) -> None:
+    for step in steps:
+        (root / "staging").mkdir()
+        publish(root / "staging", root / f"iter_{step:07d}", step, keep=3)
+
+
+def test_tracker_that_names_another_step_than_was_published_last(tmp_path: Path) -> None:
+    """A flipped bit resumed another step without a word."""
+    publish_steps(tmp_path, 10, 12)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("10")
+    with pytest.raises(DataError, match=r"names step 10, and .*json beside it \[12\].*checkpoint\.resume="):
+        latest(tmp_path)
+    tracker.write_text("12")
+    (tmp_path / "latest_checkpointed_iteration.json").write_text('{"steps": [8]}')
+    with pytest.raises(DataError, match="names step 12"):
+        latest(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.json").unlink()  # as of an older version
+    assert latest(tmp_path) == tmp_path / "iter_0000012"
+
+
+@pytest.mark.parametrize("writes", range(4))
+def test_kill_while_a_checkpoint_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """After any number of writes, the checkpoint before or the new one is the newest."""
+    publish_steps(tmp_path, 10)
+    done: list[Path] = []
+
+    def write_or_die(path: Path, content: str) -> None:
+        if len(done) == writes:
+            raise KeyboardInterrupt
+        done.append(path)
+        write_atomic(path, content)
+
+    monkeypatch.setattr(checkpoint_folder, "write_atomic", write_or_die)
+    with pytest.raises(KeyboardInterrupt) if writes < 3 else nullcontext():
+        publish_steps(tmp_path, 12)
+    assert latest(tmp_path) == tmp_path / f"iter_00000{12 if writes >= 2 else 10}"
+    assert (tmp_path / "iter_0000010").is_dir()
+
+
+def test_retention_keeps_folders_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001_backup").mkdir()
+    publish_steps(tmp_path, 1, 2, 3, 4)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000001_backup", "iter_0000002", "iter_0000003", "iter_0000004",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["²", "9" * 5000, "7", ""])
