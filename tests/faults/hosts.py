@@ -107,14 +107,14 @@ def inject(fault: str) -> None:
         hub.HfApi = partial(FakeHub, fault)  # type: ignore[misc,assignment]
         return
     if fault.startswith("suspend"):
-        from isthmus.engine.checkpoint import save_load
+        from isthmus.engine.checkpoint import checkpoint_writer
         from isthmus.recipes.setup import rank_model
 
         def suspend(*_args: Any, **_kwargs: Any) -> None:
             time.sleep(1.5)  # a heartbeat reports the phase
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        module, name = (save_load, "check_files") if fault.endswith("save") else (rank_model, "import_weights")
+        module, name = (checkpoint_writer, "check_files") if fault.endswith("save") else (rank_model, "import_weights")
         setattr(module, name, suspend)
         return
     from isthmus.data.batching.batches import Batches

@@ -5,6 +5,7 @@ A checkpoint is written to a temporary folder, and renamed when all ranks are do
 
 from __future__ import annotations
 
+import copy
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -48,22 +50,6 @@ class SaveOptions:
     """Writes more files into the folder, on rank 0."""
 
 
-class _TakenState(TorchDistSaveShardedStrategy):
-    """Megatron-Core's ``save`` without the files of tensors; ``state`` has what this rank has to write.
-
-    Its own asynchronous writer forks, and can publish a file that a failed thread left incomplete.
-    """
-
-    def __init__(self, host: HostBuffer | None) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self.host = host
-        self.state: dict[str, Any] = {}
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self.state = mcore_to_pyt_state_dict(state if self.host is None else self.host.copied(state), False)
-
-
 class _HashedFiles(FileSystem):
     """Hashes files while they are written."""
 
@@ -88,6 +74,8 @@ class CheckpointWriter:
     options: SaveOptions
     state: dict[str, Any]
     """Of this rank, by checkpoint key: live tensors or copies of them."""
+    common: dict[str, Any]
+    """What is not sharded."""
     copied: bool
     written: WrittenBlocks = field(default_factory=WrittenBlocks)
 
@@ -116,6 +104,8 @@ class CheckpointWriter:
             dcp.save(self.state, storage_writer=storage, planner=planner, process_group=group)
 
     def _publish(self, parts: list[Parts]) -> None:
+        torch.save(self.common, str(self.staging / "common.pt"))
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.staging))
         if self.options.write_beside is not None:
             self.options.write_beside(self.staging)
         write_checksums(self.staging, parts)
@@ -147,17 +137,17 @@ def take_state(
         staging.mkdir(parents=True)
 
     on_main(prepare, staging)
-    state = saved_state(stepper, progress, parallel, options.args)
     content = {name: value for name, value in sharding_metadata().items() if name != "dp_cp_group"}
-    taken = _TakenState(host)
-
-    def take() -> None:
-        with write_errors(staging):
-            dist_checkpointing.save(state, str(staging), taken, content_metadata=content)
-
-    agree(take)
+    # As dist_checkpointing.save, which writes files between its collectives: a failed rank would block the others.
+    # Megatron-Core's own asynchronous writer forks, and can publish a file that a failed thread left incomplete.
+    saved = saved_state(stepper, progress, parallel, options.args) | {"content_metadata": content}
+    sharded, common = save_preprocess(saved)
+    state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    if host is not None:
+        state, common = host.copied(state), copy.deepcopy(common)
     best = progress.best.step if options.keep_best else None
-    return CheckpointWriter(staging, final, progress, best, options, taken.state, host is not None)
+    live = mcore_to_pyt_state_dict(state, False)
+    return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None)
 
 
 def on_main(stage: Callable[[], None], staging: Path, group: dist.ProcessGroup | None = None) -> None:
