@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -318,3 +319,28 @@ def test_failed_export_keeps_the_previous_one(
 def test_file_size_limit_is_reported_as_no_space(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     assert "checkpoint" in isthmus(*sft_args, largest_file_bytes=40_000).error(73)
     assert not (tmp_path / "out" / "hf").exists() and not list((tmp_path / "out").rglob(".tmp*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "part"),
+    [
+        ("train.threads=1000000", 2, "train.threads  must be less than or equal to 1024"),
+        ("train.threads=1024", 2, "train.threads=1024 is more than the"),
+        ("train.seed=18446744073709551616", 2, "train.seed  must be less than or equal to 9223372036854775807"),
+        ("train.global_batch_size=1000000000", 2, "train.global_batch_size  must be less than or equal to 1048576"),
+        ("train.steps=" + "[" * 3000, 2, "more than 64 levels are nested"),
+    ],
+)
+def test_hostile_settings(refused: Run, override: str, code: int, part: str) -> None:
+    if override == "train.threads=1024" and 4 * (os.cpu_count() or 1) >= 1024:
+        pytest.skip("this machine has so many cores that 1024 threads are sensible")
+    assert part in refused(override, code=code)
+
+
+def test_hostile_files(refused: Run, isthmus: ForkServer, copied: Path, chats: Path, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.jsonl")
+    assert f"{pipe} is a pipe, expected a file" in refused(code=65, data=pipe)
+    for words in (["config", "from-megatron", pipe], ["prepare", "/dev/zero", tmp_path / "x", "--tokenizer", copied]):
+        assert "expected a file" in isthmus(*words).error(65)
+    (copied / "config.json").write_text("[" * 100_000)
+    assert "more than 64 levels are nested" in refused(code=65, model=copied)

@@ -59,6 +59,8 @@ def test_depth(brackets: str) -> None:
             parse_json(nested(levels))
     wide = json.dumps([[[]]] * 1000)
     assert len(parse_json(wide)) == 1000
+    with pytest.raises(ValueError, match="more than 1,000,000 objects and arrays"):
+        parse_json("[" + f"{brackets}," * 1_000_001 + "1]")
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,21 @@ def _outside(index: Any) -> None:
     object.__setattr__(chunk, "offsets", torch.Size((8,)))
 
 
+def _huge(index: Any) -> None:
+    """Tensor and chunk agree, as where they share their size in the pickle."""
+    meta = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    meta.size = torch.Size((1 << 40, *meta.size[1:]))
+    object.__setattr__(meta.chunks[0], "sizes", meta.size)
+
+
+def _no_grid(index: Any) -> None:
+    meta = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    meta.size = torch.Size((1 << 40,) * 3)
+    meta.chunks = [
+        type(meta.chunks[0])(torch.Size((number,) * 3), torch.Size((1 << 39,) * 3)) for number in range(3000)
+    ]
+
+
 def _no_dtype(index: Any) -> None:
     index.state_dict_metadata["embedding.word_embeddings.weight"].properties.dtype = "float"
 
@@ -126,6 +141,8 @@ def _no_properties(index: Any) -> None:
         (_twice, "the chunks of decoder.layers.mlp.linear_fc2.weight have 3072 elements of 1536"),
         (_none, "the chunks of decoder.final_layernorm.weight have 0 elements of 32"),
         (_outside, "the chunks of decoder.final_layernorm.weight have 32 elements of 32"),
+        (_huge, "a chunk of decoder.layers.mlp.linear_fc2.weight is in none of its files"),
+        (_no_grid, "the chunks of decoder.layers.mlp.linear_fc2.weight are no grid"),
         (_no_dtype, "embedding.word_embeddings.weight is of type 'float'"),
         (_no_properties, "is not checkpoint metadata .*properties"),
     ],

@@ -52,7 +52,7 @@ def read_rotary(
     share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
-    width = int(head_width * share) if isinstance(share, int | float) else 0
+    width = int(head_width * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
     if not 0 < width <= head_width or width % 2:
         raise DataError(f"config.json: {_SHARE}={share!r} of head_dim {head_width} must be an even number of channels.")
     for name in _LISTS:
