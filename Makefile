@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry fuzz torture upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all bench-dry fuzz torture flips upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -71,6 +71,10 @@ UPSTREAM_ARGS = $(if $(RANKS),--ranks $(RANKS)) $(if $(ONLY),--only $(ONLY)) $(i
 upstream-tests: $(STAMP)  ## Megatron-LM's unit tests on this CPU (MEGATRON_LM=checkout, ONLY, RANKS, RECORD)
 	@test -d "$(MEGATRON_LM)" || { echo "Name a checkout: make upstream-tests MEGATRON_LM=DIR" >&2; exit 2; }
 	OMP_NUM_THREADS=1 nice -n 15 $(VENV)/bin/python benchmarks/upstream_tests.py $(MEGATRON_LM) $(UPSTREAM_ARGS)
+
+FLIPS ?= 1000
+flips: $(STAMP)  ## Damage random places of all outputs, and run the commands that read them (FLIPS, 15 minutes)
+	nice $(VENV)/bin/python benchmarks/flips.py --n $(FLIPS)
 
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
 	$(PYTEST) tests/unit -m "not processes"
