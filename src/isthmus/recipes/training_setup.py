@@ -9,7 +9,7 @@ from typing import Any
 from isthmus.config.load import dump
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
-from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
+from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, remove_old
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer
@@ -76,6 +76,9 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
         log=reporter.log,
     )
     saves.last_step = progress.step if context.resume == checkpoint_dir(run_dir.checkpoints, progress.step) else None
+    if main and saves.last_step is not None and config.checkpoint.resume == "auto":  # a kill may have prevented it
+        best_step = progress.best.step if config.checkpoint.keep_best else None
+        remove_old(run_dir.checkpoints, progress.step, config.checkpoint.keep, best_step)
     has_stages = context.plan.parallel.pp > 1
     grace = GracePeriod(stop, config.checkpoint.grace_s, stepper.device, has_stages)
     start, best = progress.step, progress.best
