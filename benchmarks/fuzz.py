@@ -35,7 +35,7 @@ MEMORY_BYTES = 1 << 30
 """Address space that one process may take for its inputs."""
 _PROGRESS = struct.Struct("<qqq")
 """Number of the current input, and how many before it were read and refused."""
-BATCH_S = 120.0
+BATCH_S = 15.0
 """Longest time between two states."""
 
 
