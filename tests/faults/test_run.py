@@ -256,7 +256,13 @@ def test_what_changed_since_the_checkpoint_is_refused_or_accepted(
     assert record == json.loads((out / "run_record.json").read_text()) and not record["trust_remote_code"]
     assert [", ".join(entry["changes"]) for entry in record["changes"]] == [text]
 
-    (out / "checkpoints" / "iter_0000006" / "run_record.json").unlink()
+    newest = out / "checkpoints" / "iter_0000006"
+    content = (newest / "run_record.json").read_text()
+    (newest / "run_record.json").write_text(content.replace('"optim.lr": 0.0001', '"optim.lr": 0.0003'))
+    flipped = isthmus(*args, "train.steps=7", "optim.lr=1e-3").error(65)
+    assert f"{newest / 'run_record.json'}" in flipped and "optim.lr" not in flipped
+    for name in ("run_record.json", "checksums.json"):
+        (newest / name).unlink()
     older = isthmus(*args, "train.steps=7", "optim.lr=1e-3")
     assert older.result["steps"] == 7
     assert "iter_0000006 was written by an older version and has no run record" in older.stderr

@@ -11,6 +11,7 @@ from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.errors import UsageError
+from isthmus.file_checksums import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.data.corpus import compare_data
@@ -42,20 +43,21 @@ def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Repo
     Raises:
         IsthmusError: the first error of the run, with its exit code.
     """
-    here = _without_downloads(config, report)
-    context = validate(here, world_size=world_size, ranks_here=ranks_here)
-    for message in context.messages:
-        report(message)
-    if here.model.init == config.model.init:
-        for message in checked_record(context)[1]:
+    with trusting(config.checkpoint.skip_checksums):
+        here = _without_downloads(config, report)
+        context = validate(here, world_size=world_size, ranks_here=ranks_here)
+        for message in context.messages:
             report(message)
-    if context.resume is not None:
-        if not config.data.mock:
-            compare_data(config, find_data_sources(config), context.run_dir.data, context.tokenizer, context.resume)
-        report(f"resumes from {context.resume}")
-    if (repo := config.checkpoint.push) is not None:
-        check_access(repo)
-    report(_size(context, report))
+        if here.model.init == config.model.init:
+            for message in checked_record(context)[1]:
+                report(message)
+        if context.resume is not None:
+            if not config.data.mock:
+                compare_data(config, find_data_sources(config), context.run_dir.data, context.tokenizer, context.resume)
+            report(f"resumes from {context.resume}")
+        if (repo := config.checkpoint.push) is not None:
+            check_access(repo)
+        report(_size(context, report))
 
 
 def _size(context: RunContext, report: Report) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.file_checksums import ChecksumVerifier
 from isthmus.folder_lock import LOCK, locked_folder
 from isthmus.hf.model_folder import read_json
 
@@ -77,10 +78,10 @@ class RunDir:
         if resume in ("auto", "never"):
             return newest
         chosen = Path(resume)
-        if newest is not None and not chosen.resolve().is_relative_to(self.root.resolve()):
-            record = read_record(newest)
-            if record is not None and record["settings"]["checkpoint.resume"] == resume:
-                return newest
+        if occupied and not chosen.resolve().is_relative_to(self.root.resolve()):
+            own = latest(self.checkpoints)
+            if own is not None and (read_record(own) or {}).get("began_from") == resume:
+                return own
         if not chosen.is_dir():
             raise MissingInput(f"checkpoint.resume={resume}: no such folder. Name an iter_NNNNNNN folder, or 'auto'.")
         if (chosen / ".metadata").is_file():
@@ -142,4 +143,5 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 def read_record(checkpoint: Path) -> dict[str, Any] | None:
     """None for a checkpoint of an older version; DataError if the file is damaged."""
     path = checkpoint / RUN_RECORD
+    ChecksumVerifier().check(path)
     return read_json(path) if path.is_file() else None

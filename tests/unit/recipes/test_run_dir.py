@@ -44,7 +44,7 @@ def test_newest_and_named_checkpoints(tmp_path: Path) -> None:
     assert other.checkpoint_to_resume(str(folder.checkpoints)) == newest
     own = with_checkpoint(tmp_path / "other", 7).checkpoints / "iter_0000007"
     assert other.checkpoint_to_resume(str(newest)) == newest
-    write_record(own, {"settings": {"checkpoint.resume": str(newest)}})  # the same command again
+    write_record(own, {"began_from": str(newest)})  # the same command again
     assert other.checkpoint_to_resume(str(newest)) == own
     assert other.checkpoint_to_resume(str(other.checkpoints / "iter_0000007")) == own
     for wrong in (tmp_path / "nowhere", tmp_path):

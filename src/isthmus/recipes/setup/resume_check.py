@@ -9,8 +9,8 @@ from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.resume_rules import RESUME_RULES, ResumeRule, names_accepted
-from isthmus.errors import UsageError
-from isthmus.recipes.run_dir import read_record
+from isthmus.errors import DataError, UsageError
+from isthmus.recipes.run_dir import RUN_RECORD, read_record
 from isthmus.recipes.setup.run_record import run_record
 from isthmus.recipes.setup.validation import RunContext
 
@@ -39,16 +39,20 @@ def checked_record(context: RunContext) -> tuple[dict[str, Any], list[str]]:
     if saved is None:
         older = f"{context.resume} was written by an older version and has no run record"
         return now, [f"{older}: its settings and its model are not compared with those of this run"]
-    found = [*changes(saved, now)]
+    try:
+        found, history = [*changes(saved, now)], [*saved["changes"]]
+    except (LookupError, TypeError, AttributeError) as error:
+        record = context.resume / RUN_RECORD
+        raise DataError(f"{record} has other content than a run record. Resume from another checkpoint.") from error
     accepted = names_accepted(context.config.checkpoint.accept_changes)
     refused = [each for each in found if each.rule != "noted" and each.name not in accepted]
     if refused:
         raise UsageError(_refusal(context, refused))
     texts = [each.text for each in found]
-    now["changes"] = saved["changes"]
+    now["changes"] = history
     if not texts:
         return now, []
-    now["changes"] = [*saved["changes"], {"checkpoint": str(context.resume), "changes": texts}]
+    history.append({"checkpoint": str(context.resume), "changes": texts})
     return now, [f"changed since {context.resume}: {', '.join(texts)}"]
 
 

@@ -40,6 +40,7 @@ def run_record(context: RunContext) -> dict[str, Any]:
     code = sorted(file for folder in folders for file in folder.glob("*.py")) if config.model.trust_remote_code else []
     record: dict[str, Any] = {
         "isthmus": isthmus.__version__,
+        "began_from": config.checkpoint.resume,
         "settings": values,
         "model": _model_identity(plan, config, config.model.init),
         "teacher": None if plan.teacher is None else _model_identity(plan.teacher, config, config.distill.teacher_init),
