@@ -51,6 +51,8 @@ _TEMPLATE_ERRORS = (
 )  # fmt: skip
 
 _OF_DICTS = frozenset(dir(dict))
+_SCOPES = ("_loop_vars", "_block_vars")
+"""What compiled templates pass to each call besides its arguments."""
 
 
 @contextmanager
@@ -140,9 +142,8 @@ def _bounded(name: str, function: Callable[..., Any], meter: TemplateMeter) -> A
         return meter.made(function(*args, **named))
 
     def join(*args: Any, **named: Any) -> Any:
-        parts = list(args[first])
-        separators = sum(len(one) for one in [*args[first + 1 :], *named.values()] if isinstance(one, str))
-        meter.expect(meter.size(parts) + len(parts) * separators)
+        separator = sum(len(one) for one in [*args[first + 1 :], *named.values()] if isinstance(one, str))
+        parts = meter.listed(args[first], separator)
         return meter.made(function(*args[:first], parts, *args[first + 1 :], **named))
 
     def format_(text: Any, *args: Any, **named: Any) -> Any:
@@ -171,7 +172,8 @@ def _bounded_call(environment: Any, meter: TemplateMeter) -> Callable[..., Any]:
             (_METHODS[kind] for kind in _METHODS if isinstance(owner, kind)), None
         )
         if allowed is None:
-            meter.size([*args, *named.values()])  # they become the varargs of a macro
+            # They become the varargs and kwargs of a macro.
+            meter.check_parts([*args, *(value for key, value in named.items() if key not in _SCOPES)])
             if isinstance(__called, LoopContext):
                 args = (meter.steps(args[0]), *args[1:])
             meter.spend()
@@ -180,10 +182,10 @@ def _bounded_call(environment: Any, meter: TemplateMeter) -> Callable[..., Any]:
         name = __called.__name__
         if name not in allowed:
             raise TemplateLimit(f"calls {name} of {type(owner).__name__}, which is not known to have a bound")
-        for scope in ("_loop_vars", "_block_vars"):
+        for scope in _SCOPES:
             named.pop(scope, None)
         if name == "join":
-            return _joined(meter, __called, owner, *args)
+            return meter.made(__called(*(meter.listed(values, len(owner)) for values in args)))
         if name in GROWING:
             meter.check(name, owner, args, named)
         else:
@@ -208,12 +210,6 @@ def _fast_getattr(environment: Any) -> Callable[[Any, str], Any]:
         return checked(value, name)
 
     return attribute
-
-
-def _joined(meter: TemplateMeter, join: Callable[..., str], separator: str, values: Any) -> Any:
-    parts = list(values)
-    meter.expect(meter.size(parts) + len(parts) * len(separator))
-    return meter.made(join(parts))
 
 
 def _bounded_format(environment: Any, meter: TemplateMeter) -> Callable[[Any], Any]:

@@ -26,6 +26,8 @@ _OPERATION, _LOOK_EVERY = 50, 1 << 18
 _NUMBER = 10_000
 """The largest width, indentation or count in an argument, and length of a text where time may be quadratic."""
 _BITS = 1 << 14
+_KEPT = 200
+"""Bytes of a known size."""
 _STRING_BYTES = 80
 """Of a short text in a list."""
 _WITH_NUMBERS = frozenset("batch center expandtabs indent ljust rjust round slice tojson zfill".split())
@@ -84,7 +86,19 @@ class TemplateMeter:
             if total > VALUE_SIZE:
                 raise TemplateLimit(f"makes a list of more than {VALUE_SIZE:,} characters")
         self._sizes[id(value)] = total, value  # keeps the value, so that no other one gets its id
+        self.spend(_KEPT)
         return total
+
+    def check_parts(self, parts: Iterable[Any]) -> None:
+        """Before something that has these parts is made."""
+        if sum(map(self.size, parts)) > VALUE_SIZE:
+            raise TemplateLimit(f"makes a list of more than {VALUE_SIZE:,} characters")
+
+    def listed(self, values: Iterable[Any], separator: int) -> list[Any]:
+        """Values to join with a separator of so many characters."""
+        found = list(values)
+        self.expect(sum(map(self.size, found)) + len(found) * separator)
+        return found
 
     def made(self, value: Any) -> Any:
         """Count a new value, and return it."""
