@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed
+from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.hf.tiny_model import build_tiny_qwen3
 from ranks.tiny import SEQ_LENGTH, build_model_folder
 
@@ -122,9 +122,9 @@ def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: 
     run_script(megatron / "tools/preprocess_data.py", *words)
     command = [sys.executable, "-m", "isthmus", "prepare", file, tmp_path / "ours", "--tokenizer", tmp_path / "hf"]
     subprocess.run([*map(str, command), "--kind", "text"], check=True, capture_output=True)
-    assert len(open_indexed(tmp_path / "theirs_text_document")) == 30
     for suffix in (".bin", ".idx"):
         ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs_text_document{suffix}"
+        assert len(ours.read_bytes()) > 500
         assert ours.read_bytes() == theirs.read_bytes(), suffix
 
 
