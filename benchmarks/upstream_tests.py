@@ -56,6 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=60, help="for a test (default: %(default)s)")
     parser.add_argument("--file-limit-s", type=float, default=300, help="for a file (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="run files again that have run")
+    parser.add_argument("--count-only", action="store_true", help="run nothing, count what has run")
     parser.add_argument("--wait-while", type=Path, metavar="FILE", help="start no file while FILE exists")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results")
     parser.add_argument("--out", type=Path, help="write the result to this file")
@@ -71,18 +72,26 @@ def main(arguments: list[str]) -> None:
     names = list(dict.fromkeys(name for text in options.only for name in names if text in name))
     if not names:
         sys.exit(f"{root} has no tests whose path contains {options.only}. Name a checkout of Megatron-LM.")
-    prepare(checkout)
+    if not options.count_only:
+        prepare(checkout)
     found: dict[str, Lines] = {}
+    several = 0
     for ranks in sorted({1, options.ranks}):
         for name in names:
             before = found.get(name, [])
-            wanted = frozenset(line["test"] for line in before if reason(line) in (RANKS, OTHER))
-            if before and not wanted:
+            unclear = [line for line in before if line["outcome"] != "passed" and reason(line) in (RANKS, OTHER)]
+            wanted = frozenset(line["test"] for line in unclear)
+            if ranks > 1 and not wanted:
                 continue
             lines = run_file(root, name, ranks, wanted, options)
-            found[name] = [*(line for line in before if line["test"] not in wanted), *lines]
+            again = {line["test"] for line in lines}
+            found[name] = [*(line for line in before if line["test"] not in again), *lines]
+            several += ranks > 1 and bool(lines)
             print(f"{name:<75} {ranks} {dict(Counter(line['outcome'] for line in lines))}", flush=True)
-            result = {"certificate": certified, "megatron_lm": checkout.name, "ranks": options.ranks, **summary(found)}
+            files = {"run": sum(map(bool, found.values())), "not_run": sum(not lines for lines in found.values())}
+            files |= {"run_again_with_several_ranks": several}
+            result = {"certificate": certified, "megatron_lm": checkout.name, "ranks": options.ranks, "files": files}
+            result |= summary(found)
             if options.out or options.record:
                 write_result(options.out or result_path("upstream-tests", certified), result)
     print(json.dumps(result["total"]))
@@ -93,6 +102,8 @@ def run_file(root: Path, name: str, ranks: int, wanted: frozenset[str], options:
     folder = REPOSITORY / "build" / "upstream-tests" / f"{options.megatron_lm.resolve().name}-{ranks}-ranks"
     folder.mkdir(parents=True, exist_ok=True)
     complete = folder / name.replace("/", "__").replace(".py", ".json")
+    if options.count_only and not complete.exists():
+        return []
     if complete.exists() and not options.again:
         kept: Lines = json.loads(complete.read_text())
         return kept
