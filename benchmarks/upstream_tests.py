@@ -149,8 +149,10 @@ def rows(counts: Counter[str]) -> dict[str, Any]:
     needs = sum(counts[name] for name in counts if ": " in name and not name.endswith(f": {OTHER}"))
     tests = sum(number for name, number in counts.items() if ": " not in name)
     runnable = tests - needs
+    if not tests:
+        return {"tests": 0}
     share = {"share_passed": counts["passed"] / tests, "share_passed_of_runnable": counts["passed"] / max(runnable, 1)}
-    return {"tests": tests, **share, **dict(sorted(counts.items()))} if tests else {"tests": 0}
+    return {"tests": tests, **share, **dict(sorted(counts.items()))}
 
 
 def reason(line: dict[str, Any]) -> str:

@@ -59,7 +59,9 @@ def _one_gpu_per_rank() -> None:
         return own(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
 
     for name in ("init_process_group", "new_group"):
-        setattr(distributed, name, partial(on_cpu, getattr(distributed, name)))
+        on_gloo = partial(on_cpu, getattr(distributed, name))
+        for module in (distributed, distributed.distributed_c10d):  # new_subgroups calls it there
+            setattr(module, name, on_gloo)
 
 
 class TestTimeout(BaseException):
