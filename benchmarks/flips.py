@@ -4,7 +4,8 @@
 
 Each case copies an output (an export, a checkpoint, prepared data, a run folder), damages one place of one of its files
 (a flipped bit, zeros, or a cut), and runs a command that reads it. It is silent damage if the command succeeds with
-another result than that of the undamaged copy. Cases that are recorded in WORK/cases.jsonl are not run again.
+another result than that of the undamaged copy. Cases that are recorded in WORK/cases.jsonl are not run again;
+each has the commit that it ran on.
 """
 
 from __future__ import annotations
@@ -182,9 +183,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
 
     failed = [row for row in rows if row["outcome"] in ("silent", "other error")]
+    commits = Counter(row["commit"] for row in rows)
     names = sorted({row["reader"] for row in rows})
     readers = {name: count([row for row in rows if row["reader"] == name]) for name in names}
-    return count(rows) | {"failed": failed, "readers": readers}
+    return count(rows) | {"failed": failed, "readers": readers, "commits": commits}
 
 
 def main() -> int:
@@ -212,7 +214,7 @@ def main() -> int:
         while len(rows) < arguments.n:
             while arguments.pause and arguments.pause.exists():
                 time.sleep(2)
-            rows.append(campaign.run(len(rows), arguments.seed, names))
+            rows.append(campaign.run(len(rows), arguments.seed, names) | {"commit": certified["commit"]})
             with (work / "cases.jsonl").open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             if rows[-1]["outcome"] in ("silent", "other error"):
