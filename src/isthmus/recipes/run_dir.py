@@ -78,10 +78,9 @@ class RunDir:
         if resume in ("auto", "never"):
             return newest
         chosen = Path(resume)
-        if occupied and not chosen.resolve().is_relative_to(self.root.resolve()):
-            own = latest(self.checkpoints)
-            if own is not None and (read_record(own) or {}).get("began_from") == resume:
-                return own
+        if newest is not None and not chosen.resolve().is_relative_to(self.root.resolve()):
+            if (read_record(newest) or {}).get("began_from") == resume:
+                return newest
         if not chosen.is_dir():
             raise MissingInput(f"checkpoint.resume={resume}: no such folder. Name an iter_NNNNNNN folder, or 'auto'.")
         if (chosen / ".metadata").is_file():
