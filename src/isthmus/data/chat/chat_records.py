@@ -107,11 +107,11 @@ def check_desirable(record: Record) -> None:
             "ones. Train with isthmus kto. data.on_error=skip leaves these records out and counts them; remove the "
             "field if it means something else."
         )
-    if "rejected" not in value:
+    if not value.keys() >= {"chosen", "rejected"}:
         return
     turns_given = given_turns(value, where)
     last = turns(turns_given, where)[-1:] if turns_given else []
-    chosen, rejected = (side(value.get(name, ""), "assistant", name, where)[-1:] for name in ("chosen", "rejected"))
+    chosen, rejected = (side(value[name], "assistant", name, where)[-1:] for name in ("chosen", "rejected"))
     if last and last != chosen and last == rejected:
         raise DataError(f"{where}: its turns end with the rejected answer. Train with isthmus dpo on both answers.")
 
