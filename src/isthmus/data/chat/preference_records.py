@@ -91,7 +91,7 @@ def parse_labelled(record: Record) -> LabelledRecord:
 
 
 def _margin(value: Any, where: str) -> float:
-    with contextlib.suppress(TypeError, ValueError):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         if not isinstance(value, bool) and math.isfinite(number := float(value)):
             return number
     raise DataError(
