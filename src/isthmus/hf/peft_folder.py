@@ -290,7 +290,9 @@ def _read_config(path: Path) -> AdapterConfig:
         config = AdapterConfig(**values)
         ranks = [config.r, *config.rank_pattern.values()]
         wrong = not all(type(rank) is int for rank in ranks) or not isinstance(config.lora_alpha, int | float)
-    except (TypeError, AttributeError):
+        for pattern in (*config.rank_pattern, *config.alpha_pattern):
+            re.compile(pattern)
+    except (TypeError, AttributeError, re.error):
         wrong = True
     if wrong:
         raise DataError(f"{path} lacks r and lora_alpha, or has settings of another type. Save the adapter again.")
