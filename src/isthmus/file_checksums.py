@@ -1,4 +1,4 @@
-"""Checksums of files in blocks, made while the files are written and checked by each reader of a part of them.
+"""Checksums of files in blocks, made while the files are written.
 
 A folder has a ``checksums.json`` with the size and the XXH3 hash of each block of its own files; subfolders have their
 own, so that each folder can be moved by itself. It detects accidents, not forgeries. To write a folder::
@@ -8,24 +8,18 @@ own, so that each folder can be moved by itself. It detects accidents, not forge
         torch.save(state, file)                     # or, for writes at any offset: written.add(name, offset, content)
     write_checksums(folder, [written.parts()])      # one process, with the parts of all, before the folder is renamed
 
-``write_checksums`` hashes what no process has seen whole from the files, so small files need nothing else. To read::
-
-    verifier = ChecksumVerifier()                   # for as long as the files are open; remembers checked blocks
-    config = json.loads(verifier.read_bytes(folder / "config.json"))
-    verifier.check(folder / "model.pt", offset, offset + length, tensor="lm_head.weight")
-
-Files in no list (of other programs, or added later) are read unchecked.
+``write_checksums`` hashes what no process has seen whole from the files, so small files need nothing else. Readers are
+in ``isthmus.checked_files``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +29,14 @@ import xxhash
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
 from isthmus.errors import DataError, IOFailure, UnsafeInput, disk_errors
-from isthmus.input_files import check_regular, parse_json, read_bytes
+from isthmus.input_files import parse_json, read_bytes
 
 CHECKSUMS = "checksums.json"
 BLOCK_BYTES = 1 << 20
 _ALGORITHM = "xxh3_64"
-_HASH_BYTES = 8
+HASH_BYTES = 8
 _MAX_LIST_BYTES = 256 << 20  # lists files of 16 TiB
-_THREADS = min(4, os.cpu_count() or 1)
-_MANY_BLOCKS = 64
-"""From this number of blocks on, threads check them."""
+THREADS = min(4, os.cpu_count() or 1)
 _NAME = re.compile(r"[^/\\\0]+")
 
 Blocks = dict[int, tuple[int, bytes] | None]
@@ -80,7 +72,7 @@ class FileChecksums:
             raise ValueError("an entry with values of another type")
         if size < 0 or not 1 << 12 <= block_bytes <= 1 << 26:
             raise ValueError("an entry with a size out of range")
-        if len(blocks) != 2 * _HASH_BYTES * -(-size // block_bytes):
+        if len(blocks) != 2 * HASH_BYTES * -(-size // block_bytes):
             raise ValueError("an entry whose number of blocks does not match its size")
         return cls(size, bytes.fromhex(blocks), block_bytes)
 
@@ -184,7 +176,7 @@ def write_checksums(folder: Path, parts: Iterable[Parts] = (), *, about: Mapping
         NoSpace, IOFailure: the list cannot be written, or a file cannot be read.
     """
     known = merge_parts(parts)
-    with disk_errors(folder), ThreadPoolExecutor(_THREADS) as pool:
+    with disk_errors(folder), ThreadPoolExecutor(THREADS) as pool:
         for root, _, names in os.walk(folder):
             here = Path(root)
             listed = {}
@@ -222,7 +214,7 @@ def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:
         size = (folder / name).stat().st_size
         missing = [number for number in range(-(-size // BLOCK_BYTES)) if not _known(blocks, number, size, BLOCK_BYTES)]
         found[name] = {
-            number: (_block_length(number, size, BLOCK_BYTES), _hash_block(folder / name, number, BLOCK_BYTES))
+            number: (_block_length(number, size, BLOCK_BYTES), hash_block(folder / name, number, BLOCK_BYTES))
             for number in missing[rank::world_size]
         }
     return found
@@ -230,7 +222,7 @@ def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:
 
 def hash_file(path: Path, block_bytes: int = BLOCK_BYTES, known: Blocks | None = None) -> FileChecksums:
     """Hash the blocks of a file that are not ``known``, in threads."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return _complete(path, known or {}, pool, block_bytes)
 
 
@@ -239,7 +231,7 @@ def _complete(path: Path, known: Blocks, pool: ThreadPoolExecutor, block_bytes: 
     size = path.stat().st_size
 
     def of(number: int) -> bytes:
-        return _known(known, number, size, block_bytes) or _hash_block(path, number, block_bytes)
+        return _known(known, number, size, block_bytes) or hash_block(path, number, block_bytes)
 
     return FileChecksums(size, b"".join(pool.map(of, range(-(-size // block_bytes)))), block_bytes)
 
@@ -254,7 +246,7 @@ def _block_length(number: int, size: int, block_bytes: int) -> int:
     return min(block_bytes, size - number * block_bytes)
 
 
-def _hash_block(path: Path, number: int, block_bytes: int) -> bytes:
+def hash_block(path: Path, number: int, block_bytes: int) -> bytes:
     """Hash one block of a file; a buffer of this thread bounds the memory."""
     if len(getattr(_thread, "buffer", b"")) < block_bytes:
         _thread.buffer = bytearray(block_bytes)
@@ -303,226 +295,10 @@ def read_checksums(folder: Path) -> dict[str, FileChecksums] | None:
         raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path} is damaged, or not a list of checksums of Isthmus ({reason}). {_HINT}") from None
+        raise DataError(f"{path} is damaged, or not a list of checksums of Isthmus ({reason}). {HINT}") from None
 
 
-_HINT = (
+HINT = (
     "Copy or make the files again. If they are right, and you changed them on purpose, delete checksums.json or "
     "give --trust."
 )
-
-
-class ChecksumVerifier:
-    """Checks files before or while they are read; thread-safe. Reads each block once, and each list once."""
-
-    def __init__(self) -> None:
-        self._lists: dict[Path, dict[str, FileChecksums]] = {}
-        self._files: dict[Path, ListedFile] = {}
-        self._lock = threading.Lock()
-
-    def file(self, path: Path) -> ListedFile | None:
-        """The file with its checksums; None if no list has it, or checksums are not checked.
-
-        Raises:
-            DataError: the list in its folder is damaged, or the file is missing or has another size.
-            UnsafeInput: the list is hostile.
-            IOFailure: reading failed.
-        """
-        with self._lock:
-            if path not in self._files and (listed := self._list(path.parent).get(path.name)) is not None:
-                with _read_errors(path):
-                    _check_size(path, listed, path.stat().st_size if path.is_file() else None)
-                self._files[path] = ListedFile(path, listed)
-            found = None if _trusted else self._files.get(path)
-            return found if _recorder is None else _recorder.add(path, found)
-
-    def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
-        """Check the blocks with bytes ``start`` to ``stop`` (default: the end) of a file; raises as ``file``.
-
-        ``tensor`` names what is read, for the message. Files in no list are not checked.
-        """
-        if (listed := self.file(path)) is not None:
-            listed.check(start, listed.checksums.size if stop is None else stop, tensor)
-
-    def check_folder(self, folder: Path, *, contents: Callable[[str], bool] = lambda name: True) -> None:
-        """Check that all listed files of a folder exist, and the content of those for whose name ``contents`` is true.
-
-        Raises as ``file``.
-        """
-        for file in self.check_complete(folder):
-            if contents(file.path.name):
-                file.check(0, file.checksums.size)
-
-    def check_complete(self, folder: Path) -> list[ListedFile]:
-        """Check that all listed files of a folder exist with their sizes, and return them; raises as ``file``."""
-        with self._lock:
-            listed = sorted(self._list(folder))
-        files = [self.file(folder / name) for name in listed]
-        return [file for file in files if file is not None]
-
-    def read_bytes(self, path: Path) -> bytes:
-        """The whole content of a file, checked; raises the OSErrors of ``Path.read_bytes``, and as ``file``."""
-        check_regular(path)
-        content = path.read_bytes()
-        if (listed := self.file(path)) is not None:
-            _check_size(path, listed.checksums, len(content))
-            listed.compare(0, memoryview(content))
-        return content
-
-    def has_list(self, folder: Path) -> bool:
-        """Whether there are checksums, and they are checked."""
-        with self._lock:
-            return bool(self._list(folder))
-
-    def _list(self, folder: Path) -> dict[str, FileChecksums]:
-        if _trusted:
-            return {}
-        if folder not in self._lists:
-            self._lists[folder] = read_checksums(folder) or {}
-        return self._lists[folder]
-
-
-class ListedFile:
-    """A file in a list, and which of its blocks were checked; thread-safe."""
-
-    def __init__(
-        self,
-        path: Path,
-        checksums: FileChecksums,
-        list_name: str = CHECKSUMS,
-        hint: str = "",
-        mapped: memoryview | None = None,
-    ) -> None:
-        """``list_name`` and ``hint`` are for messages; ``mapped`` is the content, to be used in place of reading."""
-        self.path, self.checksums, self._mapped = path, checksums, mapped
-        self._list_name, self._hint = list_name, hint or _HINT
-        self._unchecked = bytearray(b"\1" * -(-checksums.size // checksums.block_bytes))
-
-    def check(self, start: int, stop: int, tensor: str = "") -> None:
-        """Read and check the blocks with bytes ``start`` to ``stop``; DataError if one differs."""
-        size = self.checksums.block_bytes
-        first, end = start // size, -(-stop // size)
-        if self._unchecked.find(1, first, end) < 0:
-            return
-        numbers = [number for number in range(first, min(end, len(self._unchecked))) if self._unchecked[number]]
-
-        def check(number: int) -> None:
-            if self._mapped is None:
-                self._compare(number, _hash_block(self.path, number, size), tensor)
-            else:
-                self.compare(number, self._mapped[number * size : (number + 1) * size])
-
-        with _read_errors(self.path):
-            if len(numbers) < _MANY_BLOCKS:
-                for number in numbers:
-                    check(number)
-            else:
-                with ThreadPoolExecutor(_THREADS) as pool:
-                    list(pool.map(check, numbers))
-
-    def check_read(self, start: int, content: memoryview, tensor: str = "") -> None:
-        """As ``check`` for ``content``, which was read at ``start``: whole blocks in it are not read again."""
-        size, stop = self.checksums.block_bytes, start + len(content)
-        first, end = -(-start // size), stop // size
-        if first < end:
-            self.compare(first, content[first * size - start : end * size - start], tensor)
-        self.check(start, stop, tensor)
-
-    def compare(self, first: int, content: memoryview, tensor: str = "") -> None:
-        """Check ``content``, the blocks from number ``first``; DataError if one differs."""
-        size = self.checksums.block_bytes
-        for at in range(0, len(content), size):
-            self._compare(first + at // size, xxhash.xxh3_64_digest(content[at : at + size]), tensor)
-
-    def _compare(self, number: int, digest: bytes, tensor: str) -> None:
-        listed = self.checksums
-        if digest != listed.hashes[number * _HASH_BYTES : (number + 1) * _HASH_BYTES]:
-            start = number * listed.block_bytes
-            stop = min(listed.size, start + listed.block_bytes)
-            part = f", in {tensor}," if tensor else ""
-            raise DataError(
-                f"{self.path} is damaged: bytes {start} to {stop}{part} do not match {self._list_name}. {self._hint}"
-            )
-        self._unchecked[number] = 0
-
-
-def _check_size(path: Path, listed: FileChecksums, size: int | None) -> None:
-    if size != listed.size:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise DataError(f"{path} {found}; checksums.json lists it with {listed.size} bytes. {_HINT}")
-
-
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise IOFailure(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-class RecordedFiles:
-    """The files that are read within :func:`recording`; thread-safe."""
-
-    def __init__(self) -> None:
-        self._read = WrittenBlocks()
-        self._files: dict[Path, ListedFile] = {}
-
-    def add(self, path: Path, listed: ListedFile | None = None) -> ListedFile:
-        """Record a file; returns what its reader calls: ``listed``, or without checksums an object that makes them."""
-        return self._files.setdefault(path, listed or _UnlistedFile(path, self._read))
-
-    def checksums(self) -> dict[Path, FileChecksums]:
-        """Of all files; what was not read, or not in order, is hashed from the files."""
-        parts = self._read.parts()
-        return {
-            path: hash_file(path, known=parts.get(str(path))) if isinstance(file, _UnlistedFile) else file.checksums
-            for path, file in self._files.items()
-        }
-
-
-class _UnlistedFile(ListedFile):
-    def __init__(self, path: Path, blocks: WrittenBlocks) -> None:
-        super().__init__(path, FileChecksums(path.stat().st_size, b""))
-        self._read = blocks
-
-    def check(self, start: int, stop: int, tensor: str = "") -> None:
-        pass
-
-    def check_read(self, start: int, content: memoryview, tensor: str = "") -> None:
-        self._read.add(str(self.path), start, content)
-
-    def compare(self, first: int, content: memoryview, tensor: str = "") -> None:
-        pass
-
-
-_recorder: RecordedFiles | None = None
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[RecordedFiles]:
-    """Within the block, the files that are read in this process are recorded with their checksums."""
-    global _recorder
-    before, _recorder = _recorder, RecordedFiles()
-    try:
-        yield _recorder
-    finally:
-        _recorder = before
-
-
-_trusted = False
-
-
-def is_trusting() -> bool:
-    """Whether checksums are not checked."""
-    return _trusted
-
-
-@contextlib.contextmanager
-def trusting(trust: bool = True) -> Iterator[None]:
-    """Within the block, no checksums are checked in this process, if ``trust``."""
-    global _trusted
-    before, _trusted = _trusted, _trusted or trust
-    try:
-        yield
-    finally:
-        _trusted = before

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hostile import mutations
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.cli.translate import _split
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import translate_command
@@ -28,7 +29,6 @@ from isthmus.engine.checkpoint.checkpoint_folder import latest
 from isthmus.errors import DataError
 from isthmus.families.discover.json_family import load_family
 from isthmus.families.registry import family_for
-from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.model_folder import ModelFolder, read_json
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header

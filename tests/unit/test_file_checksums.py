@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from isthmus.checked_files import ChecksumVerifier, ListedFile, trusting
 from isthmus.errors import DataError, UnsafeInput
 from isthmus.file_checksums import (
     BLOCK_BYTES,
     CHECKSUMS,
-    ChecksumVerifier,
-    ListedFile,
     WrittenBlocks,
+    hash_block,
     hash_file,
     own_checksum,
     read_checksums,
-    trusting,
     write_checksums,
 )
 
@@ -98,7 +97,7 @@ def test_other_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
 def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, verifier = _folder(tmp_path), ChecksumVerifier()
     verifier.check(folder / "model.bin")
-    monkeypatch.setattr("isthmus.file_checksums._hash_block", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("isthmus.checked_files.hash_block", lambda *_: pytest.fail("read again"))
     verifier.check(folder / "model.bin")
     whole = memoryview(_content())
     _listed(folder).check_read(BLOCK_BYTES, whole[BLOCK_BYTES : 3 * BLOCK_BYTES])
@@ -127,7 +126,7 @@ def test_written_buffers_give_the_hashes_of_the_file(tmp_path: Path, kind: str, 
             written.add("model.bin", start, content[start:stop])
         parts.append(written.parts())
     read: list[tuple[str, int]] = []
-    monkeypatch.setattr("isthmus.file_checksums._hash_block", _recorded(read))
+    monkeypatch.setattr("isthmus.checked_files.hash_block", _recorded(read))
     folder = _folder(tmp_path, parts)
     expected = {"in order": 0, "at once": 0, "in reverse": 3, "by two processes": 3, "half by each": 1, "twice": 1}
     assert len([number for name, number in read if name == "model.bin"]) == expected[kind]
@@ -136,11 +135,10 @@ def test_written_buffers_give_the_hashes_of_the_file(tmp_path: Path, kind: str, 
 
 
 def _recorded(read: list[Any]) -> Any:
-    from isthmus.file_checksums import _hash_block
 
     def recorded(path: Path, number: int, block_bytes: int) -> bytes:
         read.append((path.name, number))
-        return _hash_block(path, number, block_bytes)
+        return hash_block(path, number, block_bytes)
 
     return recorded
 
@@ -159,7 +157,7 @@ def test_wrapped_file_hashes_what_torch_saves(tmp_path: Path, monkeypatch: pytes
         file.write(b"before")
         torch.save({"weight": torch.arange(SIZE // 4)}, file)
         assert file.tell() == (tmp_path / "state.pt").stat().st_size or not file.flush()
-    monkeypatch.setattr("isthmus.file_checksums._hash_block", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("isthmus.checked_files.hash_block", lambda *_: pytest.fail("read again"))
     write_checksums(tmp_path, [written.parts()])
     assert ChecksumVerifier().read_bytes(tmp_path / "state.pt").startswith(b"before")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
@@ -25,7 +26,6 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.discover.json_family import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
-from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import PeftFolder
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.errors import DataError, IOFailure, UnsafeInput
-from isthmus.file_checksums import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _LOCAL_HEADER_BYTES = 30

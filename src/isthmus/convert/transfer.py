@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from isthmus.checked_files import RecordedFiles, recording
 from isthmus.convert.canonical import Destination, Progress, stream, unique_placements
 from isthmus.convert.hf.hf_tensors import HfWriter
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
@@ -27,7 +28,6 @@ from isthmus.families.discover.json_family import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
-from isthmus.file_checksums import RecordedFiles, recording
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
 from isthmus.hf.staged_folder import StagedFolder

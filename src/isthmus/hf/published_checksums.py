@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from isthmus.checked_files import is_trusting
 from isthmus.errors import DataError, IOFailure
-from isthmus.file_checksums import is_trusting
 from isthmus.input_files import read_bytes
 
 _THREADS = 4

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from isthmus.checked_files import trusting
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.errors import UsageError
-from isthmus.file_checksums import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.data.corpus import compare_data

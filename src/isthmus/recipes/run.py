@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isthmus.checked_files import trusting
 from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
 from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
 from isthmus.errors import Preempted, UsageError
-from isthmus.file_checksums import trusting
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.atomic_write import TEMPORARY, write_atomic
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
-from isthmus.file_checksums import ChecksumVerifier
 from isthmus.folder_lock import LOCK, locked_folder
 from isthmus.hf.model_folder import read_json
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.checked_files import trusting
 from isthmus.convert.transfer import convert
 from isthmus.errors import DataError
-from isthmus.file_checksums import trusting
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.published_checksums import published_hashes
 from ranks.tiny import build_model_folder

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import xxhash
 
 from isthmus.atomic_write import write_atomic
+from isthmus.checked_files import ListedFile, is_trusting
 from isthmus.errors import DataError, MissingInput
-from isthmus.file_checksums import Blocks, FileChecksums, ListedFile, hash_file, is_trusting, own_checksum
+from isthmus.file_checksums import Blocks, FileChecksums, hash_file, own_checksum
 
 MASK, VALUES = ".mask.bin", ".values.bin"
 SUFFIXES = (".bin", ".idx", MASK, VALUES)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.errors import DataError, MissingInput
-from isthmus.file_checksums import ChecksumVerifier
 
 _THREADS = 4
 

@@ -9,6 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_entries, check_folder
 from isthmus.engine.checkpoint.checkpoint_folder import read_errors
@@ -32,7 +33,6 @@ from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.upstream.compat import load_objects_without_code
 from isthmus.errors import DataError, UsageError
-from isthmus.file_checksums import ChecksumVerifier
 
 
 def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelConfig, options: SaveOptions) -> Path:
