@@ -126,7 +126,7 @@ def test_written_buffers_give_the_hashes_of_the_file(tmp_path: Path, kind: str, 
             written.add("model.bin", start, content[start:stop])
         parts.append(written.parts())
     read: list[tuple[str, int]] = []
-    monkeypatch.setattr("isthmus.checked_files.hash_block", _recorded(read))
+    monkeypatch.setattr("isthmus.file_checksums.hash_block", _recorded(read))
     folder = _folder(tmp_path, parts)
     expected = {"in order": 0, "at once": 0, "in reverse": 3, "by two processes": 3, "half by each": 1, "twice": 1}
     assert len([number for name, number in read if name == "model.bin"]) == expected[kind]
