@@ -1,4 +1,8 @@
-"""Checks files against published hashes: those of the Hub, in its cache, or a list beside the files."""
+"""Checks files against published hashes: those of the Hub, in its cache, or a list beside the files.
+
+A large model takes minutes to hash. A file that matched is not hashed again until its size, inode or a time of it
+changes; ``checked/`` in :func:`isthmus.atomic_write.cache_folder` has an empty file for each.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import hashlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+from isthmus.atomic_write import cache_folder
 from isthmus.checked_files import is_trusting
 from isthmus.errors import DataError, IOFailure
 from isthmus.input_files import read_bytes
@@ -17,6 +23,8 @@ from isthmus.input_files import read_bytes
 _THREADS = 4
 _LIST_BYTES = 16 << 20
 _ANNOUNCED_BYTES = 1 << 30
+_SETTLED_S = 10
+"""A file that changed less than this ago is not remembered: it could change again within a tick of its times."""
 _LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 """Of ``sha256sum``: hash and name; files with one hash may have no name."""
 
@@ -50,28 +58,49 @@ def check_published(folder: Path, files: Iterable[Path], *, share: int = 0, shar
         IOFailure: reading failed.
     """
     known = {} if is_trusting() else published_hashes(folder)
-    wanted: Mapping[Path, str] = {path: known[path] for path in sorted(files)[share::shares] if path in known}
-    if not wanted:
-        return None
     try:
-        num_bytes = sum(path.stat().st_size for path in wanted)
-        size = f"{len(wanted)} files, {num_bytes / 2**30:,.2f} GiB"
+        wanted = {path: _marker(path, known[path]) for path in sorted(files)[share::shares] if path in known}
+        if not wanted:
+            return None
+        # The largest first, so that no thread begins one at the end.
+        unknown = sorted((path for path in wanted if not wanted[path].exists()), key=lambda path: -path.stat().st_size)
+        num_bytes = sum(path.stat().st_size for path in unknown)
         if num_bytes >= _ANNOUNCED_BYTES:
+            size = f"{len(unknown)} files, {num_bytes / 2**30:,.2f} GiB"
             print(f"checking {folder} against its published hashes: {size}", file=sys.stderr, flush=True)
         started_s = time.monotonic()
         with ThreadPoolExecutor(_THREADS) as pool:
-            # The largest first, so that no thread begins one at the end.
-            largest_first = sorted(wanted, key=lambda path: -path.stat().st_size)
-            hashes = pool.map(lambda path: _hash(path, wanted[path]), largest_first)
-            for path, found in zip(largest_first, hashes, strict=True):
-                if found != wanted[path]:
+            hashes = pool.map(lambda path: _hash(path, known[path]), unknown)
+            for path, found in zip(unknown, hashes, strict=True):
+                if found != known[path]:
                     raise DataError(
-                        f"{path} is damaged or was changed: its hash is {found}, it was published with {wanted[path]}. "
+                        f"{path} is damaged or was changed: its hash is {found}, it was published with {known[path]}. "
                         "Download it again, or give --trust if it was changed on purpose."
                     )
+                _remember(path, known[path], wanted[path])
     except OSError as error:
         raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
-    return f"{folder}: {size} match their published hashes ({time.monotonic() - started_s:.1f} s)"
+    num_bytes = sum(path.stat().st_size for path in wanted)
+    size = f"{len(wanted)} files, {num_bytes / 2**30:,.2f} GiB"
+    before = f", {len(wanted) - len(unknown)} of them checked before" if len(unknown) < len(wanted) else ""
+    return f"{folder}: {size} match their published hashes{before} ({time.monotonic() - started_s:.1f} s)"
+
+
+def _marker(path: Path, expected: str) -> Path:
+    """The file that exists if ``path`` had the hash, and did not change since then."""
+    file = path.resolve()
+    found = file.stat()
+    identity = [str(file), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, expected]
+    return cache_folder() / "checked" / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+
+
+def _remember(path: Path, expected: str, marker: Path) -> None:
+    """Create the marker, if ``path`` is as it was before it was hashed."""
+    found = path.stat()
+    if time.time() - max(found.st_mtime, found.st_ctime) >= _SETTLED_S and _marker(path, expected) == marker:
+        with suppress(OSError):  # a home that cannot be written to
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
 
 
 def _listed(path: Path) -> dict[Path, str]:

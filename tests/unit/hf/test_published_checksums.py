@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from isthmus.checked_files import trusting
 from isthmus.convert.transfer import convert
 from isthmus.errors import DataError
+from isthmus.hf import published_checksums
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.published_checksums import published_hashes
 from ranks.tiny import build_model_folder
@@ -66,6 +68,38 @@ def test_files_in_a_cache_of_the_hub_have_their_hashes(model: Path, tmp_path: Pa
         assert sorted(str(line).partition(":")[0] for line in found) == sorted([str(snapshot), "refused"])
         with trusting():
             assert folder.check_published() is None
+
+
+def test_a_file_that_matched_is_hashed_again_only_after_a_change(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    snapshot = _in_hub_cache(model, tmp_path)
+    hashed: list[str] = []
+    monkeypatch.setattr(
+        published_checksums, "_hash", lambda path, expected: hashed.append(path.name) or path.resolve().name
+    )
+
+    def check() -> tuple[list[str], str]:
+        hashed.clear()
+        with ModelFolder.open(snapshot) as folder:
+            line = folder.check_published()
+        assert line is not None
+        return sorted(hashed), line
+
+    everything = sorted(path.name for path in snapshot.iterdir())
+    assert check()[0] == check()[0] == everything  # files of less than 10 s ago are not remembered
+    monkeypatch.setattr(published_checksums, "_SETTLED_S", 0)
+    assert check()[0] == everything
+    again, line = check()
+    assert again == [] and "3 files" in line and "3 of them checked before" in line
+    weights, times = snapshot / "model.safetensors", (snapshot / "model.safetensors").stat()
+    _flip(weights.resolve())
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps times
+    assert check()[0] == ["model.safetensors"]
+    (tmp_path / "cache" / "isthmus").rename(tmp_path / "cache" / "gone")
+    (tmp_path / "cache" / "isthmus").write_text("not a folder")
+    assert check()[0] == everything
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "sha256sum.txt", "model.safetensors.sha256"])

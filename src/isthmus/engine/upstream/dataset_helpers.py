@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from isthmus.atomic_write import cache_folder
 from isthmus.errors import UsageError
 
 NAME = "megatron.core.datasets.helpers_cpp"
@@ -62,7 +63,7 @@ def _installed(source: Path) -> tuple[Path, str] | None:
 
 def _built(source: Path) -> tuple[Path, str]:
     """The library in the cache, built by the first rank of a machine while the others wait."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"
+    cache = cache_folder()
     library = cache / f"helpers_cpp-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}{_SUFFIX}"
     if library.exists():
         return library, f"built before, {library}"
