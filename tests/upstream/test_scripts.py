@@ -25,9 +25,10 @@ from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.hf.tiny_model import build_tiny_qwen3
+from isthmus.hf.tiny_model import build_tiny_qwen3, train_tokenizer
 from ranks.tiny import SEQ_LENGTH, build_model_folder
 
+SFT_DATASET = "megatron/training/datasets/sft_dataset.py"
 VOCAB = 80  # even, for tp=2
 _NAMES = os.environ.get("MEGATRON_LM_SCRIPTS", "") or os.environ.get("MEGATRON_LM", "")
 CHECKOUTS = [Path(name) for name in _NAMES.split(":") if name]
@@ -93,6 +94,59 @@ def hf_loss(folder: Path, sample: torch.Tensor) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     logits = model(sample[None, :-1]).logits[0]
     return float(torch.nn.functional.cross_entropy(logits, sample[1:]))
+
+
+def test_fine_tuning_on_packed_conversations(megatron: Path, tmp_path: Path) -> None:
+    """The validation loss after the last step is that of transformers with the result, on each conversation alone."""
+    asked = [["two plus three", "five"], ["three plus three", "six"]]
+    names = {"user": "<SPECIAL_11>User\n{}\n<SPECIAL_11>Assistant\n", "system": "<SPECIAL_10>System\n{}\n"}
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>"]
+    words = ["System User Assistant add", *map(" ".join, asked)]
+    tokenizer = train_tokenizer(words, vocab_size=VOCAB * 4, special_tokens=special)
+    size = len(tokenizer) + len(tokenizer) % 2  # even, for tp=2
+    model = build_model_folder(tmp_path / "hf", "qwen3", vocab_size=size)
+    tokenizer.save_pretrained(model)
+    chats = [[("system", "add"), ("user", question), ("assistant", answer)] for question, answer in asked]
+    samples = []
+    for (_, system), (_, question), (_, answer) in chats:
+        prompt = tokenizer.encode(names["system"].format(system) + names["user"].format(question))
+        samples.append((prompt, [*tokenizer.encode(f"{answer}\n"), tokenizer.eos_token_id]))
+    if "_split_conversations" in (megatron / SFT_DATASET).read_text():  # 0.16 packs the conversations of a record
+        length = (sum(len(prompt + answer) for prompt, answer in samples) - 1) // 2 * 2  # and cuts the last one
+        samples[1] = samples[1][0], samples[1][1][: length - len(samples[0][0] + samples[0][1] + samples[1][0])]
+        assert len(samples[1][1]) >= 1
+    else:
+        chats, samples, length = chats[:1], samples[:1], 96
+    turns = [{"role": role, "content": text} for chat in chats for role, text in chat]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    training = shlex.split(
+        f"--sft --data-path {tmp_path}/chats.jsonl --split 80,20,0 --seq-length {length} --legacy-tokenizer "
+        f"--tokenizer-type SFTTokenizer --tokenizer-model {model} --make-vocab-size-divisible-by 1 --lr 1e-2 "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 3 --log-interval 1 --eval-iters 1 --eval-interval 3 "
+        "--save-interval 3 --finetune --attention-dropout 0 --hidden-dropout 0 --sequence-parallel "
+        "--tensor-model-parallel-size 2 --no-create-attention-mask-in-dataloader"
+    )
+    converted = flags(model, "torch_dist", tmp_path / "megatron")
+    printed = run_script(
+        megatron / "pretrain_gpt.py", *converted, *training, "--save", str(tmp_path / "saved"), ranks=2
+    )
+    convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
+    found = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
+    before, after = answer_loss(model, samples), answer_loss(tmp_path / "back", samples)
+    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {found}")
+    assert abs(after - float(found[0])) < 1e-5
+    assert after < before - 0.1
+
+
+@torch.no_grad()
+def answer_loss(folder: Path, samples: list[tuple[list[int], list[int]]]) -> float:
+    """Mean over the tokens of all answers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses = []
+    for prompt, answer in samples:
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none"))
+    return float(torch.cat(losses).mean())
 
 
 def test_experts_train_with_the_flags_of_gpus(megatron: Path) -> None:

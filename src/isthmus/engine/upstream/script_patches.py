@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from isthmus.engine.upstream import checkpoint_saver, compat, converter_patches, cpu_adapter, script_flags
+from isthmus.engine.upstream import (
+    checkpoint_saver,
+    compat,
+    converter_patches,
+    cpu_adapter,
+    packed_samples,
+    script_flags,
+)
 from isthmus.engine.upstream.dataset_helpers import NAME, find_helpers
 from isthmus.engine.upstream.import_hooks import patch_on_import, provide_on_import
 
@@ -44,6 +51,7 @@ def install(platform: str, root: Path, say: Say) -> None:
     patch_on_import(checkpoint_saver.MODULE, lambda module: checkpoint_saver.patch_module(module, say))
     if script_flags.TE in lacking:
         patch_on_import("megatron.core.transformer.torch_norm", _norm_on_shards)
+    packed_samples.install(without_te=script_flags.TE in lacking)
     converter_patches.install(say, without_te=script_flags.TE in lacking)
 
 
@@ -98,6 +106,8 @@ def _adapt_arguments(lacking: set[str], say: Say, arguments: Any) -> None:
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         script_flags.adapt(args, lacking, say)
+        if script_flags.TE in lacking:
+            packed_samples.check(args, say)
         return validate(args, *rest, **named)
 
     arguments.validate_args = validate_args
