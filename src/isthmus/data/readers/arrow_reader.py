@@ -62,10 +62,11 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
 
 
 def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
-    """Chunks from Arrow record batches or tables; DataError without rows."""
+    """Chunks from Arrow record batches or tables; DataError without rows, an error of Arrow for a damaged batch."""
     library = _pyarrow(path)
     first = 1
     for batch in batches:
+        batch.validate(full=True)  # offsets beyond the data would end the process
         if not batch.num_rows:
             continue
         if batch.nbytes > RECORD_BYTES * min(batch.num_rows, 16):
@@ -126,6 +127,7 @@ def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
     library = _library(name)
     found = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
     try:
+        found.data.table.validate()  # the sizes of buffers; row_chunks validates their content
         size = rows_at_once(len(found), found.data.nbytes)
         yield from row_chunks(name, found.with_format("arrow").iter(batch_size=size))
     except DataError:

@@ -75,6 +75,10 @@ def _placeholder_config(path: Path) -> PreTrainedConfig | None:
     return PreTrainedConfig(**kept) if unknown else None
 
 
+MAX_TOKEN_ID = 1 << 24
+"""tokenizers allocates memory for all smaller ids."""
+
+
 class Tokenizer:
     """A tokenizer and its chat template; without one, a default template is used (``template_source``)."""
 
@@ -93,6 +97,11 @@ class Tokenizer:
             )
         self.inner = inner
         self.folder = folder
+        if (last := max(backend.get_vocab().values(), default=0)) >= MAX_TOKEN_ID:
+            where = "the tokenizer" if folder is None else f"the tokenizer of {folder}"
+            raise DataError(
+                f"{where} has the token id {last}, expected less than {MAX_TOKEN_ID}. Copy its files again."
+            )
         self._backend = Backend.from_str(backend.to_str())
         # Byte-level tokenizers may trim spaces from offsets; a mask needs every character.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False, add_prefix_space=False)
