@@ -185,16 +185,8 @@ def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: 
 def test_checkpoint_of_the_converter(megatron: Path, tmp_path: Path) -> None:
     """tools/checkpoint/convert.py changes tp=2 to pp=2; the tensors are those of the source."""
     model = build_model_folder(tmp_path / "hf", "llama", vocab_size=VOCAB)
-    options = {"layout": LegacyLayout(tp=2), "spelling": "local"}
-    words = flags(model, "torch", tmp_path / "legacy", **options)
-    training = shlex.split(
-        f"--mock-data --seq-length {SEQ_LENGTH} --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3 "
-        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --eval-iters 0 --eval-interval 9 --save-interval 1 "
-        "--finetune --ckpt-format torch"
-    )
-    # Megatron-LM's own checkpoint, since the loader needs the type of the tokenizer in its args.
-    saved, split = tmp_path / "saved", tmp_path / "split"
-    run_script(megatron / "pretrain_gpt.py", *words, *training, "--save", saved, ranks=2)
+    saved, split = tmp_path / "legacy", tmp_path / "split"
+    flags(model, "torch", saved, layout=LegacyLayout(tp=2), spelling="local")
     sizes = ["--target-tensor-parallel-size", 1, "--target-pipeline-parallel-size", 2]
     words = ["--model-type", "GPT", "--loader", "core", "--saver", "core", "--load-dir", saved, "--save-dir", split]
     run_script(megatron / "tools/checkpoint/convert.py", *words, *sizes, "--position-embedding-type", "rope")

@@ -25,6 +25,7 @@ def install(say: Say, *, without_te: bool) -> None:
     """Patch the modules of the script, when it imports them."""
     patch_on_import("loader_core", functools.partial(_provider_with_builder, say))
     patch_on_import("loader_base", lambda base: _patch_groups(say, base.MegatronCheckpointLoaderBase, "loader"))
+    patch_on_import("loader_base", _args_of_training)
     patch_on_import("saver_base", lambda base: _patch_groups(say, base.MegatronCheckpointSaverBase, "saver"))
     if without_te:
         patch_on_import("saver_base", functools.partial(_skip_version_check, say))
@@ -44,6 +45,25 @@ def _provider_with_builder(say: Say, loader: Any) -> None:
 
     cls.import_model_provider = import_model_provider
     say("convert: the loader builds its model with the model builder, which it forgets")
+
+
+def _args_of_training(base: Any) -> None:
+    """A checkpoint of isthmus convert has no arguments of a training: they would override the user's.
+
+    The saver gets a tokenizer for its parser and builds none; it writes that of the source.
+    """
+    cls = base.MegatronCheckpointLoaderBase
+    ensure = cls.ensure_required_arguments
+
+    @functools.wraps(ensure)
+    def ensure_required_arguments(self: Any) -> None:
+        self.margs.tokenizer_type = self.margs.tokenizer_type or "NullTokenizer"
+        found = self.checkpoint_args
+        for name in ("sequence_parallel", "apply_query_key_layer_scaling"):
+            setattr(found, name, getattr(found, name, False))
+        ensure(self)
+
+    cls.ensure_required_arguments = ensure_required_arguments
 
 
 def _patch_groups(say: Say, cls: Any, name: str) -> None:
