@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import spec_from_file_location
 from math import ceil
@@ -35,7 +35,7 @@ def find_helpers(folders: Sequence[str], say: Callable[[str], None]) -> ModuleSp
     """The module for the package ``megatron.core.datasets`` in ``folders``; None if it is compiled there."""
     sources = [Path(folder, "helpers.cpp") for folder in folders]
     source = next((path for path in sources if path.is_file()), None)
-    if source is None or list(source.parent.glob("helpers_cpp.*.so")):
+    if source is None or any(source.with_name(f"helpers_cpp{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         return None
     try:
         library, done = _installed(source) or _built(source)

@@ -93,6 +93,13 @@ def test_a_compiled_checkout_needs_nothing() -> None:
     assert find_helpers([str(INSTALLED)], lambda line: pytest.fail(line)) is None
 
 
+def test_helpers_of_another_python_are_not_used(tmp_path: Path) -> None:
+    folders, said = checkout(tmp_path), list[str]()
+    Path(folders[0], "helpers_cpp.cpython-27-x86_64-linux-gnu.so").touch()
+    assert find_helpers(folders, said.append) is not None
+    assert len(said) == 1
+
+
 @pytest.mark.processes
 def test_build_outside_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler here records its command and copies a library to the output."""
