@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from isthmus.data.chat.message_normalization import Message
 
@@ -20,6 +20,13 @@ class ChatSettings:
     override_system: bool = False
     reasoning: Reasoning = "keep"
     split_turns: bool = True
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings, as fingerprints have them: of runs before ``split_turns``, which behaved as if it were true."""
+        record = asdict(self)
+        if self.split_turns:
+            del record["split_turns"]
+        return record
 
     def applied(self, messages: list[Message]) -> list[Message]:
         """The turns with these settings; ``messages`` itself is not changed."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +121,7 @@ def data_fingerprint(
         "tokenizer": tokenizer_record(tokenizer),
         "recipe": config.recipe,
         "settings": {name: settings[name] for name in sorted(settings) if name not in _IRRELEVANT},
-        **({} if chat == UNCHANGED else {"chat": asdict(chat)}),
+        **({} if chat == UNCHANGED else {"chat": chat.as_record()}),
     }
 
 

@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from isthmus.config.schema import RunConfig
+from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.data.data_sources import data_fingerprint, find_data_sources, read_fingerprint, same_data
@@ -115,3 +116,9 @@ def test_unused_columns_are_reported_early(file: Path) -> None:
         check_files(config(file, columns={"txt": "body"}))
     with pytest.raises(UsageError, match=r"Did you mean text: body\?"):
         check_files(config(file, columns={"body": "text"}))
+
+
+def test_runs_with_a_system_prompt_before_split_turns_have_the_same_fingerprint() -> None:
+    earlier = {"system": "Be brief.", "override_system": False, "reasoning": "keep"}
+    assert ChatSettings(system="Be brief.").as_record() == earlier
+    assert ChatSettings(system="Be brief.", split_turns=False).as_record() == {**earlier, "split_turns": False}
