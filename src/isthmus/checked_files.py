@@ -69,20 +69,19 @@ class ChecksumVerifier:
         if (listed := self.file(path)) is not None:
             listed.check(start, listed.checksums.size if stop is None else stop, tensor)
 
-    def check_folder(self, folder: Path, *, contents: Callable[[str], bool] = lambda name: True) -> None:
-        """Check that all listed files of a folder exist, and the content of those for whose name ``contents`` is true.
+    def check_folder(self, folder: Path, *, only: Callable[[str], bool] = lambda name: True) -> None:
+        """Check that the listed files of a folder for whose name ``only`` is true exist, and their content.
 
         Raises as ``file``.
         """
-        for file in self.check_complete(folder):
-            if contents(file.path.name):
-                file.check(0, file.checksums.size)
+        for file in self.check_complete(folder, only=only):
+            file.check(0, file.checksums.size)
 
-    def check_complete(self, folder: Path) -> list[ListedFile]:
-        """Check that all listed files of a folder exist with their sizes, and return them; raises as ``file``."""
+    def check_complete(self, folder: Path, *, only: Callable[[str], bool] = lambda name: True) -> list[ListedFile]:
+        """As ``check_folder``, but of the content only the size; returns the files."""
         with self._lock:
             listed = sorted(self._list(folder))
-        files = [self.file(folder / name) for name in listed]
+        files = [self.file(folder / name) for name in listed if only(name)]
         return [file for file in files if file is not None]
 
     def read_bytes(self, path: Path) -> bytes:

@@ -166,14 +166,16 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_small_files(folder: Path) -> None:
-    """Check that all files in the folder's ``checksums.json`` exist, and the content of those without weights.
+    """Check that the files without weights in the folder's ``checksums.json`` exist, and their content.
+
+    Weights are checked when they are read: a copy without them is a tokenizer, or the config of a new model.
 
     Raises:
         DataError: a file differs, is missing, or the list is damaged.
         UnsafeInput: the list is hostile.
         IOFailure: reading failed.
     """
-    ChecksumVerifier().check_folder(folder, contents=lambda name: not _is_among(name, _WEIGHTS))
+    ChecksumVerifier().check_folder(folder, only=lambda name: not _is_among(name, _WEIGHTS))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.errors import DataError, MissingInput, UnsafeInput
+from isthmus.file_checksums import write_checksums
 from isthmus.hf.model_folder import ModelFolder, write_model_files
 from isthmus.hf.tensors.safetensors_format import CastBuffer, TensorInfo
 
@@ -246,6 +248,19 @@ def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
             assert "model.safetensors" in str(error)
         else:
             assert places(found) == places(whole)
+
+
+def test_the_small_files_of_a_checked_folder_can_be_used_without_weights(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    copy = shutil.copytree(model, tmp_path_factory.mktemp("copy") / "model")
+    write_checksums(copy)
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    assert not ModelFolder.open(copy).has_weights
+    (copy / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"config.json has 2 bytes; checksums.json lists it with \d+ bytes"):
+        ModelFolder.open(copy)
 
 
 def test_only_small_files_are_copied(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
