@@ -21,7 +21,7 @@ def test_torch_elastic_has_the_default_that_the_launcher_sets() -> None:
 
 
 def test_signal_that_interrupts_the_handler_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    signals = _Signals(tmp_path / "stop")
+    signals = _Signals(tmp_path / "stop", saves=True)
     signals.ranks_started = True
     interrupted = [True]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from isthmus.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import read_header
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
 
@@ -16,7 +17,7 @@ def saved(folder: Path, *files: dict[str, torch.Tensor]) -> str:
     infos = {}
     for number, tensors in enumerate(files):
         save_file(tensors, folder / f"{number}.safetensors")
-        infos |= read_header(folder / f"{number}.safetensors")
+        infos |= read_header(folder / f"{number}.safetensors", ChecksumVerifier())
     return fingerprint_of(infos)
 
 
