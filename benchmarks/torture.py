@@ -152,7 +152,8 @@ class Campaign:
             kills.append(self._killed(name, victims, at, by_call=by_call, number=number))
             if (lost := self._lost(name, kills[-1])) or chance.random() < 0.25:
                 break
-        return row | {"lost": lost or self._again(name, expected)}
+        stopped = any(75 in kill["codes"] for kill in kills)
+        return row | {"lost": lost or self._again(name, expected, stopped=stopped)}
 
     def fail(self, number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
         """Run a case in which a random call fails; ``lost`` of its record is what is wrong, None if nothing is."""
@@ -257,12 +258,13 @@ class Campaign:
             return f"the other rank ended after {wait_s:.0f} s"
         return None if set(codes) <= {0, 73, 76, -signal.SIGKILL} else f"exit codes {codes}"
 
-    def _again(self, name: str, expected: dict[str, Any]) -> str | None:
-        """What is wrong when the command runs undisturbed after all."""
+    def _again(self, name: str, expected: dict[str, Any], *, stopped: bool = False) -> str | None:
+        """What is wrong when the command runs undisturbed after all; ``stopped`` if it has saved after a SIGTERM."""
         for done in self._start(name).wait():
             if done.returncode and not (KINDS[name].publishes and done.returncode == 73):
                 return f"exit code {done.returncode} again: {done.errors}"
-        return difference(outputs(self._case), expected)
+        found = outputs(self._case)
+        return difference(*(same_checkpoints(found, expected) if stopped else (found, expected)))
 
 
 def outputs(folder: Path) -> dict[str, Any]:
@@ -294,6 +296,25 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
         if one != other:
             return f"{file} differs"
     return None
+
+
+def same_checkpoints(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both without the checkpoints that only one has, if they have equally many.
+
+    A stop saves a step more, so that of ``checkpoint.keep`` steps one is another.
+    """
+    both = [one, other]
+    steps = [{name for file in files if (name := _checkpoint(file))} for files in both]
+    if len(steps[0]) != len(steps[1]):
+        return one, other
+    left_out = steps[0] ^ steps[1]
+    first, second = ({file: files[file] for file in files if _checkpoint(file) not in left_out} for files in both)
+    return first, second
+
+
+def _checkpoint(file: str) -> str | None:
+    found = re.search("/iter_[0-9]+/", file)
+    return found and found[0]
 
 
 def cases(path: Path) -> Iterator[dict[str, Any]]:

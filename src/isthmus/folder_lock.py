@@ -30,23 +30,26 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 class FolderLock:
     def __init__(self, path: Path, output: Path) -> None:
-        """``path`` is the file, in an existing folder; ``output`` what it locks, for the message."""
-        self._path, self._output = path, output
+        """``path`` is the file; ``output`` what it locks, for the message."""
+        self.path, self._output = path, output
         self._file: int | None = None
 
     def acquire(self) -> None:
-        """Raises:
-        NoSpace: another process holds the lock, or the disk is full.
-        IOFailure: the file cannot be written.
+        """Lock, also create the folder of the file, which the holder before may remove.
+
+        Raises:
+            NoSpace: another process holds the lock, or the disk is full.
+            IOFailure: the file cannot be written.
         """
         deadline_s = time.monotonic() + _WAIT_S
-        with disk_errors(self._path):
+        with disk_errors(self.path):
             while self._file is None:
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:
                     self._lock(file)
                     with suppress(FileNotFoundError):  # the holder before may have removed the file that is open here
-                        if os.path.samestat(os.fstat(file), os.stat(self._path)):
+                        if os.path.samestat(os.fstat(file), os.stat(self.path)):
                             self._file = file
                 except BlockingIOError:
                     if time.monotonic() > deadline_s:
@@ -67,7 +70,7 @@ class FolderLock:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
-                self._path.unlink()
+                self.path.unlink()
             os.close(file)
 
     def _lock(self, file: int) -> None:
@@ -102,8 +105,6 @@ class FolderLock:
 def locked_folder(folder: Path) -> Iterator[None]:
     """Create a folder and lock it for the block; a new folder that is empty at the end is removed."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     try:
         with FolderLock(folder / LOCK, folder):
             yield

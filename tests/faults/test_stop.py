@@ -88,16 +88,18 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
 def test_long_step_is_abandoned_within_the_grace_period(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:
-    """Between two of 64 micro batches; the resumed run equals one that was not stopped."""
+    """Between two of 64 micro batches; the resumed run equals one that was not stopped, and repeats the export."""
     sft_args += ["train.steps=3", "train.global_batch_size=128", "train.micro_batch_size=1", "--nproc", "2"]
-    args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02"]
+    args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02", "--hf-every", "1"]
     process = isthmus.start(*args)
     wait_for_step(process, tmp_path / "out", 1)
     process.send(0, signal.SIGTERM)
     stopped = process.result()
     assert stopped.returncode == 75 and "was not completed); the state is saved" in stopped.errors[-1], stopped
     (step,) = checkpoints(tmp_path / "out")
+    shutil.rmtree(tmp_path / f"out/hf-step-{step:07d}", ignore_errors=True)  # as if stopped in the export
     assert isthmus(*args).result["steps"] == 3
+    assert sorted(path.name for path in (tmp_path / "out").glob("hf-*")) == ["hf-step-0000001", "hf-step-0000002"]
     isthmus(*args, "--out", tmp_path / "whole")
     losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("out", "whole")]
     assert step in (1, 2) and len(losses[0]) == 3 and losses[0] == losses[1]

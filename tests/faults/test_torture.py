@@ -84,3 +84,16 @@ def test_a_lost_row_is_found(torture: ModuleType, tmp_path: Path) -> None:
     assert "metrics.jsonl: 1 is not 2" in torture.difference(torture.outputs(tmp_path), expected)
     (tmp_path / ".tmp-hf").touch()
     assert torture.difference(torture.outputs(tmp_path), expected) == ".tmp-hf is left over"
+
+
+def test_a_stop_may_keep_another_checkpoint(torture: ModuleType) -> None:
+    """With ``checkpoint.keep=2`` of steps 2, 4 and 6, and a stop after step 5."""
+    expected = {f"out/checkpoints/iter_000000{step}/common.pt": step for step in (4, 6)}
+    found = {f"out/checkpoints/iter_000000{step}/common.pt": step for step in (5, 6)}
+    assert torture.difference(*torture.same_checkpoints(found, expected)) is None
+    kept_more = torture.same_checkpoints(found | expected, expected)
+    assert torture.difference(*kept_more) == "out/checkpoints/iter_0000005/common.pt is left over"
+    found["out/checkpoints/iter_0000006/common.pt"] = 0
+    assert "iter_0000006" in torture.difference(*torture.same_checkpoints(found, expected))
+    del found["out/checkpoints/iter_0000005/common.pt"]
+    assert "iter_0000004" in torture.difference(*torture.same_checkpoints(found, expected))

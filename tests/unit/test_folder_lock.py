@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from isthmus import folder_lock
 from isthmus.errors import NoSpace
 from isthmus.folder_lock import LOCK, FolderLock, locked_folder
+from isthmus.hf import staged_folder
 from isthmus.hf.staged_folder import StagedFolder
 
 pytestmark = pytest.mark.processes  # a lock is of a process
@@ -52,6 +55,23 @@ def test_other_process_is_named_and_a_dead_one_is_replaced(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_holder_removes_the_folder_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_WAIT_S", 20.0)
+    lock, (read, write) = tmp_path / "a" / LOCK, os.pipe()
+    if not (pid := os.fork()):
+        FolderLock(lock, lock).acquire()
+        os.write(write, b"x")
+        time.sleep(0.15)
+        shutil.rmtree(lock.parent)
+        os._exit(0)
+    os.read(read, 1)
+    with FolderLock(lock, lock):
+        assert lock.exists()
+    os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(tmp_path / LOCK) as pid:
 
@@ -88,4 +108,20 @@ def test_two_conversions_into_one_folder(tmp_path: Path) -> None:
     with StagedFolder(out) as staged:
         assert not list(staged.path.iterdir())
         (staged.path / "config.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_is_locked_until_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next process finds no folder, and removes the one that is about to be renamed."""
+
+    def renamed(source: Path, target: Path) -> None:
+        assert (tmp_path / ".tmp-out.lock").exists()
+        source.rename(target)
+
+    monkeypatch.setattr(staged_folder, "rename", renamed)
+    with StagedFolder(tmp_path / "out"):
+        pass
+    (tmp_path / ".tmp-out.lock").touch()  # of a process that was killed after the renaming
+    with pytest.raises(NoSpace, match="exists already"):
+        StagedFolder(tmp_path / "out").create()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

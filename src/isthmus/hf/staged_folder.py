@@ -33,9 +33,8 @@ class StagedFolder:
 
     def create(self) -> None:
         """Create the temporary folder and lock it; removes that of an earlier process that was killed."""
-        self._refuse_existing()
-        with disk_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._lock.path.exists():  # else of a process that is about to end, or was killed: it is removed
+            self._refuse_existing()
         self._lock.acquire()
         self._is_created = True
         try:
@@ -61,8 +60,8 @@ class StagedFolder:
             shutil.rmtree(replaced, ignore_errors=True)
             if self.destination.is_dir():
                 self.destination.rename(replaced)
-            self._lock.release()
             rename(self.path, self.destination)
+            self._lock.release()  # not before: another process would remove the folder
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:

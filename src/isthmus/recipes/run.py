@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
 from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import NoSpace, Preempted, UsageError
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -86,7 +86,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
     config, platform = context.config, context.platform
     position = open_groups(config.parallel, platform, seed=config.train.seed, timeout_s=config.parallel.timeout_s)
     lock = ExitStack()
-    agree(lambda: lock.enter_context(context.run_dir.locked()) if position.rank == 0 else None)
+    agree(lambda: lock.enter_context(_locked(context)) if position.rank == 0 else None)
     with (
         lock,
         Reporter(
@@ -106,6 +106,18 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
         return _train(set_up(context, position, reporter, stop))
 
 
+@contextmanager
+def _locked(context: RunContext) -> Iterator[None]:
+    """Lock the run folder for the block; raises NoSpace if another run had it and changed it."""
+    with context.run_dir.locked():
+        if context.run_dir.checkpoint_to_resume(context.config.checkpoint.resume) != context.resume:
+            raise NoSpace(
+                f"{context.run_dir.root} was written by another run, which has just ended. Start this command again to "
+                "resume it, or choose another folder with --out."
+            )
+        yield
+
+
 def _train(training: Training) -> RunResult:
     context, start, steps = training.context, training.start, training.data.steps
     config, reporter = context.config, training.reporter
@@ -117,8 +129,9 @@ def _train(training: Training) -> RunResult:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
     continues = context.resume and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
     evaluates = start < steps and (not continues or is_due(config.train.eval_every, start))
+    exports = continues and start < steps and training.lacks_export(start)
     try:
-        before, outcome = _build_loop(training).run(start, evaluates_first=evaluates)
+        before, outcome = _build_loop(training).run(start, evaluates_first=evaluates, exports_first=exports)
         if config.checkpoint.save_final and start < outcome.last_step:
             training.save(outcome.last_step)
         training.saves.finish()

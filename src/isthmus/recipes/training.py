@@ -17,7 +17,7 @@ from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.checkpoint.run_state import BestLoss, Progress
 from isthmus.engine.inference import Decoding, Inference
-from isthmus.engine.parallel.process_groups import Position, on_rank_0
+from isthmus.engine.parallel.process_groups import Position, on_rank_0, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Preempted, disk_errors
@@ -32,7 +32,7 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.train.grace_period import GracePeriod
-from isthmus.train.loop import RunData
+from isthmus.train.loop import RunData, is_due
 from isthmus.train.reporter import Reporter
 
 
@@ -115,6 +115,16 @@ class Training:
             export_hf(self.model, path, context.tokenizer, dtype=dtype, replace=True, check=self._check_stop)
             self._write_card(path, step)
         self.reporter.exported(step, path)
+
+    def lacks_export(self, step: int) -> bool:
+        """Whether an export is due after ``step`` and missing, because of a stop request; a collective."""
+        config, run_dir = self.context.config, self.context.run_dir
+        if not is_due(config.checkpoint.hf_every, step):
+            return False
+        due = [run_dir.adapter(step)] if config.lora.enabled else []
+        due += [run_dir.export(step)] if exports_model(config) else []
+        missing = self.position.rank == 0 and not all(folder.exists() for folder in due)
+        return sum_over_ranks([float(missing)], self.stepper.device) != [0.0]
 
     def _check_stop(self) -> None:
         if self.grace.half_over:

@@ -92,7 +92,7 @@ class Loop:
             raise Diverged(f"the {name} loss is {result.loss} after {step} steps; this state is not saved. {hint}")
         return result.loss
 
-    def run(self, start: int, *, evaluates_first: bool) -> tuple[float | None, Outcome]:
+    def run(self, start: int, *, evaluates_first: bool, exports_first: bool) -> tuple[float | None, Outcome]:
         """Train from step ``start``; returns the validation loss before, if it is to be measured, and the outcome.
 
         A stop request on any rank saves the state after the last complete step, and raises Preempted.
@@ -101,6 +101,8 @@ class Loop:
             before = self.evaluate(start) if evaluates_first else None
             if before is not None and start and is_due(self.config.train.eval_every, start):
                 self.best.update(start, before)  # if a stop request came before
+            if exports_first:
+                self._export(start)
             return before, self._run(start)
         except Abandoned as abandoned:
             done = abandoned.done
@@ -166,14 +168,17 @@ class Loop:
         if is_due(self.config.train.eval_every, done) and (loss := self.evaluate(done)) is not None:
             improved = self.best.update(done, loss)
         if is_due(checkpoint.hf_every, done):
-            try:
-                self.export(done)
-            except Preempted:
-                raise Abandoned(done, "an export") from None
+            self._export(done)
         if stop_requested:
             raise Abandoned(done)
         if is_due(checkpoint.every, done) or (improved and checkpoint.keep_best):
             self.save(done)
+
+    def _export(self, done: int) -> None:
+        try:
+            self.export(done)
+        except Preempted:
+            raise Abandoned(done, "an export") from None
 
     def _step(self, step: int, batches: Iterator[Sequence[PackedBatch]]) -> tuple[StepMetrics, bool]:
         """Returns the metrics, and whether any rank requested a stop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import isthmus
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError, NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes import process_setup, run
 from isthmus.recipes.run_dir import RunDir
@@ -71,3 +72,17 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
     assert threads(config=given) == (4, ())
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert threads() == (None, ())
+
+
+def test_run_that_ended_while_this_one_waited_is_not_replaced(tmp_path: Path) -> None:
+    """Another run wrote its first checkpoint after this command had looked for one."""
+    config = SFT.model_copy(update={"out": str(tmp_path)})
+    context = cast(RunContext, SimpleNamespace(config=config, run_dir=RunDir(tmp_path), resume=None))
+    with run._locked(context):
+        pass
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "checkpoints/iter_0000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(NoSpace, match="another run, which has just ended"), run._locked(context):
+        pass
+    assert not (tmp_path / ".lock").exists()

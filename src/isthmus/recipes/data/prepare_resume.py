@@ -63,8 +63,6 @@ class PartialOutput:
         parts.
         """
         content = json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}, indent=1)  # parts are counted in chunks
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
         with FolderLock(self.folder / LOCK, self.prefix):
             with disk_errors(self.folder):
                 record = self.folder / "inputs.json"
