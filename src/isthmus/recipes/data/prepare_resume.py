@@ -74,7 +74,12 @@ class PartialOutput:
                         if not self._staged(suffix).exists():
                             indexed_file(self.prefix, suffix).unlink(missing_ok=True)
                 if not complete:
-                    self.refuse_existing()
+                    try:
+                        self.refuse_existing()
+                    except NoSpace:
+                        if not record.is_file():  # new: the process that had the lock before has published
+                            shutil.rmtree(self.folder)
+                        raise
                 if same:
                     self._load_parts()
                 else:
