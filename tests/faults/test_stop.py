@@ -89,7 +89,7 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
 def test_long_step_is_abandoned_within_the_grace_period(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path, ranks: int
 ) -> None:
-    """Between two of 32 or 16 micro batches; the resumed run equals one that was not stopped, and repeats the export."""
+    """Between two micro batches; the resumed run equals one that was not stopped, and repeats the export."""
     sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1", "--nproc", str(ranks)]
     args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02", "--hf-every", "1"]
     process = isthmus.start(*args)
