@@ -127,7 +127,7 @@ def _train(training: Training) -> RunResult:
     profiled = config.train.profiled_steps
     if profiled and profiled[-1] <= start < steps:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
-    continues = context.resume and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
+    continues = context.resume is not None and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
     evaluates = start < steps and (not continues or is_due(config.train.eval_every, start))
     exports = continues and start < steps and training.lacks_export(start)
     try:
