@@ -16,7 +16,7 @@ setup: $(STAMP)  ## Create .venv with all dependencies
 
 # torch goes first, so that the rest is resolved around it. One that is in .venv already (a ROCm build, say) stays.
 # Where a lock of this Python exists, each file is compared with its SHA-256. A build of torch for a GPU needs libraries
-# that are in no lock: pip adds them.
+# that are in no lock: pip adds them. Which build of torch is taken is for pip to choose, not for the hashes.
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt constraints/*.lock)
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
 	{ echo "No Python 3.10 or newer with venv on the PATH. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -31,7 +31,10 @@ $(STAMP): pyproject.toml $(wildcard constraints/*.txt constraints/*.lock)
 		done; \
 	else \
 		echo "Installing torch (this takes a while)"; \
-		if grep '^torch==' $(VENV)/locked.txt > $(VENV)/torch.txt; then $(LOCKED) -r $(VENV)/torch.txt; fi; \
+		if grep '^torch==' $(VENV)/locked.txt > $(VENV)/torch.txt; then \
+			$(RUN) pip download --quiet --no-deps -d $(VENV)/torch -c $(VENV)/pins.txt torch; \
+			$(LOCKED) --no-index --find-links $(VENV)/torch -r $(VENV)/torch.txt; rm -r $(VENV)/torch; \
+		fi; \
 		$(PIP) -c $(VENV)/pins.txt torch; \
 	fi; \
 	echo "Installing isthmus and its tools"; \

@@ -52,14 +52,14 @@ def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], mo
     assert config == again
 
     exported = {path.name for path in (out / "hf").iterdir()}
-    assert exported == {path.name for path in model.iterdir()} | {"README.md"}
+    assert exported == {path.name for path in model.iterdir()} | {"README.md", "checksums.json"}
     assert {path.name for path in (out / "checkpoints").iterdir()} >= {"iter_0000002", "iter_0000004"}
     assert not list(out.rglob(".tmp*"))
 
     # A checkpoint has the config and the tokenizer; without them its arguments describe the model.
     convert(out / "checkpoints" / "iter_0000004", tmp_path / "converted")
     compare_models(tmp_path / "converted", out / "hf")
-    small_files = exported - {"model.safetensors", "README.md"}
+    small_files = exported - {"model.safetensors", "README.md", "checksums.json"}
     assert all((tmp_path / "converted" / name).read_bytes() == (out / "hf" / name).read_bytes() for name in small_files)
     shutil.rmtree(out / "checkpoints" / "iter_0000004" / "hf")
     opened = open_model(out / "checkpoints")

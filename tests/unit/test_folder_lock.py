@@ -47,7 +47,7 @@ def held(path: Path) -> Iterator[int]:
 def test_other_process_is_named_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     with held(tmp_path / LOCK) as pid:
         for _ in range(2):  # the refused process does not release it
-            with pytest.raises(NoSpace, match=rf"being written by process {pid} on .*: isthmus .* choose another"):
+            with pytest.raises(NoSpace, match=rf"being written by process {pid} on .*: isthmus.* choose another"):
                 FolderLock(tmp_path / LOCK, tmp_path).acquire()
     assert (tmp_path / LOCK).exists()
     with FolderLock(tmp_path / LOCK, tmp_path):

@@ -154,7 +154,7 @@ def test_startup_time(words: list[str]) -> None:
 
 @pytest.mark.processes
 def test_commands_that_do_not_import_torch() -> None:
-    call = f"main({[*RUN, '--dry-run']!r})"
+    call = "main(['config', 'ls'])"
     code = f"import sys; from isthmus.cli.main import main; {call}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0

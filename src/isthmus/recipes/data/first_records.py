@@ -164,7 +164,10 @@ def _size(
         sequences += _num_sequences(config, inputs) * (chunks or 0)
         tokens += float(inputs.sum()) * (chunks or 0)
         seen_bytes += _num_bytes(name)
-    report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
+    if not_opened := [name for name in find_sources(source.files).names if name.startswith(HUB)]:
+        report(f"{source.name}: {', '.join(not_opened)} is not checked here: the run downloads it")
+    if names:
+        report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
     if whole:
         check_not_empty(stats, names, tokenize.options.seq_length)
     if not known or not sequences:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint import checkpoint_folder
+from isthmus.engine.checkpoint import background_saves, checkpoint_folder
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import latest, publish
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
@@ -18,7 +19,7 @@ from isthmus.engine.checkpoint.run_state import BestLoss, Progress
 from isthmus.engine.checkpoint.save_load import save
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
-from isthmus.errors import DataError, IOFailure
+from isthmus.errors import DataError, IOFailure, NoSpace
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,37 @@ def test_folder_that_cannot_be_created_is_an_io_failure_on_every_rank(tmp_path: 
     unused: Any = None
     with single_process_groups(), pytest.raises(IOFailure, match="the checkpoint could not be written to"):
         save(root, unused, Progress(step=1, data=""), ParallelConfig(), SaveOptions(keep=1))
+
+
+class FailingWriter:
+    """A checkpoint whose write fails when ``proceed`` is set."""
+
+    def __init__(self, step: int) -> None:
+        self.progress, self.proceed = Progress(step=step, data=""), threading.Event()
+
+    def complete(self, group: Any = None) -> None:
+        self.proceed.wait(60)
+        raise NoSpace("no room for the checkpoint")
+
+
+def test_a_failed_background_write_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/faults/test_stop.py has a full disk."""
+    writer, published = FailingWriter(5), list[int]()
+    monkeypatch.setattr(background_saves, "take_state", lambda *_: writer)
+    unused: Any = None
+    saves = background_saves.Saves(
+        tmp_path, ParallelConfig(), asynchronous=True, saved=lambda step, _: published.append(step), log=str
+    )
+    with single_process_groups():
+        saves.save(unused, writer.progress, SaveOptions(keep=1))
+        assert saves.ended() == 0.0
+        writer.proceed.set()
+        saves.close(60.0)
+        assert saves.ended() == 1.0
+        with pytest.raises(NoSpace, match="no room"):
+            saves.conclude()
+        saves.finish()  # nothing is left to wait for
+    assert not published
 
 
 def publish_steps(root: Path, *steps: int) -> None:

@@ -66,6 +66,7 @@ def test_an_estimate_of_raw_files_and_the_size_of_prepared_ones(tokenizer: Token
         assert unpacked is not None and unpacked.sequences == pytest.approx(300, rel=0.1)
     assert estimate_data(config([packed]), tokenizer, messages.append) is None
     assert estimate_data(config([lines, "hf:org/name"]), tokenizer, messages.append) is None
+    assert messages[-2] == "data: hf:org/name is not checked here: the run downloads it"
     assert messages[-1].startswith("data: 1 files, the first records: ")
 
 
