@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_of(tmp_path / "first", "wandb", losses={1: 2.0, 2: 1.5}, valid=0.5)
     (records,) = (tmp_path / "first" / "wandb").glob("offline-run-*/run-*.wandb")
-    stored = records.read_bytes()
+    deadline = time.monotonic() + 60.0
+    while b"trains" not in (stored := records.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process of W&B writes it
     (table,) = (tmp_path / "first" / "wandb").rglob("*.table.json")
     assert json.loads(table.read_text())["data"] == [["2 + 2?", "It is 4."], ["Why?", "<b>"]]
     for text in (b"train/loss", b"eval/loss", b"optim.lr", b"trains"):
