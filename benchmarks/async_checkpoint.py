@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, result_path, write_result
+from certificate import certificate, publish_result
 from rounds import CpuWatch
 
 MOST_FOR_OTHERS = 0.05
@@ -116,10 +116,7 @@ def main(arguments: list[str]) -> None:
     ratios = [row["step_during_write_s"] / row["step_s"] for row in runs if row["step_during_write_s"] is not None]
     result["slower_during_write"] = statistics.median(ratios) - 1
     print(f"a step during a write takes {result['slower_during_write']:+.1%}; others used {others:.0%} of the CPU")
-    out: Path | None = result_path("async-checkpoint", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("async-checkpoint", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

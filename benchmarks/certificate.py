@@ -69,6 +69,14 @@ def result_path(benchmark: str, certified: dict[str, Any]) -> Path:
     return Path(__file__).resolve().parent / "results" / name
 
 
+def publish_result(benchmark: str, result: dict[str, Any], *, record: bool, out: Path | None) -> None:
+    """Write a result, which has its certificate, to ``results/`` or to ``out``; without both, nowhere."""
+    path = result_path(benchmark, result["certificate"]) if record else out
+    if path is not None:
+        write_result(path, result)
+        print(f"written to {path}")
+
+
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as indented JSON; an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)

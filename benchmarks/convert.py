@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from convert_turns.model_folder import SHAPES, TINY, write_model
 from convert_turns.turn import SOURCES
 from rounds import median, run_turn, spread, take_turns
@@ -191,10 +191,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=chosen.work) as folder:
         result = {"benchmark": "convert", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("convert", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("convert", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from certificate import REPOSITORY, certificate, result_path, write_result
+from certificate import REPOSITORY, certificate, publish_result
 from rounds import median, spread
 
 COMMAND = ["-m", "isthmus", "sft", "--model", "no-such-model", "--data", "chats.json", "--out", "run"]
@@ -47,10 +47,7 @@ def main(arguments: list[str]) -> None:
     for name in turns[0]:
         result |= {name: median(turns, name), f"{name}_rounds": spread(turns, name)}
         print(f"{name:<14} {median(turns, name):6.2f}")
-    out: Path | None = result_path("first-line", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("first-line", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from certificate import REPOSITORY, certificate, result_path, write_result
+from certificate import REPOSITORY, certificate, publish_result, write_result
 
 sys.path[:0] = [str(REPOSITORY / name) for name in ("src", "tests")]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -179,10 +179,7 @@ def main(arguments: list[str]) -> int:
     total = sum(row["inputs"] for row in state["readers"].values())
     result = {"benchmark": "fuzz", "certificate": certified, "inputs": total, **state}
     print(f"{total:,} inputs, {len(state['findings'])} findings")
-    out: Path | None = result_path("fuzz", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("fuzz", result, record=chosen.record, out=chosen.out)
     return 1 if state["findings"] else 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from rounds import CpuWatch
 
 KINDS = {
@@ -265,10 +265,7 @@ def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
     certified = certificate(["benchmarks/layers.py", *arguments])
     result = {"benchmark": "layers", "certificate": certified} | measure(chosen)
-    out = result_path("layers", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("layers", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from load.model_folder import SHAPES, TINY, write_model
 from rounds import median, spread, take_turns
 
@@ -107,10 +107,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-", dir=chosen.work) as folder:
         result = {"benchmark": "load-weights", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("load-weights", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("load-weights", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from rounds import median, spread, take_turns
 from sft.workload import TINY, Shape, Turn, make_workload
 
@@ -109,9 +109,7 @@ def main(arguments: list[str]) -> None:
         )
     for claim in result["claims"]:
         print(f"{'holds' if claim['holds'] else 'FAILS'}: {claim['claim']} {claim['wanted']}, got {claim['got']:.2f}")
-    out = result_path("qlora" if chosen.quantize else "lora", result["certificate"]) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
+    publish_result("qlora" if chosen.quantize else "lora", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from rounds import CpuWatch
 
 CONTESTANTS = {
@@ -299,10 +299,7 @@ def main(arguments: list[str]) -> None:
     chosen = parse(arguments)
     certified = certificate(["benchmarks/moe_layer.py", *arguments])
     result = {"benchmark": "moe-layer", "certificate": certified} | measure(chosen)
-    out = result_path("moe-layer", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("moe-layer", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

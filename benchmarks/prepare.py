@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from prepare_turns.corpus import write_chats, write_texts, write_tokenizer
 from rounds import median, run_turn, spread
 
@@ -145,10 +145,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         result = {"benchmark": "prepare", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("prepare", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("prepare", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from rounds import median, spread, take_turns
 from sft.ceiling_process import RATES
 from sft.workload import TINY, Shape, Turn, make_workload
@@ -231,10 +231,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         result = {"benchmark": "sft-cpu", "certificate": certified} | measure(chosen, Path(folder))
     show(result)
-    out = result_path("sft-cpu", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("sft-cpu", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from certificate import certificate, cores, result_path, write_result
+from certificate import certificate, cores, publish_result
 from rounds import median, run_turn, spread, turn_files
 
 SEQ_LENGTH, BATCH = 256, 4
@@ -158,10 +158,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         result = {"benchmark": "shared-cores", "certificate": certified} | measure(chosen, Path(folder))
     show(result["rows"])
-    out: Path | None = result_path("shared-cores", certified) if chosen.record else chosen.out
-    if out is not None:
-        write_result(out, result)
-        print(f"written to {out}")
+    publish_result("shared-cores", result, record=chosen.record, out=chosen.out)
 
 
 def turn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def sft_args(model: Path, chats: Path, tmp_path: Path) -> list[str]:
     """Arguments of a fine-tuning run of about one second, with ``--out`` at ``tmp_path / "out"``."""
     args = ["sft", "--model", str(model), "--data", str(chats), "--out", str(tmp_path / "out"), "--json"]
     return [*args, "data.seq_length=64", "train.global_batch_size=4", "train.steps=4", "optim.lr=1e-3"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system with 600 kB, or the size that the test gives."""
+    disk, size = tmp_path / "disk", getattr(request, "param", "600k")
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if (mounted := subprocess.run(command, capture_output=True, text=True)).returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()!r}; run as root to test a full disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -194,39 +193,26 @@ def test_bad_data_under_another_launcher_is_reported_once_and_ends_all_ranks(
     assert f"{data}:1" in line and not (tmp_path / "out").exists()
 
 
-def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs; run as root to test a full disk")
-    try:
-        completed = isthmus(*sft_args, "--nproc", "2", "parallel.tp=2", "--out", disk / "out")
-        assert "checkpoint" in completed.error(73)
-        assert not list((disk / "out" / "checkpoints").iterdir())
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
+    completed = isthmus(*sft_args, "--nproc", "2", "parallel.tp=2", "--out", small_disk / "out")
+    assert "checkpoint" in completed.error(73)
+    assert not list((small_disk / "out" / "checkpoints").iterdir())
 
 
-def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs; run as root to test a full disk")
-    try:
-        args = [*sft_args, "--nproc", "2", "parallel.tp=2", "--out", disk / "out", "checkpoint.async=true"]
-        process = isthmus.start(*args, "checkpoint.every=1", "train.steps=2000", "logging.to=[]")
-        wait_for_step(process, disk / "out", 3)
-        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
-            while True:
-                filler.write(b"0" * 4096)
-        failed = process.result()
-        assert "checkpoint" in failed.error(73)
-        (disk / "filler").unlink()
-        step = int((disk / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
-        again = isthmus(*args, f"train.steps={step + 1}")
-        assert f"at step {step}" in again.stderr and again.result["steps"] == step + 1
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+@pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
+def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
+    args = [*sft_args, "--nproc", "2", "parallel.tp=2", "--out", small_disk / "out", "checkpoint.async=true"]
+    process = isthmus.start(*args, "checkpoint.every=1", "train.steps=2000", "logging.to=[]")
+    wait_for_step(process, small_disk / "out", 3)
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(b"0" * 4096)
+    failed = process.result()
+    assert "checkpoint" in failed.error(73)
+    (small_disk / "filler").unlink()
+    step = int((small_disk / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    again = isthmus(*args, f"train.steps={step + 1}")
+    assert f"at step {step}" in again.stderr and again.result["steps"] == step + 1
 
 
 def test_divergence_on_two_ranks(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:

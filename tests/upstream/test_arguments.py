@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,11 @@ from isthmus.config.dialects.megatron.known_args import (
     untranslated,
     words_of,
 )
+from upstream.checkout_marks import MEGATRON_LM, needs_checkout, needs_packages
 
-MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
-    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: set MEGATRON_LM to a checkout of core_v0.16.1"),
-    pytest.mark.skipif(
-        find_spec("einops") is None or find_spec("six") is None,
-        reason="Megatron-LM imports einops and six: pip install einops six",
-    ),
+    needs_checkout,
+    needs_packages,
 ]
 LAST_FLAG_WINS = {"langrl_external_server", "inference_max_batch_size", "disable_chunked_prefill"}
 """Names that several flags with different meanings share."""

@@ -10,7 +10,6 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,12 @@ from isthmus.cli.main import parse_and_run
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder
+from upstream.checkout_marks import MEGATRON_LM, needs_checkout, needs_packages
 
-MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.skipif(not MEGATRON_LM, reason="no Megatron-LM: set MEGATRON_LM to a checkout of core_v0.16.1"),
-    pytest.mark.skipif(
-        find_spec("einops") is None or find_spec("six") is None,
-        reason="Megatron-LM imports einops and six: pip install einops six",
-    ),
+    needs_checkout,
+    needs_packages,
 ]
 DRIVER = Path(__file__).with_name("driver.py")
 RUN = (sys.executable, "-m", "isthmus", "run", "--platform", "cpu")

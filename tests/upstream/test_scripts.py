@@ -12,7 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from isthmus.convert.verify.compare import compare_models
 from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.hf.tiny_model import build_tiny_qwen3, train_tokenizer
 from ranks.tiny import SEQ_LENGTH, build_model_folder
+from upstream.checkout_marks import needs_packages
 
 SFT_DATASET = "megatron/training/datasets/sft_dataset.py"
 VOCAB = 80  # even, for tp=2
@@ -35,10 +35,7 @@ CHECKOUTS = [Path(name) for name in _NAMES.split(":") if name]
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.skipif(not CHECKOUTS, reason="no Megatron-LM: set MEGATRON_LM_SCRIPTS to checkouts of 0.15 and 0.16"),
-    pytest.mark.skipif(
-        find_spec("einops") is None or find_spec("six") is None,
-        reason="Megatron-LM imports einops and six: pip install einops six",
-    ),
+    needs_packages,
     pytest.mark.parametrize("megatron", CHECKOUTS, ids=lambda path: path.name),
 ]
 

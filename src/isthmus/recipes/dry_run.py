@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from isthmus.errors import UsageError
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.data.corpus import compare_data
-from isthmus.recipes.data.data_sources import find_data_sources
+from isthmus.recipes.data.data_sources import Report, find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.setup.resume_check import checked_record
@@ -23,7 +22,6 @@ from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.recipes.training import describe, describe_parameters
 from isthmus.recipes.training_setup import run_data
 
-Report = Callable[[str], None]
 _FIRST_RANK = Position(
     rank=0, tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, etp_rank=0, edp_rank=0, is_first_stage=True
 )  # fmt: skip

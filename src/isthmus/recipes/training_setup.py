@@ -17,8 +17,9 @@ from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import UsageError
-from isthmus.recipes.data.corpus import Corpus, Report, check_fingerprint, load_corpus, pads_to_one_length
+from isthmus.recipes.data.corpus import Corpus, check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.data.data_notes import data_notes
+from isthmus.recipes.data.data_sources import Report
 from isthmus.recipes.data.first_records import check_first_records
 from isthmus.recipes.dpo_reference import (
     compute_reference,

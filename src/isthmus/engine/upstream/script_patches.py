@@ -31,7 +31,7 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 def install(platform: str, root: Path, say: Say) -> None:
-    """Install all patches; ``root`` is the folder of the checkout, whose code is told that there is a GPU."""
+    """Install all patches; ``root`` is the checkout, whose code sees ``torch.cuda.is_available()`` as true."""
     lacking = script_flags.missing(platform)
     if platform == "cpu":
         cpu_adapter.install()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +23,13 @@ from isthmus.data.batching.batches import (
     PairBatches,
     UnpairedBatches,
 )
-from isthmus.data.chat.chat_records import RECIPES, Kind
-from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
-from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
+from isthmus.data.store.indexed_dataset import indexed_file
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import MockSamples, Samples, SampleStore, split
-from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
@@ -40,6 +37,7 @@ from isthmus.errors import DataError, Hang, Preempted, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import (
     DataSource,
+    Report,
     Use,
     changed_files,
     chat_settings,
@@ -48,12 +46,11 @@ from isthmus.recipes.data.data_sources import (
     known_digests,
     read_fingerprint,
     same_data,
-    tokenizer_record,
 )
 from isthmus.recipes.data.prepare import tokenize_files
+from isthmus.recipes.data.source_samples import KINDS, most_targets, open_sources, write_missing_manifests
 from isthmus.train.stop import StopFlag
 
-Report = Callable[[str], None]
 _FINGERPRINT = "source.json"
 
 
@@ -244,7 +241,7 @@ def tokenize_options(config: RunConfig) -> TokenizeOptions:
     data, kind = config.data, KINDS[config.recipe]
     return TokenizeOptions(
         kind,
-        seq_length=None if kind == "text" else _most_targets(config),
+        seq_length=None if kind == "text" else most_targets(config),
         loss_on=data.loss_on if kind == "chat" else "assistant",
         overlong=data.overlong,
         on_error=data.on_error,
@@ -269,40 +266,6 @@ def _tokenize_source(
     except Hang:  # a signal to the whole process group ends the workers too
         check_stop(TokenizeStats())
         raise
-
-
-def open_sources(
-    config: RunConfig,
-    sources: Sequence[DataSource],
-    folder: Path,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    report: Report,
-    tokenized: dict[str, TokenizeStats],
-) -> list[SampleStore]:
-    stores = []
-    for source in sources:
-        store, fit = open_source(source, config, tokenizer, folder)
-        lines: list[str] = []
-        if stats := tokenized.get(source.key):
-            if config.recipe == "pretrain":  # documents become samples of at most seq_length + 1 tokens here
-                loss_tokens = store.num_tokens - len(store)
-                stats = replace(stats, samples=len(store), tokens=store.num_tokens, loss_tokens=loss_tokens)
-            lines = [stats.summary(), *stats.notes]
-        elif source.prepared:
-            counts = f"{len(source.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens"
-            lines = [", ".join([counts, *fit.changes()])]
-        for line in lines:
-            report(f"{source.name}: {line}")
-        if not len(store):
-            raise DataError(f"{first_names(source.files)}: no sample is left to train on. {'; '.join(lines)}.")
-        if store.max_token_id >= vocab_size:
-            raise UsageError(
-                f"the data contains token {store.max_token_id}, but the model's embedding has {vocab_size} rows. "
-                "Use the tokenizer that belongs to the model."
-            )
-        stores.append(store)
-    return stores
 
 
 def split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
@@ -337,87 +300,4 @@ def check_fingerprint(saved: str, now: str, checkpoint: Path, files: Sequence[st
         raise DataError(
             f"{what} differ from those of {checkpoint}, so its step does not match a position in them. Restore them, "
             "or start a new run with --out."
-        )
-
-
-KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
-KINDS |= {"distill": "chat", "reward": "preference"}
-"""The kind of records for each recipe."""
-
-
-def write_missing_manifests(source: DataSource, folder: Path) -> bool:
-    """Write manifests of indexed files without one into ``folder``; returns whether there were any."""
-    missing = [
-        (path, file)
-        for number, file in enumerate(source.files)
-        if not indexed_file(file, ".json").is_file() and not (path := _own_manifest(source, number, folder)).is_file()
-    ]
-    for path, file in missing:
-        write_manifest(path.with_suffix(""), {"pair": scan_indexed(open_indexed(file))})
-    return bool(missing)
-
-
-def open_source(
-    source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
-) -> tuple[SampleStore, TokenizeStats]:
-    """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
-    prepared files need :func:`write_missing_manifests` first.
-    """
-    tokenizer_hashes = tokenizer_record(tokenizer)
-    seq_length, overlong = _most_targets(config), config.data.overlong
-    stores, total = [], TokenizeStats()
-    for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
-        manifest = _own_manifest(source, number, folder)
-        indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
-        _check(indexed, config, tokenizer_hashes)
-        if config.recipe == "pretrain":
-            store, fit = text_samples(indexed, seq_length, crosses_documents=config.data.crosses_documents)
-        elif KINDS[config.recipe] != "preference":
-            store, fit = chat_samples(indexed, seq_length, overlong)
-        else:
-            store, fit = preference_samples(indexed, seq_length, overlong)
-        stores.append(store)
-        total.add(fit)
-    return SampleStore.concatenated(stores), total
-
-
-def _most_targets(config: RunConfig) -> int:
-    """Of a sample, which has one token more. A reward model also reads the last token."""
-    return config.data.seq_length - (config.recipe == "reward")
-
-
-def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
-    return folder / f"{source.key}-{number}.json"
-
-
-def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[str, str]) -> None:
-    record: dict[str, Any] = indexed.manifest or {}
-    expected = KINDS[config.recipe]
-    kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
-    if kind.split()[0] != expected:
-        why = ", whose mask marks the loss tokens" if indexed.mask is None else ""
-        raise DataError(
-            f"{indexed.prefix}: prepared data of kind {kind}; {config.recipe} needs {expected}{why}. "
-            f"Prepare the records with --kind {expected}."
-        )
-    if "tokenizer" not in record:  # Megatron does not record the tokenizer
-        return
-    for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
-        if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != tokenizer_hashes[name]:
-            raise DataError(
-                f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
-                "the tokenizer of the model that is trained."
-            )
-    prepared = ChatSettings(**record.get("settings", {}).get("chat", {}))
-    for name, wanted in asdict(chat_settings(config)).items() if kind != "text" else ():
-        if (got := getattr(prepared, name)) != wanted:
-            raise DataError(
-                f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={wanted!r}. Prepare the "
-                "records again with the settings of the run."
-            )
-    loss_on = record.get("loss_on", config.data.loss_on)
-    if kind == "chat" and loss_on != config.data.loss_on:
-        raise DataError(
-            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={config.data.loss_on}. "
-            f"Prepare the records again, or set data.loss_on={loss_on}."
         )

@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from isthmus.data.store.manifest import PARTIAL, SUFFIXES, indexed_file
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 
+Report = Callable[[str], None]
 Use = Literal["train", "valid", "test"]
 _HASHED_BYTES = 1 << 20
 """Read at a time."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import Bins
+from isthmus.data.batching.bins import Bins
 from isthmus.data.readers.arrow_reader import ArrowChunk, count_rows
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record, RecordChunk
 from isthmus.data.readers.csv_reader import CsvChunk
@@ -28,14 +28,12 @@ from isthmus.errors import DataError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.corpus import (
     Corpus,
-    open_source,
-    open_sources,
     split_sources,
     tokenize_options,
-    write_missing_manifests,
 )
 from isthmus.recipes.data.data_sources import DataSource, files_below, find_data_sources
 from isthmus.recipes.data.prepare import check_not_empty
+from isthmus.recipes.data.source_samples import open_samples, open_sources, write_missing_manifests
 
 _FIRST_RECORDS, _FIRST_BYTES = 8, 4096
 """Of each file, or of each text."""
@@ -138,7 +136,7 @@ def _local_names(source: DataSource) -> list[str]:
 def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[float, float]:
     with TemporaryDirectory() as folder:
         write_missing_manifests(source, Path(folder))
-        store, _ = open_source(source, config, tokenizer, Path(folder))
+        store, _ = open_samples(source, config, tokenizer, Path(folder))
     inputs = np.maximum(store.lengths - 1, 0)
     return _num_sequences(config, inputs), float(inputs.sum())
 

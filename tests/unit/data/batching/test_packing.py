@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from isthmus.data.batching.batches import Bins, pack
+from isthmus.data.batching.bins import Bins, pack
 from isthmus.errors import DataError
 
 

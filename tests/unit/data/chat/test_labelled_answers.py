@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from isthmus.data.store.indexed_dataset import open_indexed, scan_indexed
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.errors import DataError
-from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.prepare import tokenize_files
+from unit.data.records import write_records
 from unit.data.tokenized import loss_text, tokenized
 
 Q = {"role": "user", "content": "q"}
@@ -65,27 +64,17 @@ def test_margins_must_be_numbers(margin: Any) -> None:
         parse_preference(Record({"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}, "a:1"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["the sea is wide and blue"], vocab_size=270))
-
-
-def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_answers_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pair = {"prompt": "r", "chosen": "blue", "rejected": "wide"}
-    file = write(tmp_path / "a.jsonl", {"prompt": "q", "completion": "yes", "label": False}, pair)
+    file = write_records(tmp_path / "a.jsonl", {"prompt": "q", "completion": "yes", "label": False}, pair)
     store, _ = tokenized("unpaired", [file], tokenizer, 64)
     assert [loss_text(store, k, tokenizer) for k in range(3)] == [f"{a}<|im_end|>" for a in ("yes", "blue", "wide")]
     assert store.values.tolist() == [0, 1, 0] and store.groups.tolist() == [0, 1, 1]
     assert store.select([2, 1]).truncate(5).values.tolist() == [0, 1]
     assert SampleStore.concatenated([store, store]).values.tolist() == [0, 1, 0] * 2
-    file = write(tmp_path / "b.jsonl", pair | {"margin": 0.25}, pair)
+    file = write_records(tmp_path / "b.jsonl", pair | {"margin": 0.25}, pair)
     assert tokenized("preference", [file], tokenizer, 64)[0].values.tolist() == [0.25, 0.25, 0, 0]
-    file = write(tmp_path / "c.jsonl", {"prompt": "q", "completion": "yes"})
+    file = write_records(tmp_path / "c.jsonl", {"prompt": "q", "completion": "yes"})
     with pytest.raises(DataError, match=r"a chat record among data of kind unpaired\. Expected an answer with a label"):
         tokenized("unpaired", [file], tokenizer, 64)
 
@@ -93,7 +82,7 @@ def test_answers_have_their_labels(tmp_path: Path, tokenizer: Tokenizer) -> None
 def test_values_are_a_file_of_their_own(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pair = {"prompt": "r", "chosen": "blue", "rejected": "wide"}
     for name, records in (("without", [pair]), ("with", [pair, pair | {"margin": 2}])):
-        files = find_sources([write(tmp_path / f"{name}.jsonl", *records)])
+        files = find_sources([write_records(tmp_path / f"{name}.jsonl", *records)])
         options = TokenizeOptions("preference", 64)
         tokenize_files(files, tmp_path / name, tokenizer, options, workers=1, method="spawn")
     assert open_indexed(tmp_path / "without").values is None and not (tmp_path / "without.values.bin").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from isthmus.errors import DataError, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.prepare import tokenize_files
+from unit.data.records import write_records
 from unit.data.tokenized import loss_text, num_loss_tokens, tokenized
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -33,20 +32,10 @@ RECORDS: dict[str, dict[str, Any]] = {
 TAKEN = {("unpaired", "chat"), ("preference", "unpaired"), ("undesirable", "unpaired")}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["the sea is wide and blue"], vocab_size=270))
-
-
-def write(path: Path, *records: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.mark.parametrize("kind", ["text", "chat", "preference", "unpaired"])
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_of_another_kind_are_refused(name, kind, tmp_path, tokenizer):
-    file = write(tmp_path / "a.jsonl", RECORDS[name])
+    file = write_records(tmp_path / "a.jsonl", RECORDS[name])
     if kind == name or (name, kind) in TAKEN:
         assert len(tokenized(kind, [file], tokenizer, 64)[0])
         return
@@ -58,7 +47,7 @@ def test_records_of_another_kind_are_refused(name, kind, tmp_path, tokenizer):
 @pytest.mark.parametrize("field", ["label", "kto_tag"])
 def test_undesirable_answers_are_not_learned_as_right(label, field, tmp_path, tokenizer):
     good, bad = ({"instruction": "q", "output": answer} for answer in ("good", "bad"))
-    file = write(tmp_path / "a.jsonl", good | {field: True}, bad | {field: label})
+    file = write_records(tmp_path / "a.jsonl", good | {field: True}, bad | {field: label})
     assert kinds_of(Record(bad | {field: label}, ""))[0] == "unpaired"
     with pytest.raises(DataError, match=r"a\.jsonl:2: label false marks an answer that is not desirable"):
         tokenized("chat", [file], tokenizer, 64)
@@ -70,28 +59,28 @@ def test_undesirable_answers_are_not_learned_as_right(label, field, tmp_path, to
 
 def test_turns_that_end_with_the_rejected_answer_are_refused(tmp_path, tokenizer):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad"}]
-    file = write(tmp_path / "a.jsonl", {"messages": turns, "chosen": "good", "rejected": "bad"})
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns, "chosen": "good", "rejected": "bad"})
     with pytest.raises(DataError, match="end with the rejected answer"):
         tokenized("chat", [file], tokenizer, 64)
-    file = write(tmp_path / "b.jsonl", {"messages": turns, "chosen": "bad", "rejected": "worse"})
+    file = write_records(tmp_path / "b.jsonl", {"messages": turns, "chosen": "bad", "rejected": "worse"})
     assert len(tokenized("chat", [file], tokenizer, 64)[0]) == 1
 
 
 def test_notes_on_empty_answers_unused_fields_and_few_samples(tmp_path, tokenizer):
     good = {"prompt": "q", "completion": "a", "sytem": "s", "id": 1}
-    file = write(tmp_path / "a.jsonl", good, good, {"prompt": "q", "completion": " ", "id": 2})
+    file = write_records(tmp_path / "a.jsonl", good, good, {"prompt": "q", "completion": " ", "id": 2})
     _, stats = tokenized("chat", [file], tokenizer, 64)
     assert stats.notes == [
         "1 answers are empty, so the model learns to answer nothing",
         "fields that are not used: id (3), sytem (2)",
     ]
     long = {"prompt": "q" * 200, "completion": "a"}
-    _, stats = tokenized("chat", [write(tmp_path / "b.jsonl", long, long, good)], tokenizer, 64)
+    _, stats = tokenized("chat", [write_records(tmp_path / "b.jsonl", long, long, good)], tokenizer, 64)
     assert stats.notes[0] == "most of the data is left out: 2 of 3 records have no sample"
 
 
 def test_long_samples_are_split_or_an_error(tmp_path, tokenizer):
-    file = write(tmp_path / "a.jsonl", {"prompt": "q" * 50, "completion": "abc" * 40}, RECORDS["chat"])
+    file = write_records(tmp_path / "a.jsonl", {"prompt": "q" * 50, "completion": "abc" * 40}, RECORDS["chat"])
     whole, _ = tokenized("chat", [file], tokenizer, 4096)
     store, stats = tokenized("chat", [file], tokenizer, 32, overlong="split")
     assert (stats.split_overlong, stats.truncated, int(store.lengths.max())) == (1, 0, 33)
@@ -106,7 +95,7 @@ def test_long_samples_are_split_or_an_error(tmp_path, tokenizer):
 
 def test_long_samples_of_prepared_files_are_split_or_an_error(tmp_path, tokenizer):
     records = [{"prompt": "q" * 50, "completion": "abc" * 40}, RECORDS["chat"]]
-    files, options = find_sources([write(tmp_path / "a.jsonl", *records)]), TokenizeOptions("chat")
+    files, options = find_sources([write_records(tmp_path / "a.jsonl", *records)]), TokenizeOptions("chat")
     tokenize_files(files, tmp_path / "out", tokenizer, options, workers=1, method="spawn")
     indexed = open_indexed(tmp_path / "out")
     store, fit = chat_samples(indexed, 32, "split")
@@ -117,7 +106,7 @@ def test_long_samples_of_prepared_files_are_split_or_an_error(tmp_path, tokenize
     with pytest.raises(DataError, match="more than seq_length=32"):
         chat_samples(indexed, 32, "error")
     pairs = [{"prompt": "q", "chosen": "a" * 90, "rejected": "b"}]
-    files, options = find_sources([write(tmp_path / "p.jsonl", *pairs)]), TokenizeOptions("preference")
+    files, options = find_sources([write_records(tmp_path / "p.jsonl", *pairs)]), TokenizeOptions("preference")
     tokenize_files(files, tmp_path / "pairs", tokenizer, options, workers=1, method="spawn")
     with pytest.raises(DataError, match="more than seq_length=32"):
         preference_samples(open_indexed(tmp_path / "pairs"), 32, "error")
@@ -129,7 +118,7 @@ def test_cost_of_splitting_by_turn_and_one_sample_instead(tmp_path):
     for k in range(3):
         answer = {"role": "assistant", "content": f"answer{k}", "reasoning_content": f"thought{k}"}
         turns += [{"role": "user", "content": f"question{k}"}, answer]
-    file = write(tmp_path / "a.jsonl", {"messages": turns}, RECORDS["chat"])
+    file = write_records(tmp_path / "a.jsonl", {"messages": turns}, RECORDS["chat"])
     split, stats = tokenized("chat", [file], tokenizer, 4096)
     assert (len(split), stats.split_records) == (4, 1)
     texts = [loss_text(split, k, tokenizer) for k in range(3)]
