@@ -17,16 +17,6 @@ class CudaPlatform(GpuPlatform):
     no_gemm_tuning = "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects"
     env_defaults: ClassVar[EnvDefaults] = {}
     driver_files = ("/dev/nvidia-uvm",)
-    # NVIDIA's data sheets, dense (their headline numbers count 2:4 sparsity double); SXM where no form is named.
-    peaks = (
-        ("GB200", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "fp32": 80}),
-        ("B200", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp32": 75}),
-        ("H[12]00 NVL", {"bf16": 835, "fp16": 835, "fp8": 1671, "fp32": 60}),
-        ("H100 PCIe", {"bf16": 756, "fp16": 756, "fp8": 1513, "fp32": 51}),
-        ("H100|G?H200", {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "fp32": 66.9}),
-        ("A100", {"bf16": 312, "fp16": 312, "fp32": 19.5}),
-        ("L40S", {"bf16": 362, "fp16": 362, "fp8": 733, "fp32": 91.6}),
-    )
 
     def arch(self) -> str:
         properties = self.properties()

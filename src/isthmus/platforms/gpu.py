@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.platforms.environment import MASKS
+from isthmus.platforms.parts import Part, find_part
 from isthmus.platforms.torch_features import SET_ALLOCATOR
 
-Peaks = tuple[tuple[str, Mapping[str, float]], ...]
-"""(Regular expression for words of the device name, TFLOP/s by precision); the first match counts."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_SLICE = re.compile(r"\bMIG\b")
-"""In the name of a partition; peaks are known for whole devices only."""
 
 
 class GpuPlatform(Platform):
@@ -28,17 +23,15 @@ class GpuPlatform(Platform):
 
     device_type = "cuda"
     collective_backend = "nccl"
-    peaks: ClassVar[Peaks]
 
     def peak_tflops(self, precision: str) -> float | None:
         """Peak without sparsity; fp32 without TF32, the default of torch."""
-        device = self.properties().name
-        if _SLICE.search(device):
-            return None
-        for pattern, peaks in self.peaks:
-            if re.search(rf"\b(?:{pattern})\b", device, re.IGNORECASE):
-                return peaks.get(precision)
-        return None
+        part = self.part()
+        return None if part is None else part.peak_tflops.get(precision)
+
+    def part(self) -> Part | None:
+        """The data sheet of the device; None if it is not in the table."""
+        return find_part(self.properties().name)
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
         supported, why = self.supports("bf16")

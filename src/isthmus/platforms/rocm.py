@@ -31,15 +31,6 @@ class RocmPlatform(GpuPlatform):
         "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
     }
     driver_files = ("/dev/kfd",)
-    # AMD's data sheets, dense; an MI250 is two devices for torch, each with half of its peak.
-    peaks = (
-        ("MI355X", {"bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "fp32": 157.3}),
-        ("MI350X", {"bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "fp32": 144.2}),
-        ("MI325X|MI300X", {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "fp32": 163.4}),
-        ("MI300A", {"bf16": 980.6, "fp16": 980.6, "fp8": 1961.2, "fp32": 122.6}),
-        ("MI250X", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),
-        ("MI250", {"bf16": 181.0, "fp16": 181.0, "fp32": 45.3}),
-    )
 
     def arch(self) -> str:
         return str(self.properties().gcnArchName).partition(":")[0]

@@ -36,8 +36,10 @@ PLATFORMS: list[Platform] = [CpuPlatform(reason=""), CudaPlatform(reason=""), Ro
         ("NVIDIA B200", 2250, 75),
         ("NVIDIA GB200", 2500, 80),
         ("NVIDIA H200 MIG 1g.18gb", None, None),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
         ("NVIDIA RTX A1000", None, None),
-        ("NVIDIA L4", None, None),
+        ("NVIDIA GeForce GTX 1080", None, None),
     ],
 )
 def test_peaks_of_nvidia_devices(
