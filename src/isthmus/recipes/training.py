@@ -27,8 +27,8 @@ from isthmus.recipes.model_card import model_card
 from isthmus.recipes.run_dir import write_record
 from isthmus.recipes.setup.adapter_export import export_adapter
 from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
-from isthmus.recipes.setup.memory_estimate import num_parameters
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.parameter_counts import num_parameters
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.train.grace_period import GracePeriod

@@ -5,13 +5,13 @@ tests/fake_cuda/test_memory.py compares both with the traced memory of ranks in 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from isthmus.config.schema import RunConfig
+from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine import compiled
 from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
 from isthmus.engine.layers.distillation_loss import CHUNK_SHARE
@@ -24,52 +24,66 @@ from isthmus.recipes.setup.teacher_model import teacher_precision
 from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 
-def activation_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int, *, on_gpu: bool) -> int:
-    """Of all micro batches that pipeline rank ``rank`` has in flight.
+def activation_bytes(plan: ModelPlan, config: RunConfig, precision: str, *, on_gpu: bool) -> list[int]:
+    """Of all micro batches that each pipeline rank has in flight.
 
     An MoE layer counts as a dense layer as wide as a token's experts, plus the routed rows at a uniform load; MLA as
     attention of its widths.
     """
-    train, parallel, arch = config.train, plan.parallel, plan.architecture
+    parallel, arch = plan.parallel, plan.architecture
     settings = _Settings(plan, config, precision)
-    kinds = {is_moe: _layer_bytes(arch, settings, is_moe=is_moe, fused=on_gpu) for is_moe in _kinds(arch)}
-    each, recomputed = 0, 0
-    for stage, layers in _stages(plan, rank):
-        each += stage_bytes(
+    is_moe = _moe_layers(arch)
+    kinds = {kind: _layer_bytes(arch, settings, is_moe=kind, fused=on_gpu) for kind in set(is_moe)}
+    kept, again = [0] * parallel.pp, [0] * parallel.pp
+    sizes = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)
+    for stage, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        rank, layers = stage % parallel.pp, is_moe[end - size : end]
+        kept[rank] += stage_bytes(
             _as_dense(arch, is_moe=False)[0], num_layers=0, loss_tokens=settings.tokens, first=stage == 0,
-            last=stage == parallel.pp * parallel.vpp - 1, **settings.sizes,
+            last=stage == len(sizes) - 1, **settings.sizes,
         )  # fmt: skip
-        full = (len(layers) if train.recompute_layers is None else train.recompute_layers) * (train.recompute == "full")
-        each += full * settings.outside * arch.hidden_size * settings.element
-        each += sum(kinds[arch.is_moe(layer)] for layer in layers[full:])
+        full = settings.recomputed_layers(size)
+        kept[rank] += full * settings.outside * arch.hidden_size * settings.element
+        kept[rank] += sum(kinds[kind] * layers[full:].count(kind) for kind in kinds)
         # Full recomputation has one layer's activations at a time.
-        recomputed = max([recomputed, *(kinds[arch.is_moe(layer)] for layer in layers[:full])])
-    recomputed += _taught_bytes(plan, config, precision, rank)
+        again[rank] = max([again[rank], *(kinds[kind] for kind in set(layers[:full]))])
+    again[-1] += _taught_bytes(plan, config, precision)
+    number = micro_batches(plan, config)
+    return [each * _in_flight(parallel, rank, number) // parallel.vpp + more
+            for rank, (each, more) in enumerate(zip(kept, again, strict=True))]  # fmt: skip
+
+
+def _in_flight(parallel: ParallelConfig, rank: int, micro_batches: int) -> int:
+    """Micro batches of a rank's chunks of layers: of 1F1B, or of interleaved 1F1B (arXiv 2104.04473)."""
     if parallel.vpp == 1:
-        return each * min(parallel.pp - rank, micro_batches(plan, config)) + recomputed
-    # Chunks of layers that interleaved 1F1B (arXiv 2104.04473) has in flight.
+        return min(parallel.pp - rank, micro_batches)
     warmup = 2 * (parallel.pp - rank - 1) + (parallel.vpp - 1) * parallel.pp
-    in_flight = min(warmup + 1, parallel.vpp * micro_batches(plan, config))
-    return each * in_flight // parallel.vpp + recomputed
+    return min(warmup + 1, parallel.vpp * micro_batches)
 
 
-def _taught_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int) -> int:
-    """The teacher's hidden states: of a micro batch, and with pipeline parallelism of all of a step."""
-    if plan.teacher is None or rank < plan.parallel.pp - 1:
+def _taught_bytes(plan: ModelPlan, config: RunConfig, precision: str) -> int:
+    """The teacher's hidden states on the last stage: of a micro batch, with pipeline parallelism of all of a step."""
+    if plan.teacher is None:
         return 0
     number = micro_batches(plan, config) if plan.parallel.pp > 1 else 1
     element = DTYPES[teacher_precision(config, precision)].itemsize
     return number * _Settings(plan, config, precision).tokens * plan.teacher.architecture.hidden_size * element
 
 
-def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: int, gpu_bytes: int) -> int:
-    """The largest of the loss and the backward pass of a layer, on a GPU with ``gpu_bytes`` of memory."""
+def temporary_bytes(
+    plan: ModelPlan, config: RunConfig, precision: str, gpu_bytes: int, *, compiles: bool | None = None
+) -> tuple[int, int]:
+    """Of the backward pass of a layer, and of the loss on the last stage, on a GPU with ``gpu_bytes`` of memory.
+
+    They follow each other, so a rank needs the larger one. ``compiles``: the GPU machine has a compiler for the loss;
+    None: if this machine has one.
+    """
     arch, parallel = plan.architecture, plan.parallel
     settings = _Settings(plan, config, precision)
     hidden, gated = arch.hidden_size, 2 if arch.gated else 1
     dense_width = gated * arch.ffn_hidden_size // parallel.tp
     found = [settings.tokens * 2 * hidden]  # the gathered input of a block and its gradient
-    if False in _kinds(arch):
+    if False in _moe_layers(arch):
         found.append(settings.tokens * dense_width + 2 * settings.outside * hidden)
         if precision == "fp8":  # a float32 weight gradient, and FP8 copies of its factors and of the weight
             found.append(dense_width * (5 * hidden + settings.tokens) // settings.element)
@@ -77,19 +91,17 @@ def temporary_bytes(plan: ModelPlan, config: RunConfig, precision: str, rank: in
         experts, width = arch.moe.num_experts // parallel.ep, gated * arch.moe.ffn_hidden_size // parallel.expert_tp
         found.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
         found.append(experts * width * hidden + settings.rows * (width + hidden))
-    temporary = settings.element * max(found)
-    if rank < parallel.pp - 1:
-        return temporary
+    layer = settings.element * max(found)
     rows = 1 if arch.score_head else math.ceil(arch.vocab_size / parallel.tp)
     logits = min(elements_for(gpu_bytes), settings.tokens * rows)
-    copies = 0 if _compiles(config) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
+    copies = 0 if _compiles(config, compiles) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
     if plan.teacher is not None:
         logits = min(elements_for(gpu_bytes) // CHUNK_SHARE, settings.tokens * rows)
         copies = DTYPES[teacher_precision(config, precision)].itemsize + (DIVERGENCE_BYTES if copies else 0)
     loss = logits * (settings.element + copies) + settings.tokens * hidden * settings.element
     if parallel.fsdp:  # without main_grad, the gradient of the projection is float32, then also of the model's dtype
         loss = 4 * rows * hidden + max(loss, settings.element * rows * hidden)
-    return max(temporary, loss)
+    return layer, loss
 
 
 def micro_batches(plan: ModelPlan, config: RunConfig) -> int:
@@ -114,10 +126,15 @@ class _Settings:
         self.sizes: dict[str, Any] = {
             "num_tokens": self.tokens, "bytes_per_element": self.element, "tp": parallel.tp, "sp": sp,
         }  # fmt: skip
+        self._full = train.recompute_layers if train.recompute == "full" else 0
         self.recomputed = tuple(train.recompute_modules) if train.recompute == "selective" else ()
         moe = plan.architecture.moe
         self.rows = 0 if moe is None else self.outside * moe.top_k * (parallel.expert_tp if sp else 1)
         """Routed rows of this rank's experts."""
+
+    def recomputed_layers(self, of_stage: int) -> int:
+        """Layers of a stage that are recomputed as a whole."""
+        return of_stage if self._full is None else min(self._full, of_stage)
 
 
 def _layer_bytes(arch: Architecture, settings: _Settings, *, is_moe: bool, fused: bool) -> int:
@@ -156,21 +173,14 @@ def _as_dense(arch: Architecture, *, is_moe: bool) -> tuple[Architecture, int]:
     return replace(arch, **changed), extra
 
 
-def _kinds(arch: Architecture) -> set[bool]:
-    return {arch.is_moe(layer) for layer in range(arch.num_layers)}
+@functools.lru_cache(maxsize=8)
+def _moe_layers(arch: Architecture) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    return tuple(arch.is_moe(layer) for layer in range(arch.num_layers))
 
 
-def _stages(plan: ModelPlan, rank: int) -> Iterator[tuple[int, range]]:
-    """(stage, layers) of a pipeline rank."""
-    parallel = plan.parallel
-    sizes = layers_per_stage(plan.architecture.num_layers, parallel.pp, parallel.vpp)
-    ends = list(accumulate(sizes))
-    for stage in range(rank, len(sizes), parallel.pp):
-        yield stage, range(ends[stage] - sizes[stage], ends[stage])
-
-
-def _compiles(config: RunConfig) -> bool:
+def _compiles(config: RunConfig, compiles: bool | None) -> bool:
     """Whether the loss has compiled kernels, which have no copies of the logits."""
-    return (
-        config.train.compile is not False and not config.train.deterministic and not compiled.find_compiler("cuda")[1]
-    )
+    if config.train.compile is False or config.train.deterministic:
+        return False
+    return not compiled.find_compiler("cuda")[1] if compiles is None else compiles

@@ -1,0 +1,58 @@
+"""A task that measures the memory of a step of any rank, for the test of the estimate and its benchmark."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fake_cuda.trace import measure
+from fake_cuda.world import build
+
+RANKS: dict[str, dict[str, Any]] = {
+    "8B, first stage": {"model": "llama3.1-8b", "tp": 8, "pp": 16, "rank": 0},
+    "8B, cp": {"model": "llama3.1-8b", "tp": 2, "cp": 8, "pp": 8, "rank": 100},
+    "8B, virtual stages": {"model": "llama3.1-8b", "tp": 8, "pp": 4, "vpp": 2, "rank": 0, "micro_batches": 4},
+    "8B, fp8": {"model": "llama3.1-8b", "pp": 16, "rank": 600, "precision": "fp8"},
+    "70B, a middle stage": {"model": "llama3.1-70b", "tp": 8, "pp": 16, "rank": 517, "gpu": "gfx942"},
+    "70B, last stage": {"model": "llama3.1-70b", "tp": 8, "pp": 16, "rank": 1023},
+    "70B, recomputed": {"model": "llama3.1-70b", "tp": 8, "pp": 16, "rank": 1000, "train": {"recompute": "full"}},
+    "experts": {"model": "qwen3-30b-a3b", "pp": 16, "ep": 8, "rank": 500, "gpu": "gfx950"},
+    "experts, etp": {"model": "mixtral-8x7b", "tp": 4, "pp": 8, "ep": 8, "etp": 1, "rank": 1023},
+    "MLA": {"model": "deepseek-v2-lite", "pp": 9, "ep": 8, "rank": 3, "size": 1008},
+    "fsdp": {"model": "llama3.2-1b", "fsdp": True, "rank": 77, "layers": 4},
+}
+"""Two micro batches are enough: a step of more has more in flight, but not more kinds of memory."""
+
+
+def memory(
+    model: str, rank: int, size: int = 1024, train: dict[str, Any] | None = None, micro_batches: int = 2,
+    precision: str = "bf16", seq_length: int = 4096, layers: int | None = None,
+    sections: dict[str, Any] | None = None, **parallel: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Bytes of the trace and of the estimate of this rank, and seconds to build it."""
+    from isthmus.config.schema import ParallelConfig
+    from isthmus.recipes.setup.memory_estimate import estimate_ranks
+
+    dp = ParallelConfig(**parallel).dp(size)
+    samples = (train or {}).get("micro_batch_size", 1)
+    settings: dict[str, Any] = {
+        "data": {"seq_length": seq_length},
+        "train": {"global_batch_size": dp * micro_batches * samples, **(train or {})},
+        **(sections or {}),
+    }
+    if layers is not None:
+        settings["model"] = {"config": {"num_hidden_layers": layers}}
+    with measure() as traced:
+        started = time.process_time()
+        built = build(f"preset:{model}", rank=rank, size=size, precision=precision, sections=settings, **parallel)
+        seconds = time.process_time() - started
+        persistent = traced.live_bytes
+        for _ in range(2 if parallel.get("fsdp") else 1):  # FSDP's optimizer makes its state in the first step
+            traced.reset_peak()
+            built.stepper.train_step([built.batch(*[seq_length] * samples)] * micro_batches)
+    stage = rank * built.config.parallel.pp // size
+    found = estimate_ranks(built.model.plan, built.config, precision, gpu_bytes=80 << 30)[stage]
+    return {
+        "seconds": seconds, "persistent": persistent, "peak": traced.peak_bytes, "text": str(found),
+        "estimate": {"persistent": found.persistent, "total": found.total},
+    }  # fmt: skip
