@@ -1,0 +1,56 @@
+"""``isthmus doctor``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from isthmus.cli.options import Debug, Json
+from isthmus.cli.terminal import show
+
+if TYPE_CHECKING:
+    from isthmus.doctor.examination import Examination
+
+_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def doctor(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what needs no torch, no network and no measurement: under 3 seconds.")
+    ] = False,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Check whether this machine can train, and what slows it down; exit code 1 if a check finds an error."""
+    from isthmus.doctor.examination import examine
+    from isthmus.doctor.machine import Machine
+
+    found = examine(Machine(), quick=quick)
+    if json:
+        show(found, as_json=True)
+    else:
+        print_findings(found)
+    return 1 if found.count("error") else 0
+
+
+def print_findings(found: Examination) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    for column in ("subject", "level", "text"):
+        table.add_column(column, no_wrap=column != "text", overflow="fold")
+    subject = ""
+    for finding in found.findings:
+        text = Text(finding.text)
+        if finding.hint:
+            text.append(f"\n{finding.hint}", style="bold")
+        text.append(f"\n({finding.source})" if finding.hint else f"  ({finding.source})", style="dim")
+        shown = "" if finding.subject == subject else finding.subject
+        table.add_row(Text(shown), Text(finding.level, style=_COLORS[finding.level]), text)
+        subject = finding.subject
+    console.print(table)
+    console.print(f"{found.count('error')} errors, {found.count('warning')} warnings", markup=False)

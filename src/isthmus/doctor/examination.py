@@ -1,0 +1,90 @@
+"""Runs the checks, each in a thread, so that neither an exception nor a check that hangs stops the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isthmus.doctor.findings import Check, Finding, warning
+from isthmus.doctor.host import check_host
+from isthmus.doctor.machine import Machine
+
+QUICK: tuple[Check, ...] = (check_host,)
+"""Import no torch and use no network; they run at the same time."""
+THOROUGH: tuple[Check, ...] = ()
+"""One after the other, since some measure."""
+QUICK_SECONDS, THOROUGH_SECONDS = 2.5, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    findings: tuple[Finding, ...]
+
+    def count(self, level: str) -> int:
+        return sum(finding.level == level for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "errors": self.count("error"),
+            "warnings": self.count("warning"),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(machine: Machine, *, quick: bool = False, more: Sequence[Check] = ()) -> Examination:
+    """All findings about ``machine``; ``quick`` leaves out what needs torch, the network or measurements.
+
+    ``more`` are further checks, which run last.
+    """
+    found = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
+    for check in (*(() if quick else THOROUGH), *more):
+        found += run_checks((check,), machine, THOROUGH_SECONDS)
+    return Examination(tuple(found))
+
+
+def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> list[Finding]:
+    """Findings in the order of the checks; a check that fails or takes longer than ``seconds`` adds a warning."""
+    results: list[list[Finding]] = [[] for _ in checks]
+    threads = [
+        threading.Thread(target=_run_check, args=(check, machine, result), daemon=True, name=check.__name__)
+        for check, result in zip(checks, results, strict=True)
+    ]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    found = []
+    for check, thread, result in zip(checks, threads, results, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        found += tuple(result)
+        if thread.is_alive():
+            found.append(
+                warning(
+                    subject_of(check),
+                    f"the check did not end within {seconds:g} s; a file system, a driver or a device may not answer",
+                    "Run isthmus doctor without --quick. If it still does not end, look at dmesg and at the mounts.",
+                    f"{check.__module__}.{check.__name__}",
+                )
+            )
+    return found
+
+
+def subject_of(check: Check) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")
+
+
+def _run_check(check: Check, machine: Machine, found: list[Finding]) -> None:
+    try:
+        for finding in check(machine):
+            found.append(finding)
+    except BaseException as failure:  # some errors of torch are not an Exception
+        found.append(
+            warning(
+                subject_of(check),
+                f"the check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}",
+                "The other lines do not depend on it. Report it with the output of isthmus doctor --json.",
+                f"{check.__module__}.{check.__name__}",
+            )
+        )
