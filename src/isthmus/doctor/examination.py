@@ -55,7 +55,7 @@ def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> lis
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.start()
-    found = []
+    found: list[Finding] = []
     for check, thread, result in zip(checks, threads, results, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
         found += tuple(result)
