@@ -8,8 +8,10 @@ former are SIGTERM. The same command then runs again, and may be killed again. I
 an undisturbed run: all files bit by bit, and all rows of metrics.jsonl except for times. A kill of one rank of two also
 has to end the other rank.
 
-With --fail a system call fails once with EIO or ENOSPC, or the disk is full from there on. The command has to end with
-one line and exit code 73 or 74, or to succeed with its whole output; the same command then runs without a fault.
+With --fail the calls of each command that write, create, sync or rename a file fail in turn: once with EIO, once with
+ENOSPC, or the disk is full from there on. Of calls with the same name and file, as the writes of the elements of a
+tensor, the first and the last one fail. The command has to end with one line and exit code 73 or 74, or to succeed with
+its whole output; the same command then runs without a fault.
 Cases that are recorded in WORK/cases.jsonl are not run again: the campaign may be interrupted.
 """
 
@@ -29,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +158,20 @@ class Campaign:
         stopped = any(75 in kill["codes"] for kill in kills)
         return row | {"lost": lost or self._again(name, expected, stopped=stopped)}
 
-    def fail(self, number: int, seed: int, kinds: Sequence[str]) -> dict[str, Any]:
-        """Run a case in which a random call fails; ``lost`` of its record is what is wrong, None if nothing is."""
-        chance = random.Random(f"fail {seed} {number}")
-        name = chance.choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
-        calls = self._undisturbed(name)[2]
-        rank = chance.choice([rank for rank, each in enumerate(calls) if each])
-        # Most calls write the elements of a tensor: each file and name of a call has the same chance.
-        call = chance.choice(sorted(set(calls[rank])))
-        at = chance.choice([number for number, each in enumerate(calls[rank], start=1) if each == call])
-        error, mode = chance.choice([("EIO", "once"), ("ENOSPC", "once"), ("ENOSPC", "on")])
-        return {"case": number, "seed": seed} | self._fail(name, rank, at, error, mode)
+    def each_call(self, kinds: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Kind, rank and number (from 1) of the calls that fail in turn, one of each kind after the other."""
+        lists = []
+        for name in kinds:
+            for rank, calls in enumerate(self._undisturbed(name)[2]):
+                last = {call: at for at, call in enumerate(calls, start=1)}
+                first = {calls[at - 1]: at for at in range(len(calls), 0, -1)}
+                lists.append([(name, rank, at) for at in sorted({*first.values(), *last.values()})])
+        return [call for calls in zip_longest(*lists) for call in calls if call is not None]
+
+    def fail(self, number: int, calls: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+        """Let a call fail; ``lost`` of its record is what is wrong, None if nothing is."""
+        error, mode = (("EIO", "once"), ("ENOSPC", "once"), ("ENOSPC", "on"))[number % 3]
+        return {"case": number} | self._fail(*calls[number], error, mode)
 
     def fail_at(self, name: str, call: str, error: str) -> dict[str, Any]:
         """Run a command in which the first call fails whose name and path ``call`` matches."""
@@ -349,8 +355,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Run the campaign, and record it with ``--record``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=1000, help="number of kills, or of failed calls")
-    parser.add_argument("--fail", action="store_true", help="let calls fail instead of killing")
+    parser.add_argument("--n", type=int, default=1000, help="number of kills, or of failed calls at most")
+    parser.add_argument("--fail", action="store_true", help="let each call fail in turn instead of killing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas; a prefix names several")
     parser.add_argument("--work", type=Path, default=Path("build/torture"), help="folder for inputs, outputs and cases")
@@ -369,10 +375,13 @@ def main() -> int:
     rows = list(cases(work / "cases.jsonl"))
     campaign = Campaign(work, isthmus)
     try:
-        while summary(rows)["cases" if arguments.fail else "kills"] < arguments.n:
+        calls = campaign.each_call(kinds) if arguments.fail else []
+        most = min(arguments.n, len(calls))
+        while len(rows) < most if arguments.fail else summary(rows)["kills"] < arguments.n:
             while arguments.pause and arguments.pause.exists():
                 time.sleep(2)
-            row = (campaign.fail if arguments.fail else campaign.run)(len(rows), arguments.seed, kinds)
+            number = len(rows)
+            row = campaign.fail(number, calls) if arguments.fail else campaign.run(number, arguments.seed, kinds)
             row["commit"] = certified["commit"]
             with (work / "cases.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -384,6 +393,7 @@ def main() -> int:
     result = summary(rows)
     print(json.dumps({name: value for name, value in result.items() if name != "kinds"}, indent=1))
     if arguments.record:
+        result |= {"calls": len(calls)} if arguments.fail else {}
         result["commits"] = Counter(row.get("commit") for row in rows)
         name = "failed_calls" if arguments.fail else "torture"
         write_result(result_path(name, certified), {"certificate": certified, **result})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from isthmus.checked_files import ChecksumVerifier
+from isthmus.checked_files import ChecksumVerifier, is_trusting
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
@@ -20,7 +20,7 @@ from isthmus.convert.legacy.pre_core_args import pre_core_architecture
 from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
-from isthmus.engine.checkpoint.checkpoint_names import TRACKER
+from isthmus.engine.checkpoint.checkpoint_names import TRACKER, check_tracker
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.discover.json_family import FILE as FAMILY_FILE
@@ -102,6 +102,8 @@ def checkpoint_folder(path: Path) -> Path | None:
     folder = path / (f"iter_{int(word):07d}" if is_step else "release")
     if not (is_step or word == "release") or not folder.is_dir():
         raise DataError(f"{tracker} names {word!r}, which is not a checkpoint in {path}. Give the checkpoint itself.")
+    if is_step and not is_trusting():
+        check_tracker(path, int(word))
     return folder
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -19,17 +18,29 @@ from typing import Any
 import torch
 
 from isthmus.checked_files import ChecksumVerifier
+from isthmus.convert.pickle_bounds import check_pickle
 from isthmus.errors import DataError, IOFailure, UnsafeInput
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _LOCAL_HEADER_BYTES = 30
 _NOT_IMPORTED = ("megatron.", "numpy.", "transformer_engine.", "signal", "types", "enum")
 """Modules whose objects are replaced by :class:`UnknownObject`."""
+
+
+def _flat_tuple(*items: Any) -> tuple[Any, ...]:
+    """``tuple`` for pickles; its argument hides what it nests from :func:`check_pickle`."""
+    found = tuple(*items)
+    if any(isinstance(item, tuple) for item in found):
+        raise DataError("it makes a tuple of tuples from another collection")
+    return found
+
+
 PLAIN_TYPES: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): lambda *_: {},
+    ("builtins", "tuple"): _flat_tuple,
     ("builtins", "long"): int,  # the name in pickle protocol 2
 }
-_BUILTINS = (dict, int, list, set, tuple, frozenset, bytearray, complex)
+_BUILTINS = (dict, int, list, set, frozenset, bytearray, complex)
 for _type in (*_BUILTINS, OrderedDict, Namespace, torch.Size, torch.device):
     PLAIN_TYPES[_type.__module__, _type.__name__] = _type
 DTYPES_BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -106,37 +117,6 @@ def save_without_data(content: Any, path: Path) -> None:
         torch.save(content, path)
 
 
-_FIXED = re.compile(
-    rb"(?s)[(012NRQabdelostu)\]}\x81\x85-\x89\x8f-\x94\x97\x98]+|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}|[G\x95].{8}"
-    rb"|[ILFSVPg][^\n]*\n|[ci][^\n]*\n[^\n]*\n"
-)
-"""Operations of a pickle without a length, and with an argument of fixed length or in lines."""
-_SIZED = {**dict.fromkeys(b"UC\x8a\x8c", 1), **dict.fromkeys(b"TBX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
-"""Operations with an argument behind its length, and the bytes of that."""
-
-
-def check_memo(raw: bytes) -> None:
-    """Raise DataError for a place in the memo beyond the pickle: the unpickler would reserve memory up to it.
-
-    One flipped bit can ask for 32 GiB.
-    """
-    at, place = 0, 0
-    while at < len(raw) and place <= len(raw):
-        code = raw[at]
-        if (found := _FIXED.match(raw, at)) is not None:
-            at = found.end()
-        elif (size := _SIZED.get(code)) is not None:
-            at += 1 + size + int.from_bytes(raw[at + 1 : at + 1 + size], "little")
-        elif code == ord("r"):
-            place, at = int.from_bytes(raw[at + 1 : at + 5], "little"), at + 5
-        elif code == ord("p") and (line := re.compile(rb"p(\d{1,18})\n").match(raw, at)) is not None:
-            place, at = int(line[1]), line.end()
-        else:  # the end, or what the unpickler refuses
-            return
-    if place > len(raw):
-        raise DataError(f"its pickle of {len(raw)} bytes has a memo of {place} places")
-
-
 class _Window(io.FileIO):
     """A file, opened at ``offset``, that ends after ``length`` bytes; ``zipfile`` finds an archive at its end."""
 
@@ -173,7 +153,7 @@ class _TensorUnpickler(pickle.Unpickler):
         if any(self._zip.getinfo(name).compress_type != zipfile.ZIP_STORED for name in pickles):
             raise DataError("its data.pkl is compressed, as torch.save never does")
         raw = self._zip.read(pickles[0])
-        check_memo(raw)
+        check_pickle(raw)
         super().__init__(io.BytesIO(raw))
 
     def find_class(self, module: str, name: str) -> Any:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.checked_files import ChecksumVerifier
-from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
+from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
@@ -38,6 +38,10 @@ _NEUTRAL |= dict.fromkeys(
 )
 _NEUTRAL["trainable_token_indices"] = None
 """Settings of PEFT whose other values give the tensors another meaning."""
+_CHOICE, _REPEATED_GROUP = re.compile(r"[*+{]\??|(?<!\()\?|\("), re.compile(r"\)[*+{]")
+"""Parts of a regular expression that match in several ways."""
+_MOST_CHOICES, _LONGEST_PATTERN, _LONGEST_NAME = 4, 1000, 256
+"""The time to match a name grows with a power of its length, and exponentially in repeated groups."""
 _CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Initializations that also change the base weights."""
 
@@ -265,7 +269,22 @@ def _names(targets: Iterable[str], path: str) -> bool:
 
 
 def _pattern(patterns: Iterable[str], key: str) -> str:
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", key)), "")
+    if patterns and len(key) > _LONGEST_NAME:
+        raise UnsafeInput(f"the module {key[:80]!r}... has a name of {len(key)} characters. Is it a real adapter?")
+    return next((pattern for pattern in patterns if _compiled(pattern).match(key)), "")
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Raises UnsafeInput for an expression that may take longer than seconds for the name of a module."""
+    choices = len(_CHOICE.findall(pattern))
+    if choices > _MOST_CHOICES or _REPEATED_GROUP.search(pattern) or len(pattern) > _LONGEST_PATTERN:
+        raise UnsafeInput(
+            f"the regular expression {pattern[:80]!r} of rank_pattern or alpha_pattern may run for hours: it repeats a "
+            f"group, or has more than {_MOST_CHOICES} of * + ? {{ ( or {_LONGEST_PATTERN} characters. Split it into "
+            "several expressions."
+        )
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -291,7 +310,9 @@ def _read_config(path: Path) -> AdapterConfig:
         ranks = [config.r, *config.rank_pattern.values()]
         wrong = not all(type(rank) is int for rank in ranks) or not isinstance(config.lora_alpha, int | float)
         for pattern in (*config.rank_pattern, *config.alpha_pattern):
-            re.compile(pattern)
+            _compiled(pattern)
+    except UnsafeInput as error:
+        raise UnsafeInput(f"{path}: {error}") from None
     except (TypeError, AttributeError, re.error):
         wrong = True
     if wrong:

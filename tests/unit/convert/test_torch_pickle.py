@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.convert.torch_pickle import StridedTensor, UnknownObject, check_memo, read_torch_pickle
+from isthmus.convert.pickle_bounds import check_pickle
+from isthmus.convert.torch_pickle import PLAIN_TYPES, StridedTensor, UnknownObject, read_torch_pickle
 from isthmus.errors import DataError, UnsafeInput
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
@@ -203,18 +204,40 @@ def test_memory_of_the_memo_is_bounded(put: bytes, tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(3), "text": "rrrrrppppp"})
     named = [name for name in zipfile.ZipFile(path).namelist() if name.endswith("data.pkl")]
     raw = zipfile.ZipFile(path).read(named[0])
-    check_memo(raw)
+    check_pickle(raw)
     at = raw.index(b"q\x00")
     with pytest.raises(DataError, match=r"has a memo of \d+ places"):
-        check_memo(raw[:at] + put + raw[at + 2 :])
+        check_pickle(raw[:at] + put + raw[at + 2 :])
 
 
 def test_the_memo_of_any_protocol_is_checked() -> None:
     value = [{"a" * 300: (1, 2**70, 1.5, b"x" * 300, None, True)}, {1, 2}, "é" * 70000, [[]] * 300]
     for protocol in range(6):
         raw = pickle.dumps([value, value], protocol)
-        check_memo(raw)
+        check_pickle(raw)
         ops = list(pickletools.genops(raw))
         for position in [position for _, _, position in ops if position and position < len(raw) - 1][:40]:
             with pytest.raises(DataError, match="memo of 2147483647 places"):
-                check_memo(raw[:position] + b"r\xff\xff\xff\x7f" + raw[position:])
+                check_pickle(raw[:position] + b"r\xff\xff\xff\x7f" + raw[position:])
+
+
+def nested(levels: int, width: int) -> Any:
+    value: Any = ()
+    for _ in range(levels):
+        value = (value,) * width
+    return value
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(("levels", "width"), [(40, 2), (3, 100), (200, 1)])
+def test_the_hash_of_a_key_is_bounded(levels: int, width: int, protocol: int) -> None:
+    """40 tuples of two had 2^40 elements, and 100,000 levels overflowed the stack."""
+    check_pickle(pickle.dumps({nested(3, 10): [nested(50, 1), nested(1, 1000)]}, protocol))
+    with pytest.raises(DataError, match="tuples in tuples"):
+        check_pickle(pickle.dumps([nested(levels, width)] * 2, protocol))
+
+
+def test_a_call_does_not_nest_tuples() -> None:
+    with pytest.raises(DataError, match="makes a tuple of tuples"):
+        PLAIN_TYPES["builtins", "tuple"]([(), ()])
+    assert PLAIN_TYPES["builtins", "tuple"]([1, 2]) == (1, 2)

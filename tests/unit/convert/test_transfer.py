@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isthmus
+from isthmus.checked_files import trusting
 from isthmus.convert import transfer
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder
@@ -245,6 +246,24 @@ def test_tracker_of_a_missing_checkpoint_is_refused(text: str, converted: Path) 
     (converted / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=f"names '{text}', which is not a checkpoint"):
         checkpoint_folder(converted)
+
+
+def test_damaged_tracker_of_a_run_is_refused(tmp_path: Path) -> None:
+    """A flipped bit converted another step without a word."""
+    for step in (10, 12):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("12")
+    tracker.with_suffix(".json").write_text('{"steps": [12]}')
+    assert checkpoint_folder(tmp_path) == tmp_path / "iter_0000012"
+    tracker.write_text("10")
+    with pytest.raises(DataError, match=r"names step 10, and .*json beside it \[12\].*iter_0000010"):
+        checkpoint_folder(tmp_path)
+    with trusting():
+        assert checkpoint_folder(tmp_path) == tmp_path / "iter_0000010"
+    tracker.with_suffix(".json").write_text('{"steps": 10}')
+    with pytest.raises(DataError, match="names step 10"):
+        checkpoint_folder(tmp_path)
 
 
 def test_existing_destination_is_refused(qwen3: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.serialization
 
-from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObject, check_memo
+from isthmus.convert.pickle_bounds import check_pickle
+from isthmus.convert.torch_pickle import DTYPES_BY_NAME, PLAIN_TYPES, UnknownObject
 from isthmus.errors import DataError, UnsafeInput
 
 METADATA_FILE = ".metadata"
@@ -136,7 +137,7 @@ def load_metadata(path: Path) -> Metadata:
     """Run no code from the file; an UnsafeInput if it names classes other than those above."""
     try:
         raw = path.read_bytes()
-        check_memo(raw)
+        check_pickle(raw)
         found = _Unpickler(io.BytesIO(raw)).load()
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None

@@ -13,11 +13,9 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
-from isthmus.engine.checkpoint.checkpoint_names import TRACKER
+from isthmus.engine.checkpoint.checkpoint_names import RECORD, TRACKER, check_tracker
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace, UnsafeInput, errno_of
 
-RECORD = "latest_checkpointed_iteration.json"
-"""Repeats the step in the tracker file, a plain number in which a damaged digit is another step."""
 _FOLDER = re.compile("iter_[0-9]{7,18}")
 
 
@@ -31,7 +29,7 @@ def latest(root: Path) -> Path | None:
     Raises:
         DataError: the tracker file is damaged, names a missing checkpoint, or another one than was published last.
     """
-    tracker, record = root / TRACKER, root / RECORD
+    tracker = root / TRACKER
     if not tracker.exists():
         return None
     step = _step_in(tracker)
@@ -41,16 +39,7 @@ def latest(root: Path) -> Path | None:
             f"{tracker} contains {text[:40]!r}, which is not a checkpoint in {root}. Choose one with "
             f"checkpoint.resume={root}/iter_NNNNNNN."
         )
-    try:
-        allowed = json.loads(record.read_bytes())["steps"] if record.is_file() else [step]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        allowed = []
-    if step not in allowed:
-        raise DataError(
-            f"{tracker} names step {step}, and {record.name} beside it {allowed}: one of them is damaged, or was "
-            f"edited. Choose the checkpoint, for example checkpoint.resume={checkpoint_dir(root, step)}; or delete "
-            f"{record.name} if the tracker is right."
-        )
+    check_tracker(root, step)
     return checkpoint_dir(root, step)
 
 

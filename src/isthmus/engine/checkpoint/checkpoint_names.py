@@ -9,9 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+from isthmus.errors import DataError
+from isthmus.input_files import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Contains the step of the newest checkpoint."""
+RECORD = "latest_checkpointed_iteration.json"
+"""Repeats the step in the tracker file, a plain number in which a damaged digit is another step."""
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -27,6 +33,27 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj)|output_layer)\.weight")
+
+
+def check_tracker(root: Path, step: int) -> None:
+    """Raise DataError if the tracker file of ``root``, which names ``step``, does not agree with its record.
+
+    Checkpoints of other programs have no record.
+    """
+    tracker, record = root / TRACKER, root / RECORD
+    if not record.is_file():
+        return
+    try:
+        allowed = read_json(record)["steps"]
+        agrees = step in allowed
+    except (DataError, KeyError, TypeError):
+        allowed, agrees = "nothing that can be read", False
+    if not agrees:
+        raise DataError(
+            f"{tracker} names step {step}, and {record.name} beside it {allowed}: one of them is damaged, or was "
+            f"edited. Give the checkpoint itself, for example {root}/iter_{step:07d} (of a run to resume, with "
+            f"checkpoint.resume=); or delete {record.name} if the tracker is right."
+        )
 
 
 @dataclass(frozen=True, slots=True)
