@@ -124,6 +124,9 @@ def _train(training: Training) -> RunResult:
     reporter.log(describe(context, training.data))
     settings = {name: value for name, value, _ in origins_of(config.model_dump(mode="json"), {})}
     reporter.begin(total_steps=steps, start=start, settings=settings)
+    if context.resume is not None:
+        text = f"resumed from {context.resume} at step {start}"
+        reporter.event(start, "resume", text, path=str(context.resume))
     profiled = config.train.profiled_steps
     if profiled and profiled[-1] <= start < steps:
         reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")

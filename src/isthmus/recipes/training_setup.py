@@ -65,7 +65,7 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             fresh = context.resume is None
             compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
-        progress = _resume(context, stepper, data, reporter)
+        progress = _resume(context, stepper, data)
         check_profiled_steps(config, data.steps)
         record |= {"data": data.fingerprint} if main else {}
         agree(lambda: run_dir.begin(text, record, fresh=context.resume is None) if main else None)
@@ -128,14 +128,13 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     return RunData(train, valid, test, steps, corpus.fingerprint(config))
 
 
-def _resume(context: RunContext, stepper: Stepper, data: RunData, reporter: Reporter) -> Progress:
+def _resume(context: RunContext, stepper: Stepper, data: RunData) -> Progress:
     """The progress of the loaded checkpoint, or step 0."""
     if context.resume is None:
         return Progress(step=0, data=data.fingerprint)
     with trace_region("loading the checkpoint"):
         progress = save_load.load(context.resume, stepper, context.plan.parallel)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
-    reporter.log(f"resumed from {context.resume} at step {progress.step}")
     if progress.step > data.steps:
         raise UsageError(
             f"{context.resume} is at step {progress.step}, beyond this run's {data.steps} steps. Raise train.steps."

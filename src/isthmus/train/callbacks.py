@@ -34,6 +34,9 @@ class Callback:
     def evaluation(self, metrics: Mapping[str, Any]) -> None:
         """After a validation or test; ``metrics`` is the row of ``metrics.jsonl``, such as ``step``, ``valid_loss``."""
 
+    def event(self, row: Mapping[str, Any]) -> None:
+        """When something happened; ``row`` is that of ``events.jsonl``, with ``step``, ``event`` and ``text``."""
+
     def save(self, step: int, checkpoint: Path) -> None:
         """After a checkpoint is complete."""
 

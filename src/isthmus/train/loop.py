@@ -108,6 +108,7 @@ class Loop:
             done = abandoned.done
             incomplete = f" ({abandoned.part} was not completed)" if abandoned.part else ""
         self.profile.finish()  # the checkpoint is not part of a step
+        self.reporter.event(done, "stop", f"stopped after step {done} as requested{incomplete}", prints=False)
         if done == 0:
             raise Preempted(f"stopped before the first step, as requested{incomplete}. The same command starts again.")
         self.save(done, wait=True)
@@ -123,7 +124,7 @@ class Loop:
         skipped, retries = self.stepper.skipped, self.platform.memory_retries()
         with self.profile, closing(prefetched(self.data.train.step, range(start, steps))) as batches:
             for step in range(start, steps):
-                if self._stops_early():
+                if self._stops_early(step):
                     break
                 done = step + 1
                 with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
@@ -132,7 +133,7 @@ class Loop:
                     self.profile.finish()  # the checkpoint is not part of a step
                 loss, before, retries = metrics.loss, retries, self.platform.memory_retries()
                 if warning := memory_warning(before, retries):
-                    self.reporter.log(warning)
+                    self.reporter.event(done, "memory full", warning)
                 if step > start:
                     tokens, seconds = tokens + metrics.num_tokens, seconds + metrics.step_time_s
                 if step + 1 < steps:
@@ -143,14 +144,15 @@ class Loop:
             self.best.update(done, valid_loss)
         return Outcome(done, loss, valid_loss, test_loss, tokens / seconds if seconds else None)
 
-    def _stops_early(self) -> bool:
+    def _stops_early(self, done: int) -> bool:
         patience, best = self.config.train.early_stopping, self.best
         if patience is None or best.evaluations_since < patience:
             return False
-        self.reporter.log(
+        text = (
             f"stopped early: {best.evaluations_since} validations in a row were not below {best.loss:.4f}, the loss of "
             f"step {best.step} (train.early_stopping={patience})"
         )
+        self.reporter.event(done, "early stop", text)
         return True
 
     def _check_updates(self, start: int, steps: int, skipped: int) -> None:
@@ -206,13 +208,20 @@ class Loop:
         metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
         self.reporter.step(metrics)
         self._follow_saves(saves_ended, *seconds)
-        row = self.stepper.skipped_in_a_row
-        if row >= 4 and row.bit_count() == 1:
-            self.reporter.log(
-                f"warning: {row} steps in a row did not change the weights: their gradients overflowed in float16. The "
-                f"loss scale is now {self.stepper.loss_scale:g}, half after each; see train.initial_loss_scale."
-            )
+        self._report_skip(step + 1)
         return metrics, stops > 0
+
+    def _report_skip(self, step: int) -> None:
+        """Record that a float16 gradient overflowed in ``step``, and warn if that repeats."""
+        row = self.stepper.skipped_in_a_row
+        if not row:
+            return
+        text = (
+            f"warning: {row} step{'s' * (row > 1)} in a row did not change the weights: float16 overflowed. "
+            f"The loss scale is now {self.stepper.loss_scale:g}, half after each; see train.initial_loss_scale."
+        )
+        warns = row >= 4 and row.bit_count() == 1
+        self.reporter.event(step, "skipped step", text, prints=warns, loss_scale=self.stepper.loss_scale)
 
     def _follow_saves(self, saves_ended: float, step_s: float, save_s: float) -> None:
         """Report a save that has ended on all ranks, or failed on one. The arguments are sums over ranks."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure, IsthmusError
 from isthmus.train.callbacks import Callbacks
+from isthmus.train.console import Console
 from isthmus.train.metrics import (
     WIDTH,
     StepMetrics,
@@ -26,55 +26,7 @@ from isthmus.train.metrics import (
 from isthmus.train.row_file import RowFile
 from isthmus.train.trackers import TrackedRun, Trackers
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-
-_CLOSED = (OSError, ValueError)
-"""Errors of a closed terminal or pipe; they do not end a run."""
-
-
-class Console:
-    """Lines on stderr: above a progress bar on a terminal, plain elsewhere."""
-
-    def __init__(self) -> None:
-        self._bar: tuple[Progress, TaskID] | None = None
-
-    def show_progress(self, total_steps: int, done: int = 0) -> None:
-        """Show a progress bar if stderr is a terminal."""
-        if not sys.stderr.isatty():
-            return
-        from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=RichConsole(stderr=True, highlight=False),
-            transient=True,
-        )
-        self._bar = (progress, progress.add_task("training", total=total_steps, completed=done))
-        progress.start()
-
-    def print(self, text: str) -> None:
-        with suppress(*_CLOSED):
-            if self._bar is None:
-                print(text, file=sys.stderr, flush=True)
-            else:
-                self._bar[0].console.print(text, markup=False, soft_wrap=True)
-
-    def advance(self, step: int) -> None:
-        if self._bar is not None:
-            progress, task = self._bar
-            progress.update(task, completed=step)
-
-    def close(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            with suppress(*_CLOSED):
-                bar[0].stop()
+EVENTS = "events.jsonl"
 
 
 class Reporter:
@@ -107,8 +59,9 @@ class Reporter:
         self._total_steps = 0
         self._metrics: RowFile | None = None
         self._samples: RowFile | None = None
+        self._events: RowFile | None = None
         self._trackers: Trackers | None = None
-        self._console = Console()
+        self._console = Console(settings.progress)
         self._callbacks = Callbacks(callbacks if is_main else ())
         self._first: tuple[int, float] | None = None
         """The first step of this process and the monotonic time of its end, in seconds."""
@@ -121,8 +74,9 @@ class Reporter:
         path = self._run_dir / "metrics.jsonl"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics, self._samples = (
-                RowFile(file, start=start, warn=self._console.print) for file in (path, self._samples_path)
+            self._metrics, self._samples, self._events = (
+                RowFile(file, start=start, warn=self._console.print)
+                for file in (path, self._samples_path, self._run_dir / EVENTS)
             )
             self._metrics.sync()
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
@@ -140,8 +94,8 @@ class Reporter:
         self._console.close()
         if self._trackers is not None:
             self._trackers.close(failed=kind is not None)
-        files = [file for file in (self._metrics, self._samples) if file is not None]
-        self._trackers = self._metrics = self._samples = None
+        files = [file for file in (self._metrics, self._samples, self._events) if file is not None]
+        self._trackers = self._metrics = self._samples = self._events = None
         try:
             for file in files:
                 with suppress(*([IsthmusError] if kind else [])):  # the run fails for a reason of its own
@@ -155,17 +109,29 @@ class Reporter:
         Raises:
             NoSpace, IOFailure: a file cannot be written.
         """
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._events):
             if file is not None:
                 file.sync()
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        self.log(f"saved {checkpoint}")
+        self.event(step, "checkpoint", f"saved {checkpoint}", path=str(checkpoint))
         self._callbacks.call("save", step, checkpoint)
 
     def exported(self, step: int, model: Path) -> None:
-        self.log(f"exported {model}")
+        self.event(step, "export", f"exported {model}", path=str(model))
         self._callbacks.call("export", step, model)
+
+    def event(self, step: int, kind: str, text: str, *, prints: bool = True, **details: Any) -> None:
+        """Record in ``events.jsonl`` what happened in or after ``step``, with a ``text`` for people, and print it.
+
+        ``details`` are values of JSON. Before :meth:`begin` it is only printed.
+        """
+        if prints:
+            self.log(text)
+        if self._events is not None:
+            row = {"step": step, "event": kind, "time_s": round(time.time(), 3), "text": text, **_finite(details)}
+            self._events.add([row])
+            self._callbacks.call("event", row)
 
     def log(self, text: str) -> None:
         if self._is_main:
@@ -182,7 +148,7 @@ class Reporter:
             self._callbacks.call("step", row)
         if is_due and self._prints_steps:
             self._console.print(self._line(metrics))
-        self._console.advance(metrics.step)
+        self._console.advance(metrics, self._total_steps, self._time_left_s(metrics.step))
 
     def evaluation(
         self,
@@ -199,6 +165,8 @@ class Reporter:
         row = {"step": step, **{f"{part}_{name}": value for name, value in {"loss": loss, **objective}.items()}}
         self._record(row)
         self._callbacks.call("evaluation", row)
+        if part == "valid":
+            self._console.validated(loss)
         name = {"valid": "validation", "test": "test"}[part]
         cells = [step_cell(step, self._total_steps), f"{name} loss {loss:.4f}", *printed(objective).values()]
         self._console.print("  ".join(cells))
@@ -217,8 +185,7 @@ class Reporter:
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._metrics is not None, "begin() comes first"
-        # JSON has no NaN.
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        clean = _finite(row)
         self._metrics.add([clean])
         if points and self._trackers is not None:
             values = {tracker_tag(k): v for k, v in clean.items() if k != "step" and v is not None}
@@ -235,3 +202,8 @@ class Reporter:
             return None
         first, at_s = self._first
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
+
+
+def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity; they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

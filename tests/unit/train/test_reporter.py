@@ -11,8 +11,9 @@ import pytest
 
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
+from isthmus.train.console import Console
 from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tracker_tag
-from isthmus.train.reporter import Console, Reporter
+from isthmus.train.reporter import Reporter
 from isthmus.train.row_file import first_valid_loss
 
 
@@ -236,9 +237,30 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch:
     console = Console()
     console.show_progress(10, done=3)
     console.print("step 4/10  loss [1.5]")
-    console.advance(4)
+    console.advance(metrics(4), 10, 12.0)
     console.close()
     assert "step 4/10  loss [1.5]" in capsys.readouterr().err
+
+
+def test_events_are_rows_that_a_resumed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter(tmp_path) as report:
+        report.begin(total_steps=9)
+        report.saved(2, tmp_path / "iter_2")
+        report.event(3, "skipped step", "a gradient overflowed", prints=False, loss_scale=float("inf"))
+    assert "saved" in capsys.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["event"]) for row in events] == [(2, "checkpoint"), (3, "skipped step")]
+    assert events[0]["path"] == str(tmp_path / "iter_2") and events[1]["loss_scale"] is None
+    assert "overflowed" not in capsys.readouterr().err
+    with reporter(tmp_path, is_main=False) as other:
+        other.begin(total_steps=9)
+        other.event(3, "resume", "on another rank")
+    with reporter(tmp_path) as report:
+        report.begin(total_steps=9, start=2)
+        report.event(2, "resume", "resumed")
+    assert [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == [
+        "checkpoint", "resume",
+    ]  # fmt: skip
 
 
 def test_duration() -> None:

@@ -103,3 +103,6 @@ class LoggingConfig(Section):
     """Steps between log lines and points of trackers; metrics.jsonl has every step."""
     style: Literal["isthmus", "megatron"] = "isthmus"
     """Format of log lines: that of Isthmus, or of Megatron-LM for tools that parse its logs."""
+    progress: Literal["auto", "bar", "lines"] = "auto"
+    """auto: on a terminal, outside of CI, also a live bar with loss, remaining time, speed and memory below the lines;
+    bar: the bar also where no terminal is detected; lines: no bar."""
