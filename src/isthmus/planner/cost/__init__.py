@@ -1,0 +1,1 @@
+"""Cost model: the time of an optimizer step from architecture, layout and data sheets, without a GPU."""
