@@ -243,6 +243,7 @@ _GUIDES = {
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
     "merge": "[LoRA adapters](../how-to/lora.md)",
     "verify": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
+    "tune": "[Tune matmuls](../how-to/tune-matmuls.md)",
     "patch": "[Megatron-LM's own saver](../how-to/migrate-from-rocm-megatron-lm.md#megatron-lms-own-saver)",
     "config": "[Config files](../how-to/config-files.md)",
     "config from-megatron": "[Migrate from Megatron-LM](../how-to/migrate-from-megatron-lm.md)",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import chat, config, convert, doctor, evaluate, patch, prepare, script, train_verbs, verify
+from isthmus.cli import chat, config, convert, doctor, evaluate, patch, prepare, script, train_verbs, tune, verify
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -65,6 +65,7 @@ app.command("merge", short_help="Merge a LoRA adapter into its base model.")(con
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("doctor", short_help="Check whether this machine can train, and what slows it down.")(doctor.doctor)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)
+app.command("tune", short_help="Measure the matmuls of a model and layout, for faster runs.")(tune.tune)
 app.command(
     "run",
     short_help="Run an unmodified Megatron-LM script on any platform.",

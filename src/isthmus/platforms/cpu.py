@@ -26,7 +26,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device_type = "cpu"
     collective_backend = "gloo"
-    no_gemm_tuning = "it tunes GEMMs of AMD GPUs"
+    no_gemm_tuning = "it tunes GEMMs of AMD GPUs; isthmus tune measures matmuls of a CPU"
     # The number of threads depends on the ranks and is set elsewhere.
     env_defaults: ClassVar[EnvDefaults] = {
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": (

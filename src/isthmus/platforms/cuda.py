@@ -14,7 +14,10 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 
 class CudaPlatform(GpuPlatform):
     name = "cuda"
-    no_gemm_tuning = "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects"
+    no_gemm_tuning = (
+        "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects; isthmus tune compares cuBLAS "
+        "with cuBLASLt"
+    )
     env_defaults: ClassVar[EnvDefaults] = {}
     driver_files = ("/dev/nvidia-uvm",)
 

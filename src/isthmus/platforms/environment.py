@@ -101,7 +101,7 @@ REMARKS = (
     EnvRemark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
     EnvRemark("NCCL_PROTO", "the library chooses a protocol for each size; one for all sizes is slower for some"),
     EnvRemark("MIOPEN_\\w+", _CONVOLUTION),
-    EnvRemark("TE_HIPBLASLT_\\w+", f"{_TE}; train.gemm_tuning=true tunes torch's matmuls"),
+    EnvRemark("TE_HIPBLASLT_\\w+", f"{_TE}; train.gemm_tuning=true and isthmus tune tune torch's matmuls"),
     EnvRemark("NVTE_\\w+", _TE),
     EnvRemark("PRIMUS_TURBO_\\w+", "Primus reads it, and is not used here"),
     EnvRemark(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from isthmus.config.load import load_config
+from isthmus.engine.tuned_matmuls import tuned_threads
 from isthmus.errors import UsageError
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
@@ -24,7 +25,8 @@ _logger = logging.getLogger(__name__)
 def leave_busy_cores(context: RunContext) -> RunContext:
     """Leave cores to other processes: on a CPU, threads that wait for busy cores are slower than fewer threads.
 
-    The number of threads affects the last bits of a result. It is chosen when a run begins, and recorded in its config.
+    The number of threads in ``tune.file`` counts instead. It affects the last bits of a result. It is chosen when a run
+    begins, and recorded in its config.
     """
     config, run_dir = context.config, context.run_dir
     one_rank = context.platform.device_type == "cpu" and rank_env.world_size() == 1
@@ -33,6 +35,8 @@ def leave_busy_cores(context: RunContext) -> RunContext:
     if context.resume is not None:
         recorded = load_config(None, run_dir.config).train.threads if run_dir.config.is_file() else None
         threads, reason = recorded, "as when the run began"
+    elif (tuned := tuned_threads(config.tune.file, context.platform)) is not None:
+        threads, reason = tuned, "measured by isthmus tune (tune.file)"
     else:
         available, used = cores(), cores_in_use()
         threads = max(1, available - used) if used else None

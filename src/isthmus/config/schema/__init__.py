@@ -22,7 +22,7 @@ from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.output import CheckpointConfig, LoggingConfig
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.section import PathText, Section, lacks, listed, refuse
-from isthmus.config.schema.train import TrainConfig
+from isthmus.config.schema.train import TrainConfig, TuneConfig
 
 
 class RunConfig(Section):
@@ -41,6 +41,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     moe: MoeConfig = MoeConfig()
     train: TrainConfig = TrainConfig(epochs=1.0)
+    tune: TuneConfig = TuneConfig()
     optim: OptimConfig = OptimConfig()
     dpo: DpoConfig = DpoConfig()
     distill: DistillConfig = DistillConfig()

@@ -49,6 +49,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         checkpoint.resume checkpoint.accept_changes checkpoint.hf_every checkpoint.save_final
         checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public logging.to
         logging.project logging.name logging.every logging.style logging.progress checkpoint.skip_checksums
+        tune.file
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

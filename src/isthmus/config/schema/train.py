@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from isthmus.config.schema.section import Count, Interval, Section, Seed, Sequences, refuse
+from isthmus.config.schema.section import Count, Interval, PathText, Section, Seed, Sequences, refuse
 
 RecomputedModule = Literal["core_attn", "mlp", "moe", "layernorm", "mlp_act", "moe_act", "rope"]
 _OF_PRECISION = {
@@ -14,6 +14,14 @@ _OF_PRECISION = {
     "fp8": ("fp8_scaling", "fp8_format", "emulate_fp8"),
 }
 """Settings that apply to one precision only."""
+
+
+class TuneConfig(Section):
+    """Measured choices of matmul kernels."""
+
+    file: PathText | None = None
+    """File of isthmus tune for this model, layout and device: the fastest library or GPU kernel of each matmul, and on
+    a CPU the number of threads. %d in the name is the number of the GPU."""
 
 
 class TrainConfig(Section):

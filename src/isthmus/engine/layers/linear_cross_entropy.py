@@ -87,7 +87,7 @@ class VocabShard:
         elements = device.chunk_elements(hidden.device)
         if teacher is not None and hidden.is_cuda:
             elements //= distillation_loss.CHUNK_SHARE
-        chunks = list(_chunks(hidden.size(0), weight.size(0), elements))
+        chunks = list(chunk_bounds(hidden.size(0), weight.size(0), elements))
         longest = max((end - start for start, end in chunks), default=0)
         buffer = device.new_buffer(longest, rows.size(0), like=hidden)
         if teacher is not None:
@@ -230,7 +230,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def _chunks(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
+def chunk_bounds(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
     """Start and end of chunks of about equal size with at most ``most_elements`` logits."""
     most = max(1, most_elements // max(1, num_rows))
     size = math.ceil(num_tokens / max(1, math.ceil(num_tokens / most)))

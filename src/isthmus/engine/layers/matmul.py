@@ -1,15 +1,19 @@
-"""Matmuls: with the faster of MKL and oneDNN on a CPU (docs/decisions/0023), into float32 sums on a GPU (0034)."""
+"""Matmuls: with the faster of MKL and oneDNN on a CPU (docs/decisions/0023), into float32 sums on a GPU (0034).
+
+:func:`use_table` replaces the choice of the library by that of ``isthmus tune`` (0051).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from isthmus.engine.layers.matmul_table import Library, MatmulTable, Operation
 from isthmus.platforms.cpu import onednn_is_faster
 from isthmus.platforms.torch_features import ADDMM_INTO_FLOAT32, ONEDNN_MATMUL
 
@@ -17,6 +21,18 @@ ONEDNN_MIN_FLOP = 1 << 28
 """From this size float32 matmuls on a CPU use oneDNN, which compiles a kernel per shape in 0.3 ms."""
 BLOCK_ELEMENTS = 1 << 20
 """Results of a bfloat16 matmul on a CPU at a time: 2 MiB stay in the cache until they are added to float32."""
+_table: MatmulTable | None = None
+_tunable_op = False
+
+
+def use_table(table: MatmulTable | None, *, tunable_op: bool = False) -> None:
+    """Choose libraries by ``table``; by default for weights that it does not have.
+
+    ``tunable_op`` is whether torch's TunableOp selects GEMM kernels on an AMD GPU. It has none that add to float32, so
+    it is off during these.
+    """
+    global _table, _tunable_op
+    _table, _tunable_op = table, tunable_op
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -33,11 +49,12 @@ def add_matmul(main_grad: Tensor, a: Tensor, b: Tensor, *, shape_repeats: bool =
     compiling a kernel for a shape that is unlikely to repeat.
     """
     if a.dtype == main_grad.dtype:
-        with _library(a, b) if shape_repeats else contextlib.nullcontext():
+        with _library(a, b, "add_matmul") if shape_repeats else contextlib.nullcontext():
             main_grad.addmm_(a, b)
         return
     if main_grad.dtype == torch.float32 and a.is_cuda and no_float32_sums(a.device, a.dtype) is None:
-        ADDMM_INTO_FLOAT32(main_grad, a, b, torch.float32, out=main_grad)
+        with without_tunable_op() if _tunable_op else _library(a, b, "add_matmul"):
+            ADDMM_INTO_FLOAT32(main_grad, a, b, torch.float32, out=main_grad)
         return
     rows = max(1, BLOCK_ELEMENTS // b.size(1)) if a.device.type == "cpu" else a.size(0)
     for target, part in zip(main_grad.split(rows), a.split(rows), strict=True):
@@ -54,7 +71,8 @@ def no_float32_sums(device: torch.device, dtype: torch.dtype) -> str | None:
     a[:, 0] = 2.0**-9
     total = torch.ones(16, 16, device=device)
     try:
-        ADDMM_INTO_FLOAT32(total, a.t().contiguous().t(), b, torch.float32, out=total)
+        with without_tunable_op() if _tunable_op else contextlib.nullcontext():
+            ADDMM_INTO_FLOAT32(total, a.t().contiguous().t(), b, torch.float32, out=total)
         rounded = bool((total != 16 + 2.0**-9).any())
     except RuntimeError as error:
         return f"torch {torch.__version__}: {str(error).partition(chr(10))[0]}"
@@ -72,9 +90,14 @@ def rounded_gradients(device_type: str, dtype: torch.dtype) -> str | None:
     )
 
 
-def _library(a: Tensor, b: Tensor) -> AbstractContextManager[None]:
+def _library(a: Tensor, b: Tensor, operation: Operation = "matmul") -> AbstractContextManager[None]:
+    name = None if _table is None else _table.library(operation, a, b)
+    return LIBRARIES[name or default_library(a, b)]()
+
+
+def default_library(a: Tensor, b: Tensor) -> Library:
     large = a.dtype == torch.float32 and a.device.type == "cpu" and 2 * a.numel() * b.size(-1) >= ONEDNN_MIN_FLOP
-    return _onednn() if large and _onednn_is_exact() else contextlib.nullcontext()
+    return "onednn" if large and _onednn_is_exact() else "default"
 
 
 @contextlib.contextmanager
@@ -91,11 +114,47 @@ def _onednn() -> Iterator[None]:
         ONEDNN_MATMUL.fp32_precision = before
 
 
+@contextlib.contextmanager
+def _prefer(library: str) -> Iterator[None]:
+    """cuBLAS or cuBLASLt, where it has the operation."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+@contextlib.contextmanager
+def without_tunable_op() -> Iterator[None]:
+    """Without effect if the variable PYTORCH_TUNABLEOP_ENABLED is 1, which wins over the function."""
+    torch.cuda.tunable.enable(False)
+    try:
+        yield
+    finally:
+        torch.cuda.tunable.enable(True)
+
+
+LIBRARIES: Mapping[Library, Callable[[], AbstractContextManager[None]]] = {
+    "default": contextlib.nullcontext,
+    "onednn": _onednn,
+    "cublas": functools.partial(_prefer, "cublas"),
+    "cublaslt": functools.partial(_prefer, "cublaslt"),
+}
+"""Contexts in which a matmul is computed by a library."""
+
+
 @functools.cache
-def _onednn_is_exact() -> bool:
-    """Whether oneDNN is faster on this CPU and computes in full float32."""
-    if not onednn_is_faster() or ONEDNN_MATMUL is None:
+def onednn_keeps_float32() -> bool:
+    """Whether float32 matmuls can use oneDNN here, with all bits; a trial decides."""
+    if ONEDNN_MATMUL is None or not torch.backends.mkldnn.is_available():
         return False
     values = torch.arange(1.0, 256 * 256 + 1).view(256, 256) / 3
     with _onednn():
         return torch.equal(values @ torch.eye(256), values)
+
+
+@functools.cache
+def _onednn_is_exact() -> bool:
+    """Whether oneDNN is faster on this CPU and computes in full float32."""
+    return onednn_is_faster() and onednn_keeps_float32()

@@ -156,7 +156,8 @@ def _choose_kernels(
     from isthmus.engine.compiled import choose_compile
     from isthmus.engine.layers.fp8_linear import check_kernels
     from isthmus.engine.layers.linear import use_async_tp, use_fp8
-    from isthmus.engine.layers.matmul import rounded_gradients
+    from isthmus.engine.layers.matmul import rounded_gradients, use_table
+    from isthmus.engine.tuned_matmuls import use_tuned
 
     device = platform.device_type
     if precision == "fp8" and device != "cpu":
@@ -165,6 +166,9 @@ def _choose_kernels(
     lines = [choose_compile(config.train.compile, device)]
     if training and not plan.parallel.fsdp:
         lines.append(rounded_gradients(device, DTYPES[precision]))
+    use_table(None)  # of another run in this process
+    if (file := config.tune.file) is not None:
+        agree(lambda: lines.append(use_tuned(file, platform)))
     if precision == "fp8":
         lines += use_fp8(modules, fp8_recipe(config, platform))
     if training and plan.parallel.async_tp:

@@ -151,7 +151,7 @@ def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
     if config.recipe == "distill":
         found["distill.teacher_init"] = "random"
-    found |= {"optim.offload": False, "train.attention": "auto"}
+    found |= {"optim.offload": False, "train.attention": "auto", "tune.file": None}
     if config.checkpoint.push is not None:
         found |= {"checkpoint.push": None, "checkpoint.push_public": False}
     if config.checkpoint.resume != "never":

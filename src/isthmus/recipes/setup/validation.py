@@ -28,6 +28,7 @@ from isthmus.recipes.setup.model_plan import (
     plan_model,
 )
 from isthmus.recipes.setup.model_source import run_tokenizer
+from isthmus.recipes.setup.step_matmuls import tuning_messages
 from isthmus.recipes.setup.teacher_model import check_teacher, teacher_messages
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
@@ -100,6 +101,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
     memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
+        *tuning_messages(config, plan, platform, precision),
         *check_trackers(config.logging),
         f"platform {platform.name}: {platform.reason}",
         f"layout: {config.parallel.describe(plan.world_size)}",

@@ -33,7 +33,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             precisions.append(ONEDNN_MATMUL.fp32_precision)
             yield
 
-    monkeypatch.setattr(module, "_onednn", watched)
+    monkeypatch.setitem(module.LIBRARIES, "onednn", watched)  # type: ignore[arg-type]
     monkeypatch.setattr(module, "_onednn_is_exact", lambda: request.param == "onednn")
     monkeypatch.setattr(module, "ONEDNN_MIN_FLOP", 2 * 20 * 12)
     return precisions

@@ -1,0 +1,57 @@
+"""The formula for the matmuls of a micro batch has those that ranks compute, with shapes and memory layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fake_cuda.architectures import config_of
+from fake_cuda.runner import FakeCuda
+from fake_cuda.world import build
+
+
+def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, int]]:
+    """Computed and predicted: how often each shape occurs in a micro batch of 64 tokens."""
+    import isthmus.engine.layers.linear as linear
+    import isthmus.engine.layers.linear_cross_entropy as loss
+    import isthmus.engine.parallel.tensor_parallel as exchange
+    from isthmus.engine.layers.matmul_table import MatmulShape
+    from isthmus.platforms.detect import detect
+    from isthmus.recipes.setup.step_matmuls import step_matmuls
+
+    rank = build(config_of(trait), precision=precision, **parallel)
+    found: dict[str, int] = {}
+
+    def recorded(inner: Any, operation: Any) -> Any:
+        def call(*tensors: Any, **more: Any) -> Any:
+            a, b = tensors[-2:]
+            transposed = b.stride(0) == 1
+            shape = MatmulShape(operation, a.numel() // b.size(0), *b.shape, transposed, a.dtype)
+            found[str(shape)] = found.get(str(shape), 0) + 1
+            return inner(*tensors, **more)
+
+        return call
+
+    for module, name in ((exchange, "matmul"), (loss, "matmul"), (linear, "add_matmul"), (loss, "add_matmul")):
+        setattr(module, name, recorded(getattr(module, name), name))
+    rank.stepper.train_step([rank.batch(20, 44)])
+    predicted: dict[str, int] = {}
+    for one in step_matmuls(rank.model.plan, rank.config, precision, detect(), [64]):
+        predicted[str(one.shape)] = predicted.get(str(one.shape), 0) + one.count
+    return {"computed": found, "predicted": predicted}
+
+
+@pytest.mark.parametrize(
+    ("trait", "precision", "parallel"),
+    [
+        ("untied, GQA, unrotated layers", "bf16", {}),
+        ("tied, qk norm, window", "fp16", {"size": 2, "tp": 2, "sp": False}),
+        ("MLA, shared experts, groups, expert bias", "bf16", {"size": 2, "tp": 2}),
+        ("gated shared expert, qkv biases", "bf16", {"size": 4, "tp": 2, "ep": 2, "etp": 1}),
+        ("MLA, shared experts, groups, expert bias", "fp8", {}),
+    ],
+)
+def test_formula(fake_cuda: FakeCuda, trait: str, precision: str, parallel: dict[str, int]) -> None:
+    found = fake_cuda.run(matmuls, trait=trait, precision=precision, **parallel)
+    assert found["computed"] and found["computed"] == found["predicted"]
