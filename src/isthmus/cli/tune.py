@@ -14,7 +14,7 @@ from isthmus.cli.options import Debug, Json
 from isthmus.cli.train_verbs import Model, Words
 
 if TYPE_CHECKING:
-    from isthmus.tune.tune import TuneResult
+    from isthmus.tune.choose import TuneResult
 
 Out = Annotated[
     Path | None,

@@ -15,7 +15,7 @@ _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 class CudaPlatform(GpuPlatform):
     name = "cuda"
     no_gemm_tuning = (
-        "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects; isthmus tune compares cuBLAS "
+        "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects; isthmus tune compares it "
         "with cuBLASLt"
     )
     env_defaults: ClassVar[EnvDefaults] = {}

@@ -16,7 +16,7 @@ from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.model_plan import check_precision, plan_model
 from isthmus.recipes.setup.step_matmuls import check_tuning, step_matmuls, token_counts
-from isthmus.tune.tune import Report, TuneResult, tune, with_shorter
+from isthmus.tune.choose import Report, TuneResult, choose, with_shorter
 
 _WITHOUT_DATA: Mapping[str, Any] = {"data.mock": True, "train.steps": 1, "train.epochs": None}
 
@@ -62,7 +62,7 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
         tokens = with_shorter(tokens, config.parallel.length_multiple)
     matmuls = step_matmuls(plan, config, precision, platform, tokens)
     report(f"{platform.describe()}: {len(matmuls)} matmuls of {precision}, {', '.join(map(str, tokens))} tokens")
-    found = tune(matmuls, platform, report)
+    found = choose(matmuls, platform, report)
     write_atomic(path, found.content)
     return replace(found, notes=[*found.notes, *_notes(config, precision, platform, exact=exact)]), path
 

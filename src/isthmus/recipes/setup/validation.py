@@ -99,7 +99,6 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         from isthmus.recipes.setup.rank_model import select_attention  # imports the engine
 
         select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
-    memory = check_memory(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
         *tuning_messages(config, plan, platform, precision),
         *check_trackers(config.logging),
@@ -109,7 +108,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         *dropout_messages(plan),
         *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
         *teacher_messages(config, plan, precision),
-        memory,
+        check_memory(plan, config, platform, precision, ranks_here=ranks_here),
         f"precision {precision}: {reason}",
     )
     return RunContext(config, run_dir, resume, plan, tokenizer, prompts, platform, shape, precision, messages)

@@ -73,7 +73,7 @@ class TuneResult:
         }  # fmt: skip
 
 
-def tune(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) -> TuneResult:
+def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) -> TuneResult:
     """Measure and choose. The choices are only written into ``content``; this process keeps its defaults."""
     if platform.name == "rocm":
         return _tune_kernels(matmuls, report)

@@ -22,11 +22,11 @@ from isthmus.errors import NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.step_matmuls import StepMatmul, token_counts, tuning_messages
+from isthmus.tune import choose as module
 from isthmus.tune import measure, tunable_op
-from isthmus.tune import tune as module
+from isthmus.tune.choose import choose, with_shorter
 from isthmus.tune.measure import Operands, compare
 from isthmus.tune.run_tune import config_to_tune
-from isthmus.tune.tune import tune, with_shorter
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -109,11 +109,11 @@ def test_choices_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compare", lambda operands, candidates, **_: times[operands.part])
     monkeypatch.setattr(module, "Operands", lambda one, _device: SimpleNamespace(part=one.part, a=None, b=None))
     both = [small(part="forward"), small(32, part="input gradient")]
-    found = tune(both, CPU, lambda _line: None)
+    found = choose(both, CPU, lambda _line: None)
     assert found.threads == 2 and [row.chosen for row in found.rows] == ["default", "default"]
     assert [(row.default_ms, row.ms) for row in found.rows] == [(10.0, 9.0), (10.0, 5.0)]
     times["input gradient"] |= {(2, "default"): 10.5, (2, "onednn"): 10.5}
-    found = tune(both, CPU, lambda _line: None)
+    found = choose(both, CPU, lambda _line: None)
     assert found.threads == 4 and [row.chosen for row in found.rows] == ["onednn", "default"]
     assert found.total_ms(tuned=False) == 40.0 and found.total_ms(tuned=True) == 36.0
 
@@ -205,7 +205,7 @@ def test_gpu_kernels_are_measured_by_tunable_op(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "_GPU", torch.device("cpu"))
     adds = StepMatmul("w", "weight gradient", MatmulShape("add_matmul", 24, 16, 8, False, torch.float32), 1)
     lines: list[str] = []
-    found = tune([small(16), small(32), small(16, "again"), adds], SimpleNamespace(name="rocm"), lines.append)  # type: ignore[arg-type]
+    found = choose([small(16), small(32), small(16, "again"), adds], SimpleNamespace(name="rocm"), lines.append)  # type: ignore[arg-type]
     assert [row.chosen for row in found.rows] == ["Gemm_Hipblaslt_0", "Default", "Gemm_Hipblaslt_0", "Default"]
     assert [row.gain for row in found.rows] == [2.0, 1.0, 2.0, 1.0] and len(lines) == 4
     assert found.notes == ["weight gradient: TunableOp has no kernels for it, because it is added to float32"]
