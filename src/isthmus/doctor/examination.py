@@ -8,13 +8,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isthmus.doctor.device_access import check_device_files
 from isthmus.doctor.findings import Check, Finding, warning
-from isthmus.doctor.host import check_host
+from isthmus.doctor.gpu_use import check_gpu_use
+from isthmus.doctor.host import check_clock, check_memory, check_processor
+from isthmus.doctor.hub_access import check_hub, check_hub_settings
+from isthmus.doctor.jobs import check_job
+from isthmus.doctor.limits import check_limits
 from isthmus.doctor.machine import Machine
+from isthmus.doctor.network import check_network, check_rdma
+from isthmus.doctor.numa import check_numa
+from isthmus.doctor.storage import check_disk_space, check_disk_speed
+from isthmus.doctor.torch_build import check_torch_build
+from isthmus.doctor.variables import check_variables
+from isthmus.doctor.versions import check_versions
+from isthmus.doctor.visible_devices import check_visible_gpus
 
-QUICK: tuple[Check, ...] = (check_host,)
+QUICK: tuple[Check, ...] = (
+    *(check_torch_build, check_device_files, check_visible_gpus, check_gpu_use),
+    *(check_processor, check_numa, check_memory, check_limits, check_clock, check_disk_space),
+    *(check_network, check_rdma, check_job, check_variables, check_versions, check_hub_settings),
+)
 """Import no torch and use no network; they run at the same time."""
-THOROUGH: tuple[Check, ...] = ()
+THOROUGH: tuple[Check, ...] = (check_disk_speed, check_hub)
 """One after the other, since some measure."""
 QUICK_SECONDS, THOROUGH_SECONDS = 2.5, 120.0
 
@@ -42,7 +58,8 @@ def examine(machine: Machine, *, quick: bool = False, more: Sequence[Check] = ()
     found = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
     for check in (*(() if quick else THOROUGH), *more):
         found += run_checks((check,), machine, THOROUGH_SECONDS)
-    return Examination(tuple(found))
+    subjects = list(dict.fromkeys(finding.subject for finding in found))
+    return Examination(tuple(sorted(found, key=lambda finding: subjects.index(finding.subject))))
 
 
 def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> list[Finding]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _TOOL_SECONDS = 10.0
 
@@ -42,6 +46,13 @@ def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
     return output
 
 
+def clock_state() -> int | None:
+    """What the kernel says about its clock: 0 to 4 if it follows a time server, 5 if not; None if it does not tell."""
+    adjtimex: Any = getattr(ctypes.CDLL(None), "adjtimex", None)
+    state = int(adjtimex(ctypes.create_string_buffer(1024))) if adjtimex else -1  # zeros: it changes nothing
+    return None if state < 0 else state
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where the facts come from; tests replace each part."""
@@ -53,7 +64,11 @@ class Machine:
     """The working folder, for run folders."""
     user: int = field(default_factory=os.geteuid)
     groups: frozenset[int] = field(default_factory=lambda: frozenset((os.getegid(), *os.getgroups())))
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     run_tool: Callable[[Sequence[str]], str] = run_tool
+    disk_usage: Callable[[Path], Any] = shutil.disk_usage
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
+    clock_state: Callable[[], int | None] = clock_state
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
@@ -64,6 +79,11 @@ class Machine:
             return self.path(name).read_text(errors="replace").strip()
         except OSError:
             return None
+
+    def values(self, name: str, separator: str = ":") -> dict[str, str]:
+        """Lines such as ``MemTotal:  2048 kB`` of a file; the first of several with the same name."""
+        pairs = (line.partition(separator) for line in (self.read(name) or "").splitlines())
+        return {key.strip(): value.strip() for key, _, value in reversed([*pairs])}
 
     def names(self, folder: str) -> list[str]:
         """Sorted names in a folder; empty if it does not exist or cannot be read."""

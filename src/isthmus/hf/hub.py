@@ -9,12 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import WeakFileLock, get_token, validate_repo_id
+from huggingface_hub.utils import WeakFileLock, get_session, get_token, validate_repo_id
 
 from isthmus.errors import IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, SINGLE_FILE, SMALL_FILES
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+ENDPOINT = constants.ENDPOINT
 _OWNED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _UNOWNED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 """Repositories without an owner in their name."""
@@ -92,6 +93,28 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")
     return IOFailure(f"{here} {repo_id} cannot be downloaded from the Hub: {_one_line(error)[:300]}")
+
+
+def account_of_token(seconds: float = 5.0) -> str | None:
+    """Name of the account; None without a token, if the Hub answers.
+
+    Raises:
+        PermissionError: the Hub refuses the token.
+        OSError: it does not answer within ``seconds``.
+    """
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = get_session().get(f"{ENDPOINT}/api/whoami-v2", headers=headers, timeout=seconds)
+    except Exception as error:  # the HTTP library raises its own exceptions
+        raise OSError(_one_line(error)[:200] or type(error).__name__) from error
+    if answer.status_code in (401, 403):  # also without a token
+        if token:
+            raise PermissionError(answer.status_code)
+        return None
+    if answer.status_code != 200:
+        raise OSError(f"status {answer.status_code}")
+    return str(answer.json()["name"])
 
 
 def check_name(repo_id: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
+if TYPE_CHECKING:  # isthmus doctor --quick does not import it
+    import torch
 
 EnvDefaults = Mapping[str, tuple[str, str]]
 """Value of each environment variable, and the reason."""
@@ -55,6 +56,8 @@ class Platform(ABC):
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The e4m3 and e5m2 dtypes."""
+        import torch
+
         return torch.float8_e4m3fn, torch.float8_e5m2
 
     @abstractmethod

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+from isthmus.platforms.control_groups import cpu_limits
+
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables that say how OpenMP threads wait."""
-_CGROUP, _OWN_CGROUPS, _LOAD = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/loadavg")
+_LOAD = Path("/proc/loadavg")
 
 
 def sleep_while_waiting(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -37,25 +39,7 @@ def cores_in_use() -> int:
     return min(cores(), max(0, others - ((os.cpu_count() or 1) - cores())))
 
 
-def cores() -> int:
+def cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: by its affinity, and by the CPU limit of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *map(math.ceil, _limits(_CGROUP, _OWN_CGROUPS))]))
-
-
-def _limits(root: Path, own: Path) -> Iterator[float]:
-    """CPU limits, in cores, of the control groups that this process is in; empty without any."""
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "cpu" if controllers else root
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            files = [folder / name for name in names]
-            values = " ".join(file.read_text() for file in files if file.is_file()).split()
-            if len(values) == 2 and values[0] not in ("max", "-1"):
-                yield int(values[0]) / int(values[1])
+    return max(1, min([allowed, *map(math.ceil, cpu_limits(root))]))

@@ -1,4 +1,7 @@
-"""Sets environment variables of the platform, and warns about variables that have no effect or harm the run."""
+"""Sets environment variables of the platform, and warns about variables that have no effect or harm the run.
+
+torch is imported where it is used: ``isthmus doctor --quick`` reads the remarks without it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from isthmus.platforms.base import Platform, RunShape
 
@@ -39,6 +39,8 @@ def apply_env(
         **(platform.env_of_run(run) if run is not None else {}),
         **(platform.env_of_device() if device_known else {}),
     }
+    import torch.distributed as dist
+
     runtime_started, nccl_started = gpu_in_use(platform), dist.is_available() and dist.is_initialized()
     applied: dict[str, tuple[str, str]] = {}
     for variable, (value, why) in defaults.items():
@@ -56,6 +58,8 @@ def gpu_in_use(platform: Platform) -> bool:
     """Whether this process has used the GPU runtime: by torch, or by another library that has opened the driver."""
     if not platform.driver_files:
         return False
+    import torch
+
     if torch.cuda.is_initialized():
         return True
     for entry in _OPEN_FILES.glob("*"):
@@ -97,6 +101,21 @@ REMARKS = (
     EnvRemark(
         "NCCL_DEBUG", "every rank logs its connections at length, for debugging. WARN is enough otherwise",
         lambda value, run: value.upper() in ("INFO", "TRACE"),
+    ),
+    EnvRemark(
+        "NCCL_(P2P|SHM)_DISABLE",
+        "GPUs of a machine then exchange data over slower paths: a workaround for broken machines. Unset it",
+        lambda value, run: value == "1",
+    ),
+    EnvRemark(
+        "(CUDA|HIP)_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|TORCH_DISTRIBUTED_DEBUG",
+        "for debugging: the host waits for each kernel, copy or collective. Unset it",
+        lambda value, run: value.upper() not in ("", "0", "OFF"),
+    ),
+    EnvRemark(
+        "PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING",
+        "for debugging: each tensor is allocated by the driver, which waits for the GPU. Unset it",
+        lambda value, run: value not in ("", "0"),
     ),
     EnvRemark("NCCL_CHECKS_DISABLE", "an old name: pointers are not checked unless NCCL_CHECK_POINTERS=1"),
     EnvRemark("NCCL_PROTO", "the library chooses a protocol for each size; one for all sizes is slower for some"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from isthmus.errors import UsageError
@@ -54,13 +54,13 @@ def is_last_of_several_machines() -> bool:
     return rank() == world_size() - 1 >= local_world_size()
 
 
-def master() -> tuple[str, int]:
+def master(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port of the rendezvous store.
 
     Raises:
         UsageError: the address is missing or the port is invalid.
     """
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if not address or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UsageError(
             f"the environment has RANK and WORLD_SIZE, but MASTER_ADDR={address!r} and MASTER_PORT={port!r}. Set them "

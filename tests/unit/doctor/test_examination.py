@@ -44,7 +44,7 @@ def test_quick_leaves_out_thorough_checks(monkeypatch):
     monkeypatch.setattr(examination, "THOROUGH", (check_broken_driver,))
     assert [one.subject for one in examine(Machine(), quick=True).findings] == ["good"]
     found = examine(Machine(), more=(check_good,))
-    assert [one.subject for one in found.findings] == ["good", "broken driver", "broken driver", "good"]
+    assert [one.subject for one in found.findings] == ["good", "good", "broken driver", "broken driver"]
     assert (found.as_dict()["errors"], found.as_dict()["warnings"]) == (1, 1)
 
 

@@ -25,14 +25,13 @@ def test_cores_of_a_container(
     groups: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
-        path = tmp_path / "cgroup" / name
+        path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    (tmp_path / "own").write_text(groups)
-    monkeypatch.setattr(cpu_threads, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(cpu_threads, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert cores() == expected
+    assert cores(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("running", "environment"), [(1, {}), (2, {"OMP_WAIT_POLICY": "passive"})])

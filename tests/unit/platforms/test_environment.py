@@ -30,6 +30,10 @@ from isthmus.platforms.rocm import RocmPlatform
         ("RCCL_MSCCL_ENABLE", "0", "no longer has MSCCL"),
         ("NCCL_IB_DISABLE", "1", "TCP"),
         ("NCCL_DEBUG", "INFO", "at length"),
+        ("NCCL_P2P_DISABLE", "1", "slower paths"),
+        ("HIP_LAUNCH_BLOCKING", "1", "for debugging"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "for debugging"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "for debugging"),
         ("MIOPEN_FIND_MODE", "3", "convolutions"),
         ("MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", "1", "convolutions"),
         ("TE_HIPBLASLT_TUNING_RUN_COUNT", "10", "train.gemm_tuning=true"),
@@ -43,6 +47,7 @@ def test_remark_on_each_variable(variable: str, value: str, word: str) -> None:
 
 def test_remarks_depend_on_value_and_run() -> None:
     right = {"HSA_ENABLE_SDMA": "1", "NCCL_IB_DISABLE": "0", "NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "0"}
+    right |= {"NCCL_P2P_DISABLE": "0", "CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert "all of them select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
