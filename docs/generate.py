@@ -240,6 +240,7 @@ _GUIDES = {
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
+    "data view": "[Chat data formats](../how-to/chat-data.md#loss-masking)",
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
     "merge": "[LoRA adapters](../how-to/lora.md)",
     "verify": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",

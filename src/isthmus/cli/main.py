@@ -14,7 +14,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli import chat, config, convert, doctor, evaluate, patch, prepare, script, train_verbs, tune, verify
+from isthmus.cli import (
+    chat,
+    config,
+    convert,
+    data_view,
+    doctor,
+    evaluate,
+    patch,
+    prepare,
+    script,
+    train_verbs,
+    tune,
+    verify,
+)
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
@@ -72,6 +85,7 @@ app.command(
     context_settings={"allow_interspersed_args": False},
 )(script.run)
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
+app.add_typer(data_view.app, name="data", short_help="Show samples of data files as a run reads them.")
 app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
 app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
 

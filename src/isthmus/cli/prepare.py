@@ -19,12 +19,41 @@ if TYPE_CHECKING:
     from isthmus.data.tokenize.stats import TokenizeStats
     from isthmus.recipes.data.prepare import PrepareResult
 
+TokenizerType = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
+]
+RecordKind = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="text, chat, preference or unpaired; default: kind of the first record."),
+]
+SeqLength = Annotated[
+    int | None,
+    typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
+]
+OverlongSamples = Annotated[
+    str, typer.Option(metavar="WHAT", help="Longer samples: truncate, split (chats), drop, or error (stop).")
+]
+LossTurns = Annotated[
+    str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")]
 OverrideSystem = Annotated[
     bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
+]
+ReasoningParts = Annotated[
+    str,
+    typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
 ]
 SplitTurns = Annotated[
     bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
 ]
+ColumnNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--columns", metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."
+    ),
+]
+TokenizerCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")]
 
 
 def prepare(
@@ -35,48 +64,28 @@ def prepare(
     tokenizer: Annotated[
         str, typer.Option(metavar="TOKENIZER", help="Tokenizer or model folder; tokenizer.model; or an id on the Hub.")
     ],
-    tokenizer_type: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
-    ] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="text, chat, preference or unpaired; default: kind of the first record."),
-    ] = None,
-    seq_length: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
-    ] = None,
-    overlong: Annotated[
-        str, typer.Option(metavar="WHAT", help="Longer samples: truncate, split (chats), drop, or error (stop).")
-    ] = "truncate",
-    loss_on: Annotated[
-        str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
-    ] = "assistant",
+    tokenizer_type: TokenizerType = None,
+    kind: RecordKind = None,
+    seq_length: SeqLength = None,
+    overlong: OverlongSamples = "truncate",
+    loss_on: LossTurns = "assistant",
     chat_template: ChatTemplate = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")] = None,
+    system: System = None,
     override_system: OverrideSystem = False,
-    reasoning: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
-    ] = "keep",
+    reasoning: ReasoningParts = "keep",
     split_turns: SplitTurns = True,
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."),
-    ] = None,
+    columns: ColumnNames = None,
     workers: Workers = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")
-    ] = False,
+    trust_remote_code: TokenizerCode = False,
     trust: Trust = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
-    chosen = _checked(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
-    chosen["columns"] = _parse_columns(columns or [])
-    chosen["chat"] = _chat_settings(system, override_system, reasoning, split_turns)
+    chosen = checked_words(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
+    chosen["columns"] = parse_columns(columns or [])
+    chosen["chat"] = parse_chat_settings(system, override_system, reasoning, split_turns)
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line:
@@ -99,7 +108,7 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
         print(f"skipped: {reason}", file=sys.stderr, flush=True)
 
 
-def _checked(**given: str | None) -> dict[str, Any]:
+def checked_words(**given: str | None) -> dict[str, Any]:
     from isthmus.data.chat.chat_records import Kind
     from isthmus.data.chat.chat_text import LossOn
     from isthmus.data.readers.chunks import OnError
@@ -112,7 +121,7 @@ def _checked(**given: str | None) -> dict[str, Any]:
     return dict(given)
 
 
-def _chat_settings(system: str | None, override_system: bool, reasoning: str, split_turns: bool) -> ChatSettings:
+def parse_chat_settings(system: str | None, override_system: bool, reasoning: str, split_turns: bool) -> ChatSettings:
     from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
 
     if override_system and system is None:
@@ -126,7 +135,7 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
     return value
 
 
-def _parse_columns(given: list[str]) -> dict[str, str]:
+def parse_columns(given: list[str]) -> dict[str, str]:
     pairs = [word.partition("=") for word in given]
     for key, equals, name in pairs:
         if not (key and name):

@@ -9,7 +9,7 @@ from typing import Literal
 from isthmus.checked_files import trusting
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
-from isthmus.engine.parallel.process_groups import Position
+from isthmus.engine.parallel.process_groups import FIRST_RANK
 from isthmus.errors import UsageError
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
@@ -21,10 +21,6 @@ from isthmus.recipes.setup.resume_check import checked_record
 from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.recipes.training import describe, describe_parameters
 from isthmus.recipes.training_setup import run_data
-
-_FIRST_RANK = Position(
-    rank=0, tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, etp_rank=0, edp_rank=0, is_first_stage=True
-)  # fmt: skip
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Report) -> None:
@@ -63,7 +59,7 @@ def _size(context: RunContext, report: Report) -> str:
     vocab_size = context.plan.architecture.vocab_size
     corpus = known_corpus(config, tokenizer, vocab_size=vocab_size, report=report)
     if corpus is not None:
-        data = run_data(context, corpus, _FIRST_RANK, report)
+        data = run_data(context, corpus, FIRST_RANK, report)
         check_schedule(config, data.steps)
         check_best(config, has_validation=data.valid is not None)
         check_profiled_steps(config, data.steps)

@@ -46,23 +46,31 @@ class DataSource:
     weight: float = 1.0
 
 
-def find_data_sources(config: RunConfig) -> list[DataSource]:
+def find_data_sources(config: RunConfig, tokenized: Path | None = None) -> list[DataSource]:
+    """The data sources of a run; raw files in ``tokenized``, the data folder of the run, need not exist any more."""
     data = config.data
+
+    def source(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
+        if tokenized is not None and indexed_file(tokenized / key, ".idx").is_file():
+            return DataSource(use, name, key, tuple(files), False, weight)
+        return find_source(use, name, key, files, weight)
+
     sources = [
-        _source("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())
+        source("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())
     ]
     rest: list[tuple[Use, str, Sequence[str]]] = [
         ("train", "data", data.files),
         ("valid", "validation", data.valid_files),
         ("test", "test", data.test_files),
     ]
-    sources += [_source(use, name, use, files) for use, name, files in rest if files]
+    sources += [source(use, name, use, files) for use, name, files in rest if files]
     if data.columns and sources and all(source.prepared for source in sources):
         raise UsageError("data.columns names fields of records, and prepared files have no fields. Omit it.")
     return sources
 
 
-def _source(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
+def find_source(use: Use, name: str, key: str, files: Sequence[str], weight: float = 1.0) -> DataSource:
+    """The files of one data set, whether raw or prepared; UsageError for both, MissingInput for none."""
     names = [expanded for file in files for expanded in _expand(file)]
     prefixes = [find_prefix(file) for file in names]
     if not any(prefixes):

@@ -108,9 +108,9 @@ def prepare(
     _check_prefix(Path(out))
     _check_new(PartialOutput(Path(out).absolute()))
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
-    kind = kind or _kind_of_first(files.names, on_error, columns)
+    kind = kind or kind_of_first(files.names, on_error, columns)
     if kind == "text":
-        _check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
+        check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
     opened.use_chat_template(chat_template)
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
     stats = tokenize_files(
@@ -119,7 +119,7 @@ def prepare(
     return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
 
 
-def _check_text_options(seq_length: int | None, *, has_chat_options: bool) -> None:
+def check_text_options(seq_length: int | None, *, has_chat_options: bool) -> None:
     if seq_length is not None:
         raise UsageError(
             f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
@@ -186,7 +186,7 @@ def _check_prefix(out: Path) -> None:
         )
 
 
-def _kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str, str]) -> Kind:
+def kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str, str]) -> Kind:
     """The kind of the first record that has one."""
     for chunk in read_chunks(names):
         for record in chunk_records(chunk, on_error=on_error, columns=columns):
