@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.testing  # starts a process when imported, which unit tests must not
 import pytest
 
 from isthmus.engine.upstream import dataset_helpers
