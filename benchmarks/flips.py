@@ -4,8 +4,8 @@
 
 Each case copies an output (an export, a checkpoint, prepared data, a run folder), damages one place of one of its files
 (a flipped bit, zeros, or a cut), and runs a command that reads it. It is silent damage if the command succeeds with
-another result than that of the undamaged copy. Cases that are recorded in WORK/cases.jsonl are not run again;
-each has the commit that it ran on.
+another result than that of the undamaged copy, without a warning that names the file. Cases that are recorded in
+WORK/cases.jsonl are not run again; each has the commit that it ran on.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Campaign:
             own = str(path.relative_to(self._case)) if reader.copied_to == reader.compared else ""
             changed = [each for each in expected.keys() | found.keys() if expected.get(each) != found.get(each)]
             changed = sorted(each for each in changed if f"{reader.compared}/{each}" != own)
-            return {"outcome": "silent" if changed else "harmless", "changed": changed[:3]}
+            warned = any("warning: " in line and path.name in line for line in done.stderr.splitlines())
+            return {"outcome": "harmless" if not changed else "warned" if warned else "silent", "changed": changed[:3]}
         line = done.errors[0] if done.errors else done.stderr[-300:]
         refused = done.returncode in (*REFUSED, 1) if name.startswith("verify") else done.returncode in REFUSED
         named = path.name in line or path.parent.name in line
@@ -177,7 +178,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         refused = [row for row in rows if row["outcome"] == "refused"]
         return {
             "cases": len(rows),
-            **{outcome: 0 for outcome in ("refused", "harmless", "silent", "other error")},
+            **{outcome: 0 for outcome in ("refused", "warned", "harmless", "silent", "other error")},
             **Counter(row["outcome"] for row in rows),
             "refused_without_the_name": sum(not row["named"] for row in refused),
         }

@@ -40,12 +40,14 @@ from certificate import REPOSITORY, certificate, result_path, write_result
 TESTS = REPOSITORY / "tests"
 LOST_RANK_S = 90.0
 """Within this time the other rank has to end."""
+JOIN_S = 60
+"""How long a rank waits for one that was killed before they met."""
 MOST_KILLS = 12
 """In a case."""
-TIMES = {"tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s"}
+TIMES = {"tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"}
 """Keys of metrics.jsonl that differ between equal runs."""
-UNCOMPARED = ("tensorboard/", "trackers.json")
-"""Of a run folder: logs of other programs, which also have the points of interrupted runs."""
+UNCOMPARED = ("tensorboard/", "trackers.json", "events.jsonl")
+"""Of a run folder: interruptions, and logs of other programs, which also have the points of interrupted runs."""
 OWN_CONTENT = (".metadata", "checksums.json")
 """Has a random number of each save, or the hash of such a file: only its presence is compared."""
 
@@ -72,7 +74,8 @@ def _train(*more: str) -> Callable[[Path], list[str | Path]]:
 
     def args(inputs: Path) -> list[str | Path]:
         files = ["--model", inputs / "model", "--data", inputs / "chats.json", "--out", "out"]
-        return ["sft", *files, *settings, "eval.prompts=[Say the number 4.]", *more]
+        more_settings = ["eval.prompts=[Say the number 4.]", f"parallel.join_timeout_s={JOIN_S}", *more]
+        return ["sft", *files, *settings, *more_settings]
 
     return args
 

@@ -77,8 +77,9 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def rows(run_folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The objects of a file of rows."""
-    return [json.loads(line) for line in (run_folder / file).read_text().splitlines()]
+    """The objects of a file of rows, without their checksums."""
+    found = [json.loads(line) for line in (run_folder / file).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "checksum"} for row in found]
 
 
 def wait_for_step(out: Path, step: int) -> None:

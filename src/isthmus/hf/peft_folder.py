@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.checked_files import ChecksumVerifier
-from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError, disk_errors
+from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
@@ -270,16 +270,16 @@ def _names(targets: Iterable[str], path: str) -> bool:
 
 def _pattern(patterns: Iterable[str], key: str) -> str:
     if patterns and len(key) > _LONGEST_NAME:
-        raise UnsafeInput(f"the module {key[:80]!r}... has a name of {len(key)} characters. Is it a real adapter?")
+        raise DataError(f"the module {key[:80]!r}... has a name of {len(key)} characters. Is it a real adapter?")
     return next((pattern for pattern in patterns if _compiled(pattern).match(key)), "")
 
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Raises UnsafeInput for an expression that may take longer than seconds for the name of a module."""
+    """Raises DataError for an expression that may take longer than seconds for the name of a module."""
     choices = len(_CHOICE.findall(pattern))
     if choices > _MOST_CHOICES or _REPEATED_GROUP.search(pattern) or len(pattern) > _LONGEST_PATTERN:
-        raise UnsafeInput(
+        raise DataError(
             f"the regular expression {pattern[:80]!r} of rank_pattern or alpha_pattern may run for hours: it repeats a "
             f"group, or has more than {_MOST_CHOICES} of * + ? {{ ( or {_LONGEST_PATTERN} characters. Split it into "
             "several expressions."
@@ -311,8 +311,8 @@ def _read_config(path: Path) -> AdapterConfig:
         wrong = not all(type(rank) is int for rank in ranks) or not isinstance(config.lora_alpha, int | float)
         for pattern in (*config.rank_pattern, *config.alpha_pattern):
             _compiled(pattern)
-    except UnsafeInput as error:
-        raise UnsafeInput(f"{path}: {error}") from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     except (TypeError, AttributeError, re.error):
         wrong = True
     if wrong:

@@ -87,7 +87,7 @@ def _losses(metrics: Path, step: int) -> str:
     until = list(rows_until(metrics, step))
     valid = [row for row in until if "valid_loss" in row]
     named = {"validation": valid[:1] + valid[-1:] if len(valid) > 1 else valid}
-    named["test"] = [row for row in until if "test_loss" in row]
+    named["test"] = [row for row in until if "test_loss" in row][-1:]
     named["training"] = [row for row in until if "loss" in row][-1:]
     lines = ["| data | step | loss | other metrics |", "| --- | --- | --- | --- |"]
     for name, found in named.items():

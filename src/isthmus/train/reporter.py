@@ -75,7 +75,7 @@ class Reporter:
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics, self._samples, self._events = (
-                RowFile(file, start=start, warn=self._console.print)
+                RowFile(file, start=start, warn=self._console.print, every_step=file == path)
                 for file in (path, self._samples_path, self._run_dir / EVENTS)
             )
             self._metrics.sync()

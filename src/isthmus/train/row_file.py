@@ -1,9 +1,14 @@
-"""A file of JSON rows, one per line: ``metrics.jsonl`` and ``samples.jsonl`` of a run."""
+"""A file of JSON rows, one per line: ``metrics.jsonl`` and ``samples.jsonl`` of a run.
+
+The last key of a row is its ``checksum``: the XXH32 of the row without it. A damaged row is left out with a warning,
+and does not end a run.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,22 +16,26 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from isthmus.atomic_write import write_atomic
 from isthmus.errors import disk_errors
 from isthmus.input_files import parse_json
 
 _EVALUATIONS = ("valid_loss", "test_loss", "answer")
 """Keys of rows that a resumed run may compute again, at the step from which it resumes."""
+_CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{8})"\}')
 
 
 class RowFile:
     """Appends rows. What cannot be written stays in memory, and is written with a later row or by :meth:`sync`."""
 
-    def __init__(self, path: Path, *, start: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, *, start: int, warn: Callable[[str], None], every_step: bool = False) -> None:
         """Remove what an interruption left: rows of steps after ``start``, and an incomplete last row.
 
         Args:
-            warn: called once if a row cannot be written.
+            warn: called if rows are damaged, and once if a row cannot be written.
+            every_step: rows are missing if there is none of ``start``.
 
         Raises:
             NoSpace, IOFailure: an existing file cannot be written.
@@ -41,6 +50,8 @@ class RowFile:
         self._evaluations = {(start, kind) for row in kept if row["step"] == start for kind in _kinds(row)}
         """Step and kind of the evaluations that need not be recorded again."""
         if path.exists():
+            if start and (missing := _missing(path, kept, start if every_step else None)):
+                warn(f"warning: {path} {missing}. The model card and reports lack them; training needs none.")
             write_atomic(path, _lines(kept))
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -96,19 +107,49 @@ class RowFile:
 
 def first_valid_loss(path: Path) -> float | None:
     """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError, OverflowError):  # another row, or one that is being written
-            return float(parse_json(line)["valid_loss"])
+            return float(_row(line)["valid_loss"])
     return None
 
 
 def rows_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The complete rows of steps until ``step``; none for step 0, from which a run begins anew."""
-    for line in path.read_bytes().splitlines() if step and path.exists() else ():
+    """The intact rows of steps until ``step``, without their checksums; none for step 0, when a run begins anew."""
+    for line in path.read_bytes().split(b"\n") if step and path.exists() else ():
         with suppress(ValueError):
-            row = parse_json(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
+            row = _row(line)
+            if isinstance(row.get("step"), int) and row["step"] <= step:
                 yield row
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """The row in a line, without its checksum; ValueError if it is damaged. Rows of other programs have no checksum."""
+    if (checksum := _CHECKSUM.search(line)) is not None:
+        if (
+            checksum.end() != len(line)
+            or xxhash.xxh32_hexdigest(line[: checksum.start()] + b"}") != checksum[1].decode()
+        ):
+            raise ValueError("the checksum differs")
+        line = line[: checksum.start()] + b"}"
+    row = parse_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    return row
+
+
+def _missing(path: Path, kept: Sequence[Mapping[str, Any]], last_step: int | None) -> str:
+    """What is wrong with the rows in a file; "" if nothing is. A last row without its end is no damage."""
+    damaged = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            _row(line)
+        except ValueError:
+            damaged.append(number)
+    if damaged:
+        return f"has damaged rows (line {', '.join(map(str, damaged[:5]))}{' ...' if len(damaged) > 5 else ''})"
+    if last_step is not None and all(row["step"] != last_step for row in kept):
+        return f"has no row of step {last_step}, from which this run resumes"
+    return ""
 
 
 def _kinds(row: Mapping[str, Any]) -> list[str]:
@@ -116,4 +157,5 @@ def _kinds(row: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "replace")
+    lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") for row in rows]
+    return b"".join(b'%b, "checksum": "%b"}\n' % (line[:-1], xxhash.xxh32_hexdigest(line).encode()) for line in lines)

@@ -17,7 +17,7 @@ from isthmus.cli.main import parse_and_run
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.merged_weights import MergedWeights, linears_with_adapter
 from isthmus.convert.transfer import convert
-from isthmus.errors import DataError, IsthmusError, MissingInput, UnsafeInput, UsageError
+from isthmus.errors import DataError, IsthmusError, MissingInput, UsageError
 from isthmus.families.adapted_linears import adapted_linears, all_linears
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, tensor_slices
@@ -225,11 +225,7 @@ BAD: dict[str, tuple[dict[str, Any], type[IsthmusError], str]] = {
     "pissa": ({"init_lora_weights": "pissa"}, UsageError, "path_initial_model_for_weight_conversion"),
     "variant": ({"use_qalora": True}, UsageError, "use_qalora=True is not supported"),
     "dora": ({"use_dora": True}, DataError, "and no model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
-    "slow": (
-        {"rank_pattern": {"(a+)+b": 2}},
-        UnsafeInput,
-        "'(a+)+b' of rank_pattern or alpha_pattern may run",
-    ),
+    "slow": ({"rank_pattern": {"(a+)+b": 2}}, DataError, "'(a+)+b' of rank_pattern or alpha_pattern may run"),
     "rank": ({"rank_pattern": {"q_proj": 2}}, DataError, "lora_A.weight is [3, 32], not [2, 32]"),
 }
 

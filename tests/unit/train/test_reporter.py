@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from isthmus.errors import IOFailure
 from isthmus.train.console import Console
 from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tracker_tag
 from isthmus.train.reporter import Reporter
-from isthmus.train.row_file import first_valid_loss
+from isthmus.train.row_file import first_valid_loss, rows_until
 
 
 def metrics(step: int, **more: Any) -> StepMetrics:
@@ -31,7 +32,8 @@ def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, e
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "checksum"} for row in found]
 
 
 def test_moe_metrics_only_for_moe_models(tmp_path: Path) -> None:
@@ -173,12 +175,55 @@ def test_resuming_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
         report.evaluation(2, 2.5, part="test")
         report.evaluation(2, 2.5, part="test")
         report.step(metrics(3))
-    assert path.read_text().splitlines()[:-1] == [*kept, '{"step": 2, "test_loss": 2.5}']
+    assert rows(tmp_path)[:-1] == [json.loads(row) for row in [*kept, '{"step": 2, "test_loss": 2.5}']]
     assert rows(tmp_path)[-1]["step"] == 3
     with reporter(tmp_path) as report:
         report.begin(total_steps=9)
     assert path.read_text() == ""
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def written(folder: Path) -> Path:
+    with reporter(folder) as report:
+        report.begin(total_steps=9)
+        report.evaluation(0, 4.25)
+        for step in (1, 2):
+            report.step(metrics(step))
+    return folder / "metrics.jsonl"
+
+
+def test_any_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole, intact = path.read_bytes(), list(rows_until(path, 2))
+    assert len(intact) == 3 and all("checksum" not in row for row in intact)
+    for at in range(0, 8 * whole.index(b"\n"), 5):
+        damaged = bytearray(whole)
+        damaged[at // 8] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        found = list(rows_until(path, 2))
+        values = [{key: value for key, value in row.items() if type(value) is not str} for row in found]
+        assert values in (intact[1:], intact), at  # the latter if the name of the checksum was hit
+        assert first_valid_loss(path) in (None, 4.25), at
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw.replace(b"4.25", b"4.75"), "has damaged rows (line 1)"),
+        (lambda raw: raw.replace(b'"step": 2', b'"step": 1'), "has damaged rows (line 3)"),
+        (lambda raw: raw[:-20], "has no row of step 2, from which this run resumes"),
+        (lambda raw: b"", "has no row of step 2, from which this run resumes"),
+    ],
+)
+def test_a_resumed_run_reports_damaged_and_missing_rows(
+    damage: Callable[[bytes], bytes], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    for warned in (True, False):  # the damaged rows are removed; a missing one is reported again
+        with reporter(tmp_path) as report:
+            report.begin(total_steps=9, start=2)
+        assert (f"warning: {path} {message}" in capsys.readouterr().err) == (warned or "damaged" not in message)
 
 
 def test_rows_wait_for_room_on_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
