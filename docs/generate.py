@@ -22,7 +22,7 @@ import isthmus
 from isthmus import errors
 from isthmus.cli.main import app
 from isthmus.config.model_file import read_model
-from isthmus.config.presets import PREFIX, about, config_path, opening_lines, preset_names
+from isthmus.config.presets import PREFIX, Kind, about, config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DataConfig
 from isthmus.config.setting_errors import trainers
@@ -216,14 +216,22 @@ def presets_page() -> str:
         "| preset | family | description |",
         "| --- | --- | --- |",
         *(_model_row(name) for name in preset_names("models")),
+        "",
+        "## Tables",
+        "",
+        "Run configs for [isthmus bench](../how-to/measure-a-configuration.md), one after the other.",
+        "",
+        "| preset | purpose | command |",
+        "| --- | --- | --- |",
+        *(_run_row(name, "bench") for name in preset_names("bench")),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _run_row(name: str) -> str:
-    lines = opening_lines(config_path(f"{PREFIX}{name}"))
+def _run_row(name: str, kind: Kind = "train") -> str:
+    lines = opening_lines(config_path(f"{PREFIX}{name}", kind))
     command = next(line for line in lines if line.startswith("isthmus "))
-    return f"| `{PREFIX}{name}` | {_one_line(about(name))} | `{command}` |"
+    return f"| `{PREFIX}{name}` | {_one_line(about(name, kind))} | `{command}` |"
 
 
 def _model_row(name: str) -> str:
@@ -239,6 +247,7 @@ _GUIDES = {
     "reward": "[Reward models](../how-to/reward-models.md)",
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
+    "bench": "[Measure a configuration](../how-to/measure-a-configuration.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
     "data view": "[Chat data formats](../how-to/chat-data.md#loss-masking)",
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",

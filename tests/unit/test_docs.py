@@ -16,6 +16,7 @@ import typer
 from ruamel.yaml import YAML
 
 from isthmus import errors
+from isthmus.bench.bench_grid import split_values
 from isthmus.cli.main import app
 from isthmus.config.load import load_config
 
@@ -81,8 +82,9 @@ def test_every_command_is_one_that_exists() -> None:
 def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
     flags = {"out": str(tmp_path), "model.path": "model", "data.files": ["data.json"]}
     overrides = [
-        (page, words[1], word) for page, words in commands() if words[0] == "isthmus" for word in words
-        if re.fullmatch(r"[a-z]+(\.[a-z_]+)?=.+", word)
+        (page, words[1], f"{name}={value}") for page, words in commands() if words[0] == "isthmus" for word in words
+        if re.fullmatch(r"[a-z]+(\.[a-z_]+)?=.+", word) for name, _, text in [word.partition("=")]
+        for value in (split_values(name, text) if words[1] == "bench" else [text])
     ]  # fmt: skip
     assert len(overrides) > 5
     for page, verb, override in overrides:

@@ -31,20 +31,23 @@ def spread_data(argv: Sequence[str]) -> list[str]:
 
 def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Path | None, list[str]]:
     """The config file (or model, by ``kind``), if one is given, and the settings in order."""
-    file: Path | None = None
+    configs, overrides = configs_and_overrides(words)
+    if len(configs) > 1:
+        raise UsageError(f"got two config files, {configs[0]} and {configs[1]}; give one of them.")
+    return config_path(configs[0], kind) if configs else None, overrides
+
+
+def configs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The config files and presets, and the settings, each in order."""
+    configs: list[str] = []
     overrides: list[str] = []
     for word in words:
-        if _is_setting(word):
-            overrides.append(word)
-        elif not _is_config(word):
+        if not _is_setting(word) and not _is_config(word):
             raise UsageError(
                 f"{word!r} is not a config file (*.yaml), a preset ({PREFIX}NAME) or a setting (key=value)."
             )
-        elif file is not None:
-            raise UsageError(f"got two config files, {file} and {word}; give one of them.")
-        else:
-            file = config_path(word, kind)
-    return file, overrides
+        (overrides if _is_setting(word) else configs).append(word)
+    return configs, overrides
 
 
 def _is_config(word: str) -> bool:

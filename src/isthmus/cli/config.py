@@ -61,14 +61,17 @@ def ls() -> int:
     """List the shipped run configs, which can replace a config file, and models, for --model."""
     from isthmus.config.presets import PREFIX, about, preset_names
 
-    runs, models = preset_names("train"), preset_names("models")
-    width = max(map(len, (*runs, *models)))
+    runs, models, tables = preset_names("train"), preset_names("models"), preset_names("bench")
+    width = max(map(len, (*runs, *models, *tables)))
     print("run configs")
     for name in runs:
         print(f"  {PREFIX}{name:<{width}}  {about(name)}")
     print("models (model.init=random)")
     for name in models:
         print(f"  {PREFIX}{name:<{width}}  {about(name, 'models')}")
+    print("tables (isthmus bench)")
+    for name in tables:
+        print(f"  {PREFIX}{name:<{width}}  {about(name, 'bench')}")
     return 0
 
 

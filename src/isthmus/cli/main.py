@@ -15,6 +15,7 @@ import typer
 
 from isthmus import __version__
 from isthmus.cli import (
+    bench,
     chat,
     config,
     convert,
@@ -77,6 +78,7 @@ app.command("convert", short_help="Convert a model between Hugging Face and Mega
 app.command("merge", short_help="Merge a LoRA adapter into its base model.")(convert.merge)
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("doctor", short_help="Check whether this machine can train, and what slows it down.")(doctor.doctor)
+app.command("bench", short_help="Measure the training step in a grid of settings.")(bench.bench)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)
 app.command("tune", short_help="Measure the matmuls of a model and layout, for faster runs.")(tune.tune)
 app.command(

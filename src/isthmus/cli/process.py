@@ -17,12 +17,14 @@ argv: list[str] = []
 run_folder: Path | None = None
 """Set once the config is known."""
 started_by_isthmus = False
+parse: Callable[[Sequence[str]], int]
+"""Runs a command line; of the last call of :func:`run_alone`."""
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     """Run the command line in a process that prints its own errors."""
-    global argv
-    argv = list(words)
+    global argv, parse
+    argv, parse = list(words), run
     debug = "--debug" in words
     status = exit_status_of(lambda: run(words))
     if status.exit_code == 0:

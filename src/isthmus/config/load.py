@@ -47,6 +47,7 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     origins: Mapping[str, str] | None = None,
+    replaced: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Load and validate the settings of a run.
 
@@ -58,11 +59,12 @@ def load_config(
         flags: options by name (``model``, ``data``, ``out``, ``hf_every``) or dotted setting; they win over the file.
             None: the option is not given.
         origins: for messages, where flags with a dotted name come from, if not from the command line.
+        replaced: settings and whole sections, by dotted name, that replace the given ones; None: the default.
 
     Raises:
         UsageError: contains all errors, each with its file and line, setting, reason and a hint.
     """
-    config = load_settings(recipe, file, overrides, flags, origins).config
+    config = load_settings(recipe, file, overrides, flags, origins, replaced=replaced).config
     assert config is not None
     return config
 
@@ -76,6 +78,7 @@ def load_settings(
     *,
     check: bool = True,
     kind: Kind = "train",
+    replaced: Mapping[str, Any] | None = None,
 ) -> LoadedSettings:
     """Like :func:`load_config`, with the origin of each setting.
 
@@ -91,6 +94,8 @@ def load_settings(
             draft.put(GIVEN_BY[option] if option else tuple(name.split(".")), _plain(value), origin)
     for override in overrides:
         draft.add_override(override)
+    for name, value in (replaced or {}).items():
+        draft.replace(name, value)
     if not check:
         draft.raise_errors()
         return LoadedSettings(draft.values, draft.origins, None)
@@ -164,6 +169,18 @@ class _Draft:
         self.origins[key] = origin
         if value != {} or not isinstance(place.get(key[-1]), dict):  # an empty mapping removes nothing from a section
             place[key[-1]] = value
+
+    def replace(self, name: str, value: Any) -> None:
+        """Set a setting or section to exactly this value, None: to its default."""
+        *sections, last = name.split(".")
+        place = self.values
+        for section in sections:
+            if not isinstance(place.setdefault(section, {}), dict):
+                return  # an error of its own
+            place = place[section]
+        place.pop(last, None)
+        if value is not None:
+            place[last] = copy.deepcopy(value)
 
     def _drop_alternatives(self, key: Key, value: Any, origin: str) -> None:
         """Remove exclusive settings that another file, which this one builds on, has chosen."""

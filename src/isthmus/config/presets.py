@@ -11,17 +11,18 @@ from isthmus.errors import UsageError
 
 PREFIX = "preset:"
 """Prefix of a preset's name where a file is allowed too."""
-Kind = Literal["train", "models"]
-"""A run config, or a model with the keys of its ``config.json``."""
+Kind = Literal["train", "models", "bench"]
+"""A run config, a model with the keys of its ``config.json``, or a table of configs for ``isthmus bench``."""
 _FOLDER = Path(__file__).resolve().parents[1] / "presets"
 _WORDS: dict[Kind, tuple[str, str]] = {
     "train": ("a run config", "Use it in place of a config file, or with `isthmus config cp`."),
     "models": ("a model", "Use it with --model or as model.path."),
+    "bench": ("a table of run configs", "Use it with `isthmus bench`."),
 }
 
 
 def preset_names(kind: Kind = "train") -> list[str]:
-    """Sorted; no name is of both kinds."""
+    """Sorted; no name is of two kinds."""
     return sorted(path.stem for path in (_FOLDER / kind).glob("*.yaml"))
 
 
@@ -31,8 +32,7 @@ def config_path(named: str, kind: Kind = "train") -> Path:
         return Path(named)
     name = named.removeprefix(PREFIX)
     if name not in preset_names(kind):
-        other: Kind = "train" if kind == "models" else "models"
-        if name in preset_names(other):
+        if (other := kind_of(name)) != kind and name in preset_names(other):
             what, hint = _WORDS[other]
             raise UsageError(f"{named} is {what}, expected {_WORDS[kind][0]}. {hint}")
         near = difflib.get_close_matches(name, preset_names(kind), n=1)
@@ -48,7 +48,7 @@ def is_model_file(named: str) -> bool:
 
 def kind_of(named: str) -> Kind:
     """``train`` for files and unknown names."""
-    return "models" if named.removeprefix(PREFIX) in preset_names("models") else "train"
+    return next((kind for kind in _WORDS if named.removeprefix(PREFIX) in preset_names(kind)), "train")
 
 
 def about(name: str, kind: Kind = "train") -> str:

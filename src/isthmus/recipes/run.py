@@ -12,7 +12,7 @@ from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
 from isthmus.engine.megatron_model import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
-from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
+from isthmus.engine.parallel.process_groups import agree, close_groups, gather_objects, on_rank_0, open_groups
 from isthmus.errors import NoSpace, Preempted, UsageError
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
@@ -51,6 +51,8 @@ class RunResult:
     valid_loss: float | None
     test_loss: float | None
     tokens_per_s: float | None
+    memory_gib: float
+    """Peak of the rank with most."""
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name."""
@@ -164,6 +166,7 @@ def _train(training: Training) -> RunResult:
         valid_loss=best.loss if config.checkpoint.keep_best and best.step is not None else outcome.valid_loss,
         test_loss=outcome.test_loss,
         tokens_per_s=outcome.tokens_per_s,
+        memory_gib=max(gather_objects(context.platform.memory_gib())),
     )
 
 

@@ -1,0 +1,1 @@
+"""Measures the training step of configs in a grid of settings."""

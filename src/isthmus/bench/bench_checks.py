@@ -1,0 +1,85 @@
+"""Checks of cells before any is measured, and what their results depend on besides their settings."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import isthmus
+from isthmus.config.schema import RunConfig
+from isthmus.errors import explain
+
+Environment = dict[str, str]
+"""Versions and the device, by name."""
+_PACKAGES = ("torch", "triton", "megatron-core", "transformers", "bitsandbytes")
+
+
+def check_cells(runs: Sequence[tuple[RunConfig, int]]) -> Iterator[tuple[Environment, str | None]]:
+    """For each config with its number of ranks: the environment, and why its run would be refused, None if it is not.
+
+    The checks are those of ``--dry-run``. They are made in another process, which gives back its GPU memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        for future in [pool.submit(_check, config, nproc) for config, nproc in runs]:
+            try:
+                yield future.result()
+            except BrokenProcessPool:  # it was killed; the run tells why
+                yield {}, None
+
+
+def _check(config: RunConfig, nproc: int) -> tuple[Environment, str | None]:
+    from isthmus.recipes.dry_run import dry_run
+
+    try:
+        environment = _environment(config.platform)
+        dry_run(config, world_size=nproc, ranks_here=nproc, report=lambda line: None)
+    except Exception as error:
+        return {}, explain(error)[1]
+    return environment, None
+
+
+@functools.cache
+def _environment(chosen: str) -> Environment:
+    import torch
+
+    from isthmus.platforms.detect import detect
+
+    found = detect(chosen)
+    return {
+        "isthmus": isthmus.__version__,
+        **({"commit": commit} if (commit := git_commit(Path(isthmus.__file__).parents[2])) else {}),
+        "python": platform.python_version(),
+        **package_versions(_PACKAGES),
+        "platform": found.name,
+        "runtime": str(torch.version.hip or torch.version.cuda or "none"),
+        "device": found.describe(),
+    }
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit of a checkout, with ``-dirty`` if its files differ; None for other folders."""
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None

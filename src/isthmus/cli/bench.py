@@ -1,0 +1,161 @@
+"""``isthmus bench``."""
+
+from __future__ import annotations
+
+import json as json_module
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isthmus.cli.options import Debug, Json
+from isthmus.cli.train_verbs import Model
+from isthmus.errors import Preempted, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from isthmus.bench.bench_grid import BenchCell
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.yaml|KEY=VALUE,...",
+        help="Config files, preset:NAME or tables, and settings with one or several values, such as parallel.tp=1,2.",
+        show_default=False,
+    ),
+]
+
+
+def bench(
+    words: Words = None,
+    model: Model = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="pretrain or sft; default: that of CONFIG.yaml, or pretrain.")
+    ] = None,
+    nproc: Annotated[
+        str, typer.Option(metavar="N,...", help="Numbers of ranks to start on this machine, such as 1,2,4.")
+    ] = "1",
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a cell before the measured ones.")] = 5,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Measured steps of a cell.")] = 10,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest time of a cell.")] = 1800.0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for results. A second call continues.")] = Path(
+        "isthmus-bench"
+    ),
+    retry: Annotated[bool, typer.Option("--retry", help="Measure cells again that failed in an earlier call.")] = False,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart.")] = None,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Measure the training step of configs on mock data, in a grid of settings.
+
+    A failing cell has its reason in the table. The best config is printed, and written to DIR.
+    """
+    from isthmus.bench.bench_config import check_settings
+    from isthmus.bench.bench_grid import make_cells
+    from isthmus.bench.bench_table import import_pyplot, write_chart
+    from isthmus.bench.run_bench import Bench
+    from isthmus.cli import process
+    from isthmus.cli.cli_args import configs_and_overrides
+    from isthmus.cli.terminal import interruptible
+    from isthmus.platforms.rank_env import is_one_of_several_ranks
+
+    if is_one_of_several_ranks():
+        raise UsageError("isthmus bench starts the ranks of each cell itself. Start it once, without torchrun or srun.")
+    if png is not None:
+        import_pyplot()  # refused before hours of measurements
+    configs, settings = configs_and_overrides(words or [])
+    check_settings(settings)
+    cells = make_cells(configs, settings, _numbers(nproc), configs_and_overrides)
+    recipe = recipe or (None if configs else "pretrain")
+    try:
+        with interruptible(), _progress(len(cells)) as (log, watch):
+            found = Bench(
+                out=out, recipe=recipe, model=model, warmup=warmup, steps=steps, timeout_s=timeout, retry=retry,
+                command=lambda arguments: process.run_alone(arguments, process.parse), log=log, watch=watch,
+            ).run(cells, shlex.join(["isthmus", *process.argv]))  # fmt: skip
+    except KeyboardInterrupt:
+        raise Preempted(
+            f"stopped as requested. Finished cells are recorded in {out}; the same command continues."
+        ) from None
+    best = _write_best(found["cells"], cells, out, recipe=recipe, model=model)
+    if png is not None:
+        write_chart(found["cells"], png, found["certificate"]["environment"].get("device", ""))
+    if json:
+        print(json_module.dumps(found | {"best": best}), flush=True)
+    else:
+        _print_results(found, best)
+    return 0 if best else 1
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = [int(number) for number in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= number <= 1024 for number in found):
+        raise UsageError(
+            f"--nproc {text} is not a list of numbers of ranks from 1 to 1024. Write --nproc 8 or --nproc 1,2,4."
+        )
+    return found
+
+
+@contextmanager
+def _progress(cells: int) -> Iterator[tuple[Callable[[str], None], Callable[[BenchCell, int], None]]]:
+    """Functions that print a line to stderr, and show the steps of a cell if stderr is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"{cells} {'cell' if cells == 1 else 'cells'}; checking their configs", markup=False)
+    with console.status("") as status:
+        yield (
+            lambda line: console.print(line, markup=False),
+            lambda cell, steps: status.update(f"{cell}: {steps} steps"),
+        )
+
+
+def _write_best(
+    rows: list[dict[str, Any]], cells: list[BenchCell], out: Path, *, recipe: str | None, model: str | None
+) -> list[dict[str, Any]]:
+    """Write the config of the best cell of each config to OUT; returns rows with ``config`` and ``file``."""
+    from isthmus.atomic_write import write_atomic
+    from isthmus.bench.bench_config import pasteable_yaml
+    from isthmus.bench.run_bench import best_rows
+
+    found = []
+    best = best_rows(rows)
+    for number, row in enumerate(best, start=1):
+        cell = next(cell for cell, each in zip(cells, rows, strict=True) if each is row)
+        file = out / ("best.yaml" if len(best) == 1 else f"best-{number}.yaml")
+        config = pasteable_yaml(cell, recipe=recipe, model=model)
+        write_atomic(file, f"# {cell}: {row['tokens_per_s']:,.0f} tokens/s\n{config}")
+        found.append(
+            {
+                "name": row["name"],
+                "nproc": row["nproc"],
+                "settings": row["settings"],
+                "file": str(file),
+                "config": config,
+            }
+        )
+    return found
+
+
+def _print_results(found: dict[str, Any], best: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    from isthmus.bench.bench_table import bench_table
+
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console.print(bench_table(found["cells"]))
+    console.print(found["certificate"]["environment"].get("device", ""), markup=False)
+    if len(best) == 1:
+        console.print(
+            f"\nbest, in {best[0]['file']} (--nproc {best[0]['nproc']}):\n\n{best[0]['config']}", markup=False
+        )
+    for each in best if len(best) > 1 else ():
+        console.print(f"best of {each['name']}: {each['file']} (--nproc {each['nproc']})", markup=False)
