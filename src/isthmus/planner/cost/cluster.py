@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from isthmus.platforms.parts import Part
 
-LINK_SHARE = 0.78
+LINK_SHARE = 0.75
 """Share of the data sheet's link bandwidth that large collectives reach within a node."""
 NETWORK_SHARE = 0.85
 """The same between nodes."""
 LINK_LATENCY_S = 3e-6
-"""Of a message between devices of a node, with the start of its kernel."""
+"""Of a step of a ring."""
 NETWORK_LATENCY_S = 12e-6
+"""Added by the steps between nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,6 @@ class Cluster:
         return max(self.devices_per_node, self.part.linked_devices)
 
 
-@dataclass(frozen=True, slots=True)
 class Ring:
     """Ranks of one collective; ``stride`` is the distance of neighbours, in ranks.
 
@@ -39,31 +39,26 @@ class Ring:
     the same time, so each has its share of the links and network cards.
     """
 
-    cluster: Cluster
-    size: int
-    stride: int = 1
-
-    @property
-    def in_node(self) -> int:
-        return max(1, min(self.size, self.cluster.linked // self.stride))
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.size // self.in_node)
-
-    def bytes_per_s(self) -> float:
-        """Bandwidth of a device in a ring through all ranks: the slowest connection counts.
-
-        A ring within nodes uses all links, and as many network cards as it has ranks in a node.
+    def __init__(self, cluster: Cluster, size: int, stride: int = 1) -> None:
+        part = cluster.part
+        self.size = size
+        self.in_node = max(1, min(size, cluster.linked // stride))
+        self.nodes = -(-size // self.in_node)
+        self.latency_s = (size - 1) * LINK_LATENCY_S + (self.nodes - 1) * NETWORK_LATENCY_S
+        self.links_bytes_per_s = LINK_SHARE * part.link_between(self.in_node) * 1e9
+        """From a device to all others of its node."""
+        self.network_bytes_per_s = NETWORK_SHARE * part.network_gb_s * 1e9
+        """Of a device."""
+        self.bytes_per_s = self.links_bytes_per_s
+        """Of a device in a ring through all ranks: the slowest connection counts. A ring uses as many network cards of
+        a node as it has ranks there.
         """
-        part = self.cluster.part
-        links = LINK_SHARE * part.link_between(self.in_node) if self.in_node > 1 else float("inf")
-        if self.nodes == 1:
-            return links * 1e9
-        return min(links, NETWORK_SHARE * part.network_gb_s * self.in_node) * 1e9
-
-    def latency_s(self) -> float:
-        return (self.in_node - 1) * LINK_LATENCY_S + (self.nodes - 1) * NETWORK_LATENCY_S
+        if self.nodes > 1:
+            network = self.network_bytes_per_s * self.in_node
+            self.bytes_per_s = min(self.links_bytes_per_s, network) if self.in_node > 1 else network
+        linked = stride < cluster.linked
+        self.neighbour_bytes_per_s = LINK_SHARE * part.link_between(2) * 1e9 if linked else self.network_bytes_per_s
+        self.neighbour_latency_s = LINK_LATENCY_S if linked else NETWORK_LATENCY_S
 
     def gather(self, total_bytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of ``total_bytes``: each device sends (n - 1) / n of them
@@ -71,11 +66,7 @@ class Ring:
         """
         if self.size == 1 or total_bytes <= 0:
             return 0.0
-        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s() + self.latency_s()
-
-    def all_reduce(self, total_bytes: float) -> float:
-        """Reduce-scatter and all-gather."""
-        return 2 * self.gather(total_bytes)
+        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.latency_s
 
     def all_to_all(self, sent_bytes: float) -> float:
         """Each device sends ``sent_bytes`` / n to every rank, to those of its node over links and to others over its
@@ -83,17 +74,10 @@ class Ring:
         """
         if self.size == 1 or sent_bytes <= 0:
             return 0.0
-        part, n = self.cluster.part, self.size
-        inside = sent_bytes * (self.in_node - 1) / n
-        outside = sent_bytes * (n - self.in_node) / n
-        seconds = inside / (LINK_SHARE * part.link_between(self.in_node) * 1e9) if inside else 0.0
-        return max(seconds, outside / (NETWORK_SHARE * part.network_gb_s * 1e9)) + self.latency_s()
+        inside = sent_bytes * (self.in_node - 1) / self.size / self.links_bytes_per_s
+        outside = sent_bytes * (self.size - self.in_node) / self.size / self.network_bytes_per_s
+        return max(inside, outside) + self.latency_s
 
     def send(self, number_bytes: float) -> float:
         """To the neighbour in the group."""
-        if self.size == 1:
-            return 0.0
-        part = self.cluster.part
-        if self.stride < self.cluster.linked:
-            return number_bytes / (LINK_SHARE * part.link_between(2) * 1e9) + LINK_LATENCY_S
-        return number_bytes / (NETWORK_SHARE * part.network_gb_s * 1e9) + NETWORK_LATENCY_S
+        return 0.0 if self.size == 1 else number_bytes / self.neighbour_bytes_per_s + self.neighbour_latency_s

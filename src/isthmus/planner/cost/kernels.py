@@ -9,15 +9,18 @@ from isthmus.platforms.parts import Part
 
 UNMEASURED = 0.65
 """Share of its peak that the fastest GEMM of a part reaches, if none was published."""
-GEMM_SHARE = 0.93
+GEMM_SHARE = 0.92
 """Speed of GEMMs within a step relative to the fastest one: the GPU is warm and other kernels compete for power."""
-HALF_TILES, HALF_DEPTH = 24, 192
+HALF_TILES, HALF_DEPTH = 100, 800
 """Output tiles of 128 x 256, and depth, at which a GEMM has half of its speed: partly filled last waves, prologue."""
-FORWARD_ATTENTION, BACKWARD_ATTENTION = 0.62, 0.48
-"""Speed of attention relative to the fastest GEMM, for heads of 128 channels. The backward pass computes 5 matmuls for
-the 2 of the forward pass."""
+FORWARD_ATTENTION, BACKWARD_ATTENTION = 0.48, 0.42
+"""Speed of attention relative to the fastest GEMM, for wide heads. The backward pass has 5 matmuls for 2 forward."""
+WIDE_HEAD = 64
+"""Keys and values of a head with so many channels have half of that speed: softmax costs the same for each pair."""
 MEMORY_SHARE = 0.8
 """Share of the data sheet's memory bandwidth that elementwise kernels reach."""
+QUANTIZE_BYTES = 5.9
+"""Of an element of an activation or gradient that is read for its scale and rounded to FP8, in both layouts."""
 LAUNCH_S = 4e-6
 """Least time of a kernel."""
 
@@ -53,12 +56,15 @@ class Kernels:
     def attention(self, heads: float, pairs: float, width: float, *, backward: bool = False) -> float:
         """``pairs`` of query and key per head, each 2 ``width`` FLOPs, where ``width`` is that of keys plus values.
 
-        The backward pass has 2.5 times as many (Dao 2023, arXiv 2307.08691, section 3.1). Narrow heads are slower:
-        softmax costs the same for each pair.
+        The backward pass has 2.5 times as many (Dao 2023, arXiv 2307.08691, section 3.1).
         """
         flops = 2.0 * heads * pairs * width * (2.5 if backward else 1.0)
-        share = (BACKWARD_ATTENTION if backward else FORWARD_ATTENTION) * min(1.0, 1.5 * width / (width + 128))
+        share = (BACKWARD_ATTENTION if backward else FORWARD_ATTENTION) / (1 + WIDE_HEAD / width)
         return max(flops / (self.rates[False] / GEMM_SHARE * share), LAUNCH_S)
+
+    def quantize(self, elements: float) -> float:
+        """FP8 copies of activations or gradients."""
+        return self.memory(QUANTIZE_BYTES * elements, 2) if self.precision == "fp8" else 0.0
 
     def memory(self, number_bytes: float, kernels: int = 1) -> float:
         """Kernels that read and write ``number_bytes`` in all."""

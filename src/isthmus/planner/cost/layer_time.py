@@ -13,7 +13,7 @@ KINDS = ("gemm", "attention", "memory", "tp", "cp", "ep")
 """Where the time of a layer goes: compute, memory-bound kernels, and communication that nothing overlaps."""
 HOST_WAIT_S = 3e-5
 """The host reads the number of routed tokens and launches kernels that depend on it."""
-HIDDEN_BY_ASYNC_TP = 0.75
+HIDDEN_BY_ASYNC_TP = 0.4
 """Share of tensor-parallel communication that ``parallel.async_tp`` hides behind the matmuls next to it."""
 
 
@@ -118,8 +118,6 @@ class LayerModel:
         update = 0.0
         if self.trained:
             update = kernels.gemm(out, inside, m, groups=groups, fp8=fp8, sum_bytes=4)
-            to.forward.memory += self._quantize(m * groups, out, inside, fp8=fp8)
-            to.backward.memory += self._quantize(m * groups, inside, out, fp8=fp8)
         else:
             rank = self.work.lora_rank or 0
             self._adapter(to, m * groups, out, inside, rank)
@@ -128,6 +126,9 @@ class LayerModel:
                 dense = kernels.memory(groups * out * inside * (kernels.element + 0.5))
                 to.forward.memory += dense
                 to.backward.memory += dense
+        if fp8:
+            to.forward.memory += kernels.quantize(m * groups * inside)
+            to.backward.memory += kernels.quantize(m * groups * out)
         to.forward.gemm += forward
         to.backward.gemm += gradient + update
         if groups == 1 and rows is None:
@@ -140,12 +141,6 @@ class LayerModel:
         passes = (inside + 3 * out) * m * kernels.element
         to.forward.memory += kernels.memory(passes, 3)
         to.backward.memory += kernels.memory(2 * passes, 5)
-
-    def _quantize(self, m: float, out: float, inside: float, *, fp8: bool) -> float:
-        """FP8 copies of the activations [m, inside] in both layouts: read twice, written twice."""
-        if self.kernels.precision != "fp8" or not fp8:
-            return 0.0
-        return self.kernels.memory(6.0 * m * inside, 2)
 
     def _exchange(
         self,

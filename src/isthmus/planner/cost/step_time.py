@@ -15,7 +15,7 @@ from isthmus.planner.cost.layer_time import LayerModel, Times
 from isthmus.planner.cost.workload import Workload
 from isthmus.train.flops import flops_per_batch
 
-CONTENTION = 0.15
+CONTENTION = 0.2
 """Share of overlapped communication by which it slows the computation: it takes compute units and memory bandwidth."""
 HOST_SHARE = 0.8
 """Share of the bandwidth to host memory that copies reach."""
@@ -50,21 +50,16 @@ class StepTime:
 
     parts: dict[str, float]
     """By the keys of :data:`FORMULAS`; what nothing overlaps."""
-    tokens: int
-    flops: float
-    """Of the model, see :func:`isthmus.train.flops.flops_per_batch`."""
+    total_s: float
+    work: Workload
     world_size: int
     peak_tflops: float
     micro_batches: int
 
     @property
-    def total_s(self) -> float:
-        return sum(self.parts.values())
-
-    @property
     def tokens_per_s(self) -> float:
         """Over all devices."""
-        return self.tokens / self.total_s
+        return self.work.tokens / self.total_s
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -72,8 +67,11 @@ class StepTime:
 
     @property
     def tflops_per_device(self) -> float:
-        """With causal attention, as runs report it."""
-        return self.flops / self.total_s / self.world_size / 1e12
+        """Of the model, with causal attention, as runs report them (:func:`isthmus.train.flops.flops_per_batch`)."""
+        work = self.work
+        squares = work.tokens * int(work.seq_length / work.samples_per_sequence)
+        flops = flops_per_batch(work.architecture, work.tokens, squares, int(work.loss_share * work.tokens))
+        return flops / self.total_s / self.world_size / 1e12
 
     @property
     def mfu(self) -> float:
@@ -129,18 +127,19 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
         hidden = slowest.forward.total() / vpp if vpp > 1 else 0.0
         parts["pp"] = 2 * send * (pp - 1) + 2 * number * vpp * max(0.0, send - hidden)
         parts["bubble"] = (sum(rank.seconds() for rank in ranks) - slowest.seconds()) / vpp
-    update, parts["dp"] = (_fsdp if parallel.fsdp else _replicas)(slowest, model, cluster, number)
-    parts["memory"] += update
+    if parallel.fsdp:
+        copies, exchange = _fsdp(slowest, model, cluster)
+        parts["memory"] += number * copies
+        parts["dp"] = number * exchange
+    else:
+        parts["dp"] = _replicas(slowest, model, cluster)
     parts["optimizer"] = _optimizer(slowest, model, cluster)
     if work.teacher is not None:
         parts["teacher"] = number * _teacher(work, parallel, cluster, kernels)
-    squares = work.tokens * int(work.seq_length / work.samples_per_sequence)
-    flops = flops_per_batch(work.architecture, work.tokens, squares, int(work.loss_share * work.tokens))
-    peak = cluster.part.peak_tflops[work.precision]
-    return StepTime(parts, work.tokens, flops, world, peak, number)
+    return StepTime(parts, sum(parts.values()), work, world, cluster.part.peak_tflops[work.precision], number)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _layers_of_ranks(arch: Architecture, pp: int, vpp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Of each pipeline rank: (a layer of a kind, number of layers of that kind)."""
     sizes = layers_per_stage(arch.num_layers, pp, vpp)
@@ -250,7 +249,7 @@ def _rings(model: LayerModel, cluster: Cluster) -> tuple[Ring, Ring]:
     )
 
 
-def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster, number: int) -> tuple[float, float]:
+def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     """Data parallelism with a sharded optimizer: gradients are reduce-scattered in the backward pass of the last micro
     batch, updated weights gathered in the first forward pass.
     """
@@ -260,24 +259,24 @@ def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster, number: int) -> 
     element = model.kernels.element
     gathered = ring.gather(element * ordinary) + expert_ring.gather(element * experts)
     if not reduced:
-        return 0.0, 0.0
+        return 0.0
     parallel = model.parallel
     on = parallel.overlap_grad_reduce is not False
     bucket = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * ring.size) / max(1.0, ordinary + experts)
     backward = rank.backward.total() + rank.recomputed.total() if on else 0.0
     forward = rank.forward.total() if on and parallel.overlap_param_gather is not False else 0.0
     seconds = _exposed(reduced, backward, min(1.0, bucket) * reduced)
-    return 0.0, seconds + _exposed(gathered, forward, min(1.0, bucket) * gathered)
+    return seconds + _exposed(gathered, forward, min(1.0, bucket) * gathered)
 
 
-def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster, number: int) -> tuple[float, float]:
+def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster) -> tuple[float, float]:
     """Each micro batch gathers the layers' weights in both passes and reduces their float32 gradients; the next layer's
-    exchange overlaps a layer. Buffers are copied on both sides. Returns (seconds of the copies, of the exchange).
+    exchange overlaps a layer. Buffers are copied on both sides. Returns seconds of (the copies, the exchange) of one.
     """
     ring, element = _rings(model, cluster)[0], model.kernels.element
     if ring.size == 1:
         return 0.0, 0.0
-    latency = ring.latency_s() * rank.layers
+    latency = ring.latency_s * rank.layers
     gathered = ring.gather(element * rank.parameters) + latency
     reduced = ring.gather(4 * _trained(rank, model)[0]) + latency
     first = 1 / max(1, rank.layers)
@@ -285,7 +284,7 @@ def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster, number: int) -> tupl
     seconds = _exposed(gathered, rank.forward.total(), first * gathered)
     seconds += _exposed(gathered + reduced, backward, first * (gathered + reduced))
     copies = model.kernels.memory(rank.parameters * (2 * 2 * element + element + 4))
-    return number * copies, number * seconds
+    return copies, seconds
 
 
 def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
