@@ -400,6 +400,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: the errors of each source."""
+    lines = ["| source | GPUs | rows | median error | from | to |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for source in dict.fromkeys((row["source"], row["url"]) for row in rows):
+        own = [row for row in rows if (row["source"], row["url"]) == source]
+        errors = sorted(row["error"] for row in own)
+        gpus = ", ".join(dict.fromkeys(row["gpu"] for row in own))
+        median = statistics.median(abs(error) for error in errors)
+        numbers = f"{len(own)} | {median:.0%} | {errors[0]:+.0%} | {errors[-1]:+.0%}"
+        lines.append(f"| [{source[0]}]({source[1]}) | {gpus} | {numbers} |")
+    return lines
+
+
 FREE = (
     (kernels, "GEMM_SHARE", 0.6, 1.0), (kernels, "HALF_TILES", 8, 100), (kernels, "HALF_DEPTH", 64, 800),
     (kernels, "FORWARD_ATTENTION", 0.48, 0.9), (kernels, "BACKWARD_ATTENTION", 0.42, 0.8),
@@ -448,6 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['gpu']:10} {row['layout']:40} {row['binds']:9} {row['source']}"
         )
     found = summary(rows)
+    print(*table(rows), sep="\n")
     for name, numbers in found.items():
         print(f"{name}: {numbers}")
     publish_result(

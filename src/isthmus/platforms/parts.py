@@ -7,8 +7,9 @@ Sources, by vendor:
 - NVIDIA: the data sheets "V100", "T4", "A10", "A100", "L4", "L40S", "H100", "H200" and "GH200 Tensor Core GPU", "NVIDIA
   HGX B200/B300" and "GB200/GB300 NVL72", "Ada GPU architecture" and "RTX Blackwell GPU architecture" (GeForce and RTX),
   "DGX A100/H100/B200 system" (network). Headline figures with 2:4 sparsity are halved.
-- ``measured_tflops``: "Measuring Max-Achievable FLOPs, Part 2" (AMD, 2025: MI300X and MI325X at fp8) and the table of
-  maximum achievable matmul FLOPS in "Machine Learning Engineering" (S. Bekman, 2026; all others).
+- ``measured_tflops``: "Measuring Max-Achievable FLOPs, Part 2" (AMD, 2025: MI300X), "Understanding TAF Alongside Peak
+  FLOPs and MAF" (AMD, 2026: MI325X), and the table of maximum achievable matmul FLOPS in "Machine Learning Engineering"
+  (S. Bekman, 2026: all others).
 
 Pure data: neither torch nor the hardware is needed.
 """
@@ -74,9 +75,9 @@ PARTS: tuple[Part, ...] = (
          measured_tflops={"bf16": 1565}),
     Part("MI350X", "MI350X?", "gfx950", _16_bit(2306.9, fp32=144.2, fp8=4613.7), 287.9, 8000, 537.6, 50, "mesh"),
     Part("MI325X", "MI325X?", "gfx942", _CDNA_3, 255.9, 6000, 448, 50, "mesh",
-         measured_tflops={"bf16": 784.9, "fp8": 1519}),
+         measured_tflops={"bf16": 831.4, "fp8": 1408.1}),
     Part("MI300X", "MI300X", "gfx942", _CDNA_3, 191.9, 5300, 448, 50, "mesh",
-         measured_tflops={"bf16": 668.4, "fp8": 1273}),
+         measured_tflops={"bf16": 708, "fp8": 1273}),
     Part("MI300A", "MI300A", "gfx942", _16_bit(980.6, tf32=490.3, fp32=122.6, fp8=1961.2), 127.9, 5300, 384, 25, "mesh",
          linked_devices=4),
     Part("MI250X", "MI250X", "gfx90a", _16_bit(191.5, fp32=47.9), 63.9, 1638, 200, 12.5, host_gb_s=32),
