@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
+from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
     from isthmus.doctor.examination import Examination
+    from isthmus.doctor.findings import Check
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -19,6 +23,12 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only what needs no torch, no network and no measurement: under 3 seconds.")
     ] = False,
+    bench: Annotated[
+        bool,
+        typer.Option(
+            "--bench", help="Also measure GEMMs, memory, copies and all-reduce, against what the device should reach."
+        ),
+    ] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
@@ -26,7 +36,14 @@ def doctor(
     from isthmus.doctor.examination import examine
     from isthmus.doctor.machine import Machine
 
-    found = examine(Machine(), quick=quick)
+    if quick and bench:
+        raise UsageError("--quick leaves out measurements, and --bench measures. Use one of them.")
+    more: Sequence[Check] = ()
+    if bench:
+        from isthmus.doctor.bench import bench_checks
+
+        more = bench_checks(lambda what: print(f"measuring: {what}", file=sys.stderr, flush=True))
+    found = examine(Machine(), quick=quick, more=more)
     if json:
         show(found, as_json=True)
     else:
