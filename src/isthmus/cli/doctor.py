@@ -29,26 +29,51 @@ def doctor(
             "--bench", help="Also measure GEMMs, memory, copies and all-reduce, against what the device should reach."
         ),
     ] = False,
+    nodes: Annotated[
+        bool,
+        typer.Option(
+            "--nodes", help="Under torchrun or srun: compare the hosts of the job and name those that differ."
+        ),
+    ] = False,
     debug: Debug = False,
     json: Json = False,
 ) -> int:
     """Check whether this machine can train, and what slows it down; exit code 1 if a check finds an error."""
-    from isthmus.doctor.examination import examine
-    from isthmus.doctor.machine import Machine
+    from isthmus.platforms.rank_env import rank
 
     if quick and bench:
         raise UsageError("--quick leaves out measurements, and --bench measures. Use one of them.")
-    more: Sequence[Check] = ()
-    if bench:
-        from isthmus.doctor.bench import bench_checks
-
-        more = bench_checks(lambda what: print(f"measuring: {what}", file=sys.stderr, flush=True))
-    found = examine(Machine(), quick=quick, more=more)
+    found = _compare(bench) if nodes else _examine(quick, bench)
+    if nodes and rank():
+        return 0  # rank 0 prints
     if json:
         show(found, as_json=True)
     else:
         print_findings(found)
     return 1 if found.count("error") else 0
+
+
+def _examine(quick: bool, bench: bool) -> Examination:
+    from isthmus.doctor.examination import examine
+    from isthmus.doctor.machine import Machine
+
+    more: Sequence[Check] = ()
+    if bench:
+        from isthmus.doctor.bench import bench_checks
+
+        more = bench_checks(_progress)
+    return examine(Machine(), quick=quick, more=more)
+
+
+def _compare(bench: bool) -> Examination:
+    from isthmus.doctor.machine import Machine
+    from isthmus.doctor.nodes import examine_hosts
+
+    return examine_hosts(Machine(), bench=bench, report=_progress)
+
+
+def _progress(what: str) -> None:
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
 def print_findings(found: Examination) -> None:

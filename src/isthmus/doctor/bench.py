@@ -14,16 +14,21 @@ OK_SHARE, WARNING_SHARE = 0.8, 0.5
 """Of what can be reached: above the first one is ok, below the second one is an error."""
 _SUBJECT = "bench"
 _HINTS = {
-    "GEMM": "Look for other processes on the GPU, a power limit, and heat (rocm-smi or nvidia-smi); on AMD GPUs isthmus "
-    "tune may find faster kernels.",
+    "GEMM": "Look for other processes on the GPU, a power limit, and heat (rocm-smi or nvidia-smi); on AMD GPUs "
+    "isthmus tune may find faster kernels.",
     "memory bandwidth": "Look for other processes on the GPU and for memory errors (rocm-smi or nvidia-smi).",
     "host": "Look at the PCIe width and generation of the slot (lspci -vv), NUMA and the BIOS.",
     "all-reduce": "Set NCCL_DEBUG=INFO and look for rings over PCIe instead of NVLink or Infinity Fabric.",
 }
 
 
-def bench_checks(report: Report, add: Callable[[Measurement], None] | None = None) -> Sequence[Check]:
-    """The checks of ``--bench``; each measurement is also given to ``add``. ``report`` gets lines of progress."""
+def bench_checks(
+    report: Report, add: Callable[[Measurement], None] = lambda _: None, *, collective: bool = True
+) -> Sequence[Check]:
+    """The checks of ``--bench``; ``collective`` is whether to include the all-reduce over local ranks.
+
+    ``report`` gets lines of progress, and ``add`` each measurement.
+    """
 
     def check_bench(_machine: Machine) -> Iterator[Finding]:
         platform = detect()
@@ -40,11 +45,10 @@ def bench_checks(report: Report, add: Callable[[Measurement], None] | None = Non
 
     def _graded(measurements: Iterable[Measurement]) -> Iterator[Finding]:
         for measured in measurements:
-            if add is not None:
-                add(measured)
+            add(measured)
             yield grade(measured)
 
-    return check_bench, check_all_reduce
+    return (check_bench, check_all_reduce) if collective else (check_bench,)
 
 
 def _all_reduce(platform: Platform) -> Measurement | Finding:

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from isthmus.platforms.base import Platform
-from isthmus.platforms.parts import Part, find_part
+from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.parts import Part
 
+CPU_GEMM, CPU_ELEMENTS = 2048, 1 << 26
 SECONDS = 1.0
 """For the repetitions of a measurement."""
 ALL_REDUCE_SECONDS = 40.0
@@ -47,7 +49,7 @@ class Measurement:
 
 def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
     """All but the collective, on the device of this process, in about 10 s. Sizes fit a GPU with 8 GiB."""
-    part = find_part(torch.cuda.get_device_name(platform.device_index())) if platform.device_type == "cuda" else None
+    part = platform.part() if isinstance(platform, GpuPlatform) else None
     device = torch.device(platform.device_type, platform.device_index() if platform.device_type == "cuda" else None)
     for precision in ("fp32", "bf16", "fp8"):
         if platform.supports(precision)[0]:
@@ -61,7 +63,7 @@ def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
 
 
 def _gemm(precision: str, platform: Platform, device: torch.device, part: Part | None) -> Measurement:
-    size = 2048 if device.type == "cpu" else 8192 if precision != "fp32" else 4096
+    size = CPU_GEMM if device.type == "cpu" else 8192 if precision != "fp32" else 4096
     run = _fp8_gemm(size, platform, device) if precision == "fp8" else _plain_gemm(size, _DTYPES[precision], device)
     value = 2 * size**3 / _seconds(run, device) / 1e12
     published = None if part is None else part.measured_tflops.get(precision)
@@ -87,7 +89,7 @@ def _fp8_gemm(size: int, platform: Platform, device: torch.device) -> Callable[[
 
 
 def _memory(device: torch.device, part: Part | None) -> Measurement:
-    source = torch.ones(1 << (26 if device.type == "cpu" else 28), device=device)
+    source = torch.ones(CPU_ELEMENTS if device.type == "cpu" else 1 << 28, device=device)
     target = torch.empty_like(source)
     value = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9
     peak = None if part is None else part.memory_gb_s
@@ -113,7 +115,7 @@ def all_reduce(platform: Platform) -> Measurement | None:
     ranks = platform.device_count() or 2
     if ranks == 1:
         return None
-    part = find_part(torch.cuda.get_device_name(0)) if platform.device_type == "cuda" else None
+    part = platform.part() if isinstance(platform, GpuPlatform) else None
     seconds, numbytes = _run_ranks(ranks, platform.collective_backend)
     link = None if part is None else part.link_between(ranks)
     device = torch.device(platform.device_type)

@@ -24,7 +24,7 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
     python = tuple(map(int, platform.python_version_tuple()[:2]))
     oldest, newest = (_tested(name) for name in _SETS)
     yield from compare_versions(
-        {"Python": platform.python_version(), **_installed()},
+        {"Python": platform.python_version(), **installed_versions()},
         {"Python": ".".join(map(str, _PYTHON[0])), **oldest},
         {"Python": ".".join(map(str, python if python in _PYTHON else _PYTHON[1])), **newest},
     )
@@ -37,7 +37,7 @@ def _tested(name: str) -> dict[str, str]:
     return {_normal(package): version.split()[0] for package, _, version in pairs}
 
 
-def _installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Version of each direct dependency, empty if it is missing."""
     found = {}
     for requirement in metadata.requires("isthmus") or []:

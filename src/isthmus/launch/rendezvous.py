@@ -64,6 +64,14 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
         init_process_group(platform, timeout_s=timeout_s)
         yield ""
         return
+    with rendezvous(platform, join_timeout_s=join_timeout_s, timeout_s=timeout_s) as (store, machines):
+        init_process_group(platform, store=store, timeout_s=timeout_s)
+        yield machines
+
+
+@contextmanager
+def rendezvous(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[tuple[dist.Store, str]]:
+    """Like :func:`join_ranks`, without a process group: yields its store, and the ranks of each machine."""
     deadline = time.monotonic() + join_timeout_s
     variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
     chosen = {f"{name}={os.environ[name]}": one for name in variables if (one := named_by(name))}
@@ -84,8 +92,7 @@ def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
                     time.sleep(_POLL_S)
                 machines = f"{len(members)} ranks: {by_machine(members)}"
         store.set_timeout(timedelta(seconds=timeout_s))
-        init_process_group(platform, store=store, timeout_s=timeout_s)
-        yield machines
+        yield store, machines
 
 
 def report(exit_code: int, message: str, traceback: str = "") -> str:
