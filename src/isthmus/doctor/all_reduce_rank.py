@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 _REPEATS = 5
+_CPU_BYTES, _GPU_BYTES = 64 << 20, 256 << 20
 
 
 def main(store: str, backend: str, rank: int, ranks: int) -> None:
@@ -20,7 +21,7 @@ def main(store: str, backend: str, rank: int, ranks: int) -> None:
         torch.cuda.set_device(rank)
     limit = timedelta(seconds=30)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
-    values = torch.ones((256 << 20) // 4 if on_gpu else (64 << 20) // 4, device="cuda" if on_gpu else "cpu")
+    values = torch.ones((_GPU_BYTES if on_gpu else _CPU_BYTES) // 4, device="cuda" if on_gpu else "cpu")
     times = []
     for _ in range(_REPEATS + 1):
         dist.barrier()

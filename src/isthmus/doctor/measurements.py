@@ -50,7 +50,7 @@ class Measurement:
 def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
     """All but the collective, on the device of this process, in about 10 s. Sizes fit a GPU with 8 GiB."""
     part = platform.part() if isinstance(platform, GpuPlatform) else None
-    device = torch.device(platform.device_type, platform.device_index() if platform.device_type == "cuda" else None)
+    device = torch.device("cpu") if platform.device_type == "cpu" else torch.device("cuda", platform.device_index())
     for precision in ("fp32", "bf16", "fp8"):
         if platform.supports(precision)[0]:
             report(f"GEMM {precision}")
@@ -174,7 +174,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         return (time.perf_counter() - start) / calls
 
     once()
-    times, deadline = [], time.perf_counter() + SECONDS
+    times, deadline = list[float](), time.perf_counter() + SECONDS
     while len(times) < 3 or (time.perf_counter() < deadline and len(times) < 100):
         times.append(once())
     return statistics.median(times)

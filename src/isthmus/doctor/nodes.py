@@ -80,9 +80,12 @@ def examine_hosts(machine: Machine, *, bench: bool, report: Report) -> Examinati
         )
     # Not as ranks of training on a CPU, which redirect torch.cuda: the GPUs are measured.
     with rendezvous(CpuPlatform(reason=""), join_timeout_s=_TIMEOUT_S, timeout_s=_TIMEOUT_S) as (store, _):
-        ranks = {"rank": rank_env.rank(), "world_size": rank_env.world_size()}
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("doctor", store), timeout=timedelta(seconds=_TIMEOUT_S), **ranks
+            "gloo",
+            store=dist.PrefixStore("doctor", store),
+            timeout=timedelta(seconds=_TIMEOUT_S),
+            rank=rank_env.rank(),
+            world_size=rank_env.world_size(),
         )
         try:
             reports = exchange(_own_report(machine, bench=bench, report=report))
