@@ -59,7 +59,7 @@ def _examine(quick: bool, bench: bool) -> Examination:
 
     more: Sequence[Check] = ()
     if bench:
-        from isthmus.doctor.bench import bench_checks
+        from isthmus.doctor.speed_checks import bench_checks
 
         more = bench_checks(_progress)
     return examine(Machine(), quick=quick, more=more)

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from isthmus import __version__
-from isthmus.doctor.bench import bench_checks
 from isthmus.doctor.examination import Examination, examine, run_checks
 from isthmus.doctor.findings import Finding, error, ok, warning
 from isthmus.doctor.gpus import count_by_vendor, find_gpus
 from isthmus.doctor.machine import Machine
 from isthmus.doctor.measurements import Measurement, Report
+from isthmus.doctor.speed_checks import bench_checks
 from isthmus.doctor.torch_build import installed_torch
 from isthmus.doctor.versions import installed_versions
 from isthmus.errors import UsageError

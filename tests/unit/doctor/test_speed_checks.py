@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from isthmus.cli.main import parse_and_run
-from isthmus.doctor import all_reduce_rank, bench, measurements
-from isthmus.doctor.bench import bench_checks, grade
+from isthmus.doctor import all_reduce_rank, measurements, speed_checks
 from isthmus.doctor.machine import Machine
 from isthmus.doctor.measurements import Measurement, _reachable
+from isthmus.doctor.speed_checks import bench_checks, grade
 from isthmus.errors import UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.parts import find_part
@@ -110,7 +110,7 @@ def test_ranks_that_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     python("echo NCCL error >&2; exit 1")
     with pytest.raises(RuntimeError, match="a rank of the all-reduce failed: NCCL error"):
         measurements._run_ranks(2, "gloo")
-    finding = bench._all_reduce(CPU)
+    finding = speed_checks._all_reduce(CPU)
     assert not isinstance(finding, Measurement) and finding.level == "error" and "NCCL_DEBUG" in finding.hint
     monkeypatch.setattr(measurements, "ALL_REDUCE_SECONDS", 0.2)
     python("exec sleep 30")
