@@ -38,7 +38,7 @@ FORMULAS = {
     "bubble": "(pp - 1) / vpp micro batches: the pipeline fills and drains",
     "dp": "gradients (float32) and weights over the replicas, minus what the backward and forward pass hide",
     "optimizer": "bytes per updated parameter over the memory bandwidth; with optim.offload 16 over the host link",
-    "teacher": "the teacher's forward pass",
+    "teacher": "forward pass of the teacher; for kto, of the mismatched answers",
 }
 """What each part of a step is, for ``isthmus plan --explain``."""
 COMPUTE = ("gemm", "attention", "recompute", "teacher")

@@ -42,14 +42,19 @@ class Workload:
     """Adam's moments are in host memory."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     teacher: Architecture | None = None
-    """Of distillation: adds a forward pass."""
+    """Adds a forward pass: of the teacher of distillation, or for KTO's KL divergence of the model itself."""
 
     @classmethod
     def from_config(
         cls, config: RunConfig, architecture: Architecture, precision: str, *, teacher: Architecture | None = None
     ) -> Workload:
-        """The steps of a run; ``precision`` is the resolved ``train.precision``."""
+        """The steps of a run; ``precision`` is the resolved ``train.precision``.
+
+        Adapters that start from ``lora.path`` count as those of rank 16, and frozen tensors as trained.
+        """
         train = config.train
+        if config.recipe == "kto" and config.kto.loss == "kto":
+            teacher = architecture
         return cls(
             architecture=architecture,
             precision=precision,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.schema import ParallelConfig
+from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.families.architecture import Architecture, Mla, Moe
 from isthmus.planner.cost import kernels
 from isthmus.planner.cost.cluster import Cluster, Ring
@@ -223,3 +223,30 @@ def test_collectives() -> None:
     rack = Cluster(part_named("GB200"), 4, 16)
     assert Ring(rack, 64).in_node == 64 and Ring(h100, 32).in_node == 8 and Ring(h100, 4, 8).in_node == 1
     assert Ring(h100, 4, 8).send(size) > 5 * Ring(h100, 4, 1).send(size)
+
+
+def test_the_workload_of_a_run() -> None:
+    def of(recipe: str, **sections: Any) -> Workload:
+        given = {
+            "recipe": recipe,
+            "out": "o",
+            "model": {"path": "m"},
+            "data": {"files": ["d.jsonl"], "seq_length": 4096},
+            "train": {"steps": 1},
+        }
+        config = RunConfig.model_validate(given | sections)
+        return Workload.from_config(config, DENSE, "bf16")
+
+    assert of("sft").tokens == 16 * 4096 and of("sft").teacher is None and of("sft").lora_rank is None
+    assert of("dpo").tokens == 2 * 16 * 4096
+    assert of("kto").teacher is DENSE and of("kto", kto={"loss": "apo_zero_unpaired"}).teacher is None
+    train = {"steps": 1, "global_batch_size": 64, "micro_batch_size": 4, "recompute": "full", "recompute_layers": 3}
+    found = of("sft", train=train, lora={"rank": 8, "quantize": "nf4"})
+    assert (found.global_batch_size, found.micro_batch_size, found.recompute, found.recompute_layers) == (
+        64,
+        4,
+        "full",
+        3,
+    )
+    assert (found.lora_rank, found.quantized) == (8, True)
+    assert of("sft", optim={"offload": True}).offload
