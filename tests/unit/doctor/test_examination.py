@@ -41,6 +41,7 @@ def test_a_check_that_fails_or_hangs_is_a_warning_after_its_findings():
 
 def test_quick_leaves_out_thorough_checks(monkeypatch):
     monkeypatch.setattr(examination, "QUICK", (check_good,))
+    monkeypatch.setattr(examination, "WITH_TORCH", ())
     monkeypatch.setattr(examination, "THOROUGH", (check_broken_driver,))
     assert [one.subject for one in examine(Machine(), quick=True).findings] == ["good"]
     found = examine(Machine(), more=(check_good,))

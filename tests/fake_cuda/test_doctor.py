@@ -1,0 +1,82 @@
+"""What isthmus doctor reports about GPUs that torch sees, on simulated devices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from fake_cuda.runner import FakeCuda
+
+
+def reported(
+    archs: list[str], kernels: bool = False, peers: bool = True, count: int = 1, product: str = "right"
+) -> list[dict[str, Any]]:
+    """Findings of the checks with torch; ``product`` is what the GPUs compute: right, wrong, or an error."""
+    from isthmus.doctor import torch_devices, torch_kernels
+    from isthmus.doctor.machine import Machine
+
+    torch.cuda.get_arch_list = lambda: archs
+    torch.cuda.device_count = lambda: count
+    torch.cuda.can_device_access_peer = lambda first, second: peers
+    torch.cuda.nccl.version = lambda: (2, 27, 5)
+    torch.distributed.is_nccl_available = lambda: True
+    real = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and str(args[0]).startswith("cuda:"):  # the devices of the check have values
+            if product == "error":
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+            return self + 1 if product == "wrong" else self.clone()
+        return real(self, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    found = [*torch_devices.check_devices(Machine())]
+    torch.Tensor.to = real  # type: ignore[method-assign]
+    checks = (torch_kernels.check_attention, torch_kernels.check_compiler, torch_kernels.check_collectives)
+    for check in checks if kernels else ():
+        found += check(Machine())
+    return [asdict(one) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "archs", "texts"),
+    [
+        (
+            "sm_90", ["sm_80", "sm_90", "compute_90"],
+            ["platform cuda", "1 of 1 GPUs compute", "fp8: sm_90 has fp8 matrix cores. The default is bf16",
+             "peak of the device: 989 TFLOP/s", "attention: varlen passes", "attention with a window: flex passes",
+             "attention: runs use varlen", "NCCL 2.27.5", "gloo"],
+        ),
+        (
+            "gfx942", ["gfx90a", "gfx942"],
+            ["platform rocm", "1 of 1 GPUs compute", "bf16: gfx942 has bf16", "peak of the device: 1,307 TFLOP/s",
+             "attention: sdpa passes", "RCCL 2.27.5"],
+        ),
+        (
+            "sm_80", ["sm_80"], ["fp8: no, sm_80 has no fp8 matrix cores", "1 of 1 GPUs compute"],
+        ),
+    ],
+)  # fmt: skip
+def test_device_and_its_kernels(fake_cuda: FakeCuda, gpu: str, archs: list[str], texts: list[str]) -> None:
+    found = fake_cuda.run(reported, gpu=gpu, archs=archs, kernels=gpu != "sm_80")
+    assert [one for one in found if one["level"] != "ok" and not one["text"].startswith("compiler: ")] == []
+    shown = "\n".join(one["text"] for one in found)
+    assert [text for text in texts if text not in shown] == [], shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level", "text"),
+    [
+        ({"archs": ["sm_50", "sm_80"]}, "error", "GPU 0 is sm_90, and torch has kernels for sm_50, sm_80"),
+        ({"archs": [], "product": "wrong"}, "error", "a matmul on GPU 0 (sm_90) is wrong by"),
+        ({"archs": [], "product": "error"}, "error", "fails: CUDA error: uncorrectable ECC error encountered"),
+        ({"archs": [], "peers": False, "count": 3}, "warning", "GPU 0 has no direct access to GPUs 1, 2"),
+    ],
+)
+def test_faults(fake_cuda: FakeCuda, arguments: dict[str, Any], level: str, text: str) -> None:
+    found = fake_cuda.run(reported, gpu="sm_90", **arguments)
+    (problem,) = (one for one in found if one["level"] != "ok")
+    assert problem["level"] == level and text in problem["text"] and problem["hint"]

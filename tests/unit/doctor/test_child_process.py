@@ -1,0 +1,23 @@
+"""Checks in a process of their own: those that end it are named, and the others run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.doctor.child_process import run_in_child
+from unit.doctor.faulty_checks import check_aborts, check_good, check_raises
+
+pytestmark = pytest.mark.processes
+
+
+def test_checks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{Path(__file__).parents[3] / 'src'}")
+    found = run_in_child((check_good, check_aborts, check_raises, check_good))
+    assert [(one.subject, one.level) for one in found] == [
+        ("good", "ok"), ("aborts", "error"), ("raises", "warning"), ("good", "ok")
+    ]  # fmt: skip
+    assert found[1].text.startswith("the check ended its process with SIGABRT: ")
+    assert "Memory access fault by GPU node-1" in found[1].text
+    assert "RuntimeError: HIP error: invalid device function" in found[2].text
