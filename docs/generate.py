@@ -248,6 +248,7 @@ _GUIDES = {
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
     "bench": "[Measure a configuration](../how-to/measure-a-configuration.md)",
+    "doctor": "[Check a machine](../how-to/check-a-machine.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
     "data view": "[Chat data formats](../how-to/chat-data.md#loss-masking)",
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
