@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from isthmus.doctor.findings import Check, Finding, error
 from isthmus.doctor.machine import Machine
@@ -46,7 +47,7 @@ def run_in_child(checks: Sequence[Check]) -> list[Finding]:
     return found
 
 
-def _run(checks: Sequence[Check]) -> tuple[list[dict[str, str]], str]:
+def _run(checks: Sequence[Check]) -> tuple[list[dict[str, Any]], str]:
     """Lines of the child, and how it ended; empty if it has run all checks."""
     names = [f"{check.__module__}:{check.__name__}" for check in checks]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as errors:

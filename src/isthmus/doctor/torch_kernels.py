@@ -75,8 +75,8 @@ def check_gemms(machine: Machine) -> Iterator[Finding]:
             yield warning("kernels", str(failure), "Use another train.fp8_scaling, or bf16.", "check_kernels")
         else:
             yield ok("kernels", f"FP8 matmuls with {scaling} scales are right", "check_kernels")
-    if reason := unsupported_reason((1024, 2048), torch.bfloat16):
-        yield ok("kernels", f"experts: a loop of GEMMs, {reason}", "gemm_choice")
+    if lacks := unsupported_reason((1024, 2048), torch.bfloat16):
+        yield ok("kernels", f"experts: a loop of GEMMs, {lacks}", "gemm_choice")
     else:
         timings = time_gemms(8, ((2048, 1024), (1024, 1024)), 8192, device)
         yield ok("kernels", f"8 experts of 1024: {'; '.join(map(str, timings))}", "time_gemms")
