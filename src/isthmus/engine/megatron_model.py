@@ -310,22 +310,21 @@ def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     if isinstance(model, list):
         return {name: parameter for chunk in model for name, parameter in live_parameters(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    first_expert = 0
-    if (experts := decoder.config.num_moe_experts) is not None:
+    named = decoder.named_parameters()
+    return {canonical_name(decoder, name): each for name, each in named if "lora" not in name.split(".")}
+
+
+def canonical_name(decoder: Decoder, name: str) -> str:
+    """The name of a parameter or module of ``decoder`` with model-wide layer and expert numbers."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
+        parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts[:-1]:
+        index = parts.index("local_experts") + 1
         ep = parallel_state.get_expert_model_parallel_world_size()
-        first_expert = parallel_state.get_expert_model_parallel_rank() * experts // ep
-    names: dict[str, nn.Parameter] = {}
-    for name, parameter in decoder.named_parameters():
-        parts = name.split(".")
-        if "lora" in parts:
-            continue
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(decoder.decoder.layers[int(parts[2])].layer_number - 1)
-        if "local_experts" in parts:
-            index = parts.index("local_experts") + 1
-            parts[index] = str(first_expert + int(parts[index]))
-        names[".".join(parts)] = parameter
-    return names
+        experts = decoder.config.num_moe_experts or 0
+        parts[index] = str(parallel_state.get_expert_model_parallel_rank() * experts // ep + int(parts[index]))
+    return ".".join(parts)
 
 
 def mtp_shared_tensors(model: list[Any]) -> dict[str, Tensor]:

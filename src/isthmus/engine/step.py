@@ -29,9 +29,14 @@ from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, WrappedModel
 from isthmus.engine.optim.update import prepare_grads, reduce_and_scale_grads, update_loss_scale, update_weights
 from isthmus.engine.parallel.context_parallel import local_batch
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
+from isthmus.engine.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.teacher import Teacher, pipeline_arguments
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged
+
+
+class NotFinite(Diverged):
+    """The loss or the gradient norm of a step is not finite; the weights are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,8 @@ class Stepper(Evaluator):
         self.skipped = 0
         """Steps without an update because a float16 gradient overflowed. Checkpoints save the count."""
         self.skipped_in_a_row = 0
+        self.before_update: Callable[[StepResult], None] | None = None
+        """Called with the result of a step, the same on every rank, before the weights change."""
         config = model[0].config  # shared by all stages
         config.finalize_model_grads_func = reduce_and_scale_grads
         config.grad_scale_func = optimizer.scale_loss if config.fp16 else None
@@ -205,13 +212,8 @@ class Stepper(Evaluator):
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
                 are unchanged. A float16 overflow skips the step and halves the loss scale, down to its minimum.
         """
-        for stage in self.model:
-            stage.train()
-            stage.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        with trace_region("forward and backward"):
-            sums = self._run_pipeline(batches, self.objective, forward_only=False, between=between)
-            routed = self._router_sums()
+        sums = self.compute_gradients(batches, between)
+        routed = self._router_sums()
         with trace_region("optimizer"):
             # The only read of the device in a step: everything before it is queued, and no weight has changed.
             numbers = to_device(torch.tensor(host_numbers(), dtype=torch.float64), self.device)
@@ -226,10 +228,31 @@ class Stepper(Evaluator):
             result = replace(result, host_sums=host_sums)
             if not self._check(result.loss, square**0.5, overflow=bool(overflow), loss_scale=result.loss_scale):
                 return replace(result, skipped=self.skipped)
+            if self.before_update is not None:
+                self.before_update(replace(result, grad_norm=square**0.5))
             update_weights(self.optimizer, square**0.5)
         self._update_expert_bias(routed)
         self.schedule.step(increment=1)
         return replace(result, grad_norm=square**0.5)
+
+    def compute_gradients(self, batches: Sequence[PackedBatch], between: Callable[[int], None] | None = None) -> Tensor:
+        """Forward and backward pass of a step; returns this rank's part of the sums, float64."""
+        for stage in self.model:
+            stage.train()
+            stage.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with trace_region("forward and backward"):
+            return self._run_pipeline(batches, self.objective, forward_only=False, between=between)
+
+    def sample_losses(self, batches: Sequence[PackedBatch]) -> list[SampleLoss]:
+        """The loss of each sample of this rank's micro batches, as the present weights give it in training.
+
+        A collective; each sample is in the result of one rank. Gradients and statistics of the step are unchanged.
+        """
+        recorder = SampleLosses(self.objective)
+        with torch.no_grad(), trace_region("losses of samples"):
+            self._run_pipeline(batches, recorder, forward_only=True)
+        return recorder.found
 
     def _result(self, sums: list[float], load: list[float], *, loss_scale: float | None) -> StepResult:
         loss_sum, count, loss_tokens, *more = sums
@@ -248,7 +271,7 @@ class Stepper(Evaluator):
     def _check(self, loss: float, norm: float, *, overflow: bool, loss_scale: float | None) -> bool:
         """Whether to update the weights; raises Diverged if training cannot continue."""
         if not math.isfinite(loss):
-            raise Diverged(
+            raise NotFinite(
                 f"the loss is {loss} after {self.schedule.num_steps} good steps; the weights are as after the last "
                 f"of them. {_DIVERGED_HINT}"
             )
@@ -311,7 +334,7 @@ _DIVERGED_HINT = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an
 
 def _check_gradient(norm: float, loss: float) -> None:
     if not math.isfinite(norm):
-        raise Diverged(f"the gradient norm is {norm} at a loss of {loss:.4f}. {_DIVERGED_HINT}")
+        raise NotFinite(f"the gradient norm is {norm} at a loss of {loss:.4f}. {_DIVERGED_HINT}")
     if norm == 0 and loss > _NEGLIGIBLE_LOSS:
         # With very large weights the mean square in a norm overflows. Then all gradients before the norm are zero.
         raise Diverged(f"the gradient is zero at a loss of {loss:.4f}, so training makes no progress. {_DIVERGED_HINT}")

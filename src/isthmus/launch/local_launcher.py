@@ -158,10 +158,11 @@ class _Signals:
             self._timer.start()
             hint = "" if number != signal.SIGINT else " Ctrl-C again kills the run."
             what = "saving after this step" if self._saves else "sent to the ranks"
-            os.write(2, f"isthmus: {signal.Signals(number).name}: {what}.{hint}\n".encode())
+            os.write(2, f"{_end_of_bar()}isthmus: {signal.Signals(number).name}: {what}.{hint}\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._first_s > SECOND_REQUEST_S:
             self.killed = True
             self._send(signal.SIGKILL)
+            os.write(2, _end_of_bar().encode())
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._process.children():
@@ -177,6 +178,11 @@ class _Signals:
             return child.pid not in self._other_children and os.getpgid(child.pid) == child.pid
         except (ProcessLookupError, PermissionError):
             return False
+
+
+def _end_of_bar() -> str:
+    """Removes a progress bar of rank 0 from the line of a terminal, where it may be without an end of line."""
+    return "\r\x1b[2K" if os.isatty(2) else ""
 
 
 def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:

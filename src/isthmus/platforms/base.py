@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:  # isthmus doctor --quick does not import it
     import torch
 
+from isthmus.platforms.gpu_sensors import GpuSensors
+
 EnvDefaults = Mapping[str, tuple[str, str]]
 """Value of each environment variable, and the reason."""
 
@@ -99,6 +101,10 @@ class Platform(ABC):
     def device_id(self) -> str:
         """Identifies this rank's device on its machine; empty if unknown, and on a CPU, which ranks share."""
         return ""
+
+    def sensors(self) -> GpuSensors | None:
+        """Sensors of this rank's GPU; None on a CPU, or without the library of the vendor."""
+        return None
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         return {}

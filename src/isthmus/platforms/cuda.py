@@ -7,6 +7,7 @@ from typing import ClassVar
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.deterministic import CUDA_DEFAULTS
 from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu_sensors import GpuSensors, nvidia_sensors
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """First compute capability with matrix cores, by precision."""
@@ -38,3 +39,6 @@ class CudaPlatform(GpuPlatform):
                 "communication with matmuls requires",
             )
         return chosen
+
+    def sensors(self) -> GpuSensors | None:
+        return nvidia_sensors(self.pci_address(), str(getattr(self.properties(), "uuid", "")))

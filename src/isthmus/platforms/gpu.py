@@ -79,6 +79,13 @@ class GpuPlatform(Platform):
         masks = [os.environ.get(name) for name in MASKS]
         return f"{properties.name} {uuid}, PCI {numbers}, number {self.device_index()} of {masks}"
 
+    def pci_address(self) -> str:
+        """Such as ``0000:23:00.0``; empty if torch does not tell it."""
+        properties = self.properties()
+        numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        domain, bus, device = (-1 if number is None else int(number) for number in numbers)
+        return "" if min(domain, bus, device) < 0 else f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
     def prepare_process(self) -> tuple[str, ...]:
         return (self._set_up_allocator(),)
 

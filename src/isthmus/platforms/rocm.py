@@ -9,6 +9,7 @@ import torch
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.deterministic import ROCM_DEFAULTS
 from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu_sensors import GpuSensors, amd_sensors
 
 _16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 """CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4."""
@@ -70,3 +71,6 @@ class RocmPlatform(GpuPlatform):
 
     def has_expandable_segments(self) -> bool:
         return self.arch() in ("gfx942", "gfx950")
+
+    def sensors(self) -> GpuSensors | None:
+        return amd_sensors(self.pci_address())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -26,8 +27,10 @@ from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.recipes.training import Training, describe, exports_model
 from isthmus.recipes.training_setup import set_up
 from isthmus.train.loop import Loop, is_due
+from isthmus.train.rank_reports import RankReports
 from isthmus.train.reporter import Reporter
 from isthmus.train.row_file import first_valid_loss
+from isthmus.train.step_explainer import StepExplainer
 from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
 
@@ -192,6 +195,18 @@ def _build_loop(training: Training) -> Loop:
             device=training.stepper.device,
             peak_gib=context.platform.memory_gib,
             log=training.reporter.log,
+        ),
+        explainer=StepExplainer(
+            training.stepper, training.data.train.store, training.reporter, context.config.logging.spike_factor
+        ),
+        ranks=RankReports(
+            settings=context.config.logging,
+            rank=training.position.rank,
+            hosts=gather_objects(socket.gethostname()),
+            stages=context.plan.parallel.pp,
+            device=training.stepper.device,
+            sensors=context.platform.sensors() if context.config.logging.ranks_every else None,
+            reporter=training.reporter,
         ),
         best=training.best,
         eval_objective=eval_objective_of(context.config),

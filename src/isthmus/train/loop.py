@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from isthmus.config.schema import RunConfig
@@ -16,7 +16,7 @@ from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.run_state import BestLoss
 from isthmus.engine.objective import Objective
 from isthmus.engine.parallel.process_groups import Position
-from isthmus.engine.step import Stepper, StepResult
+from isthmus.engine.step import NotFinite, Stepper, StepResult
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
@@ -24,7 +24,9 @@ from isthmus.platforms.base import Platform
 from isthmus.train.flops import flops_per_batch
 from isthmus.train.grace_period import Abandoned, GracePeriod
 from isthmus.train.metrics import StepMetrics
+from isthmus.train.rank_reports import RankReports
 from isthmus.train.reporter import Reporter
+from isthmus.train.step_explainer import StepExplainer
 from isthmus.train.step_profile import StepProfile
 
 
@@ -64,6 +66,8 @@ class Loop:
     world_size: int
     reporter: Reporter
     profile: StepProfile
+    explainer: StepExplainer
+    ranks: RankReports
     best: BestLoss
     eval_objective: Objective | None
     """None: that of training."""
@@ -127,7 +131,7 @@ class Loop:
                 if self._stops_early(step):
                     break
                 done = step + 1
-                with self.profile.around(step + 1), trace_region(f"step {step + 1}"):
+                with self.profile.around(step + 1), trace_region(f"step {step + 1}"), self.ranks.around(step + 1):
                     metrics, stop_requested = self._step(step, batches)
                 if stop_requested:
                     self.profile.finish()  # the checkpoint is not part of a step
@@ -191,22 +195,27 @@ class Loop:
         padded_length = sum(sum(micro_batch.lengths) for micro_batch in micro_batches)
         own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
         counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
-        result = self.stepper.train_step(
-            micro_batches,
-            lambda: [
-                *(float(number) if counts else 0.0 for number in own),
-                float(self.grace.stop.requested),
-                self.saves.ended(),
-                time.monotonic() - started_s,
-                self.saves.duration_s,
-            ],
-            self.grace.between_micro_batches(step, len(micro_batches)),
-        )
-        num_tokens, sum_squared, num_positions, stops, saves_ended, *seconds = result.host_sums
+        self.explainer.watch(step + 1, micro_batches)
+        try:
+            result = self.stepper.train_step(
+                micro_batches,
+                lambda: [
+                    *(float(number) if counts else 0.0 for number in own),
+                    float(self.grace.stop.requested),
+                    self.saves.ended(),
+                    time.monotonic() - started_s,
+                    self.saves.duration_s,
+                    *self.ranks.numbers(step + 1),
+                ],
+                self.grace.between_micro_batches(step, len(micro_batches)),
+            )
+        except NotFinite as error:
+            raise self.explainer.explained(step + 1, micro_batches, error) from error
+        num_tokens, sum_squared, num_positions, stops, saves_ended, *seconds = result.host_sums[:7]
         elapsed_s = time.monotonic() - started_s
         padding = 1 - num_tokens / num_positions
         metrics = self._metrics(step, result, int(num_tokens), int(sum_squared), padding, elapsed_s)
-        self.reporter.step(metrics)
+        self.reporter.step(replace(metrics, ranks=self.ranks.report(step + 1, result.host_sums[7:])))
         self._follow_saves(saves_ended, *seconds)
         self._report_skip(step + 1)
         return metrics, stops > 0

@@ -15,7 +15,11 @@ _PRINTED = {
     "rewards/accuracies": "accuracy", "sft_loss": "sft",
 }  # fmt: skip
 """Printed metrics of the objective, and their printed names."""
-_PERFORMANCE = ("tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s")
+_PERFORMANCE = (
+    "tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s", "slowest_rank",
+    "slowest_rank_s", "median_rank_s", "straggler_share", "gpu_temperature_c", "gpu_power_w", "gpu_clock_mhz",
+    "throttled_gpus",
+)  # fmt: skip
 _MEGATRON_NAMES = {"mtp_loss": "mtp_1 loss"}
 
 
@@ -56,13 +60,16 @@ class StepMetrics:
     moe: Mapping[str, float] = field(default_factory=dict)
     """MoE models: ``load_max_over_mean`` and router losses."""
 
+    ranks: Mapping[str, float] = field(default_factory=dict)
+    """How the ranks differ, in the steps of ``logging.ranks_every``."""
+
     def flat(self) -> dict[str, Any]:
         """The row of metrics.jsonl; MoE metrics get the prefix ``moe_``."""
         row = asdict(self)
         del row["global_batch_size"]
         row = {name: value for name, value in row.items() if value is not None or name not in _ONLY_IF_KNOWN}
         row = {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("objective"), **row}
-        row |= {f"moe_{name}": value for name, value in row.pop("moe").items()}
+        row |= {f"moe_{name}": value for name, value in row.pop("moe").items()} | row.pop("ranks")
         return {_KEYS.get(name, name): value for name, value in row.items()}
 
 

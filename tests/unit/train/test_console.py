@@ -38,8 +38,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 100) -> Iterator[list
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "stdout", stream)
         yield written
+        stream.write("<end>")
         stream.flush()
-        written.append(os.read(ours, 1 << 16).decode())
+        read = b""
+        while not read.endswith(b"<end>"):
+            read += os.read(ours, 1 << 16)
+        written.append(read.decode())
     os.close(ours)
 
 

@@ -106,3 +106,12 @@ class LoggingConfig(Section):
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: on a terminal, outside of CI, also a live bar with loss, remaining time, speed and memory below the lines;
     bar: the bar also where no terminal is detected; lines: no bar."""
+    spike_factor: Annotated[float, Field(gt=0)] | None = 10.0
+    """A loss or gradient norm above the median of the last 100 steps by this many times their spread (1.48 times the
+    median absolute deviation, at least 5% of the median) is a spike: an event names the samples with the largest part
+    of the loss, which takes a forward pass. null: spikes are not looked for."""
+    ranks_every: Interval = 50
+    """Steps between reports of the ranks: the slowest one, and temperature, power, clock and throttling of the GPUs, if
+    nvidia-ml-py or amdsmi is installed; null or 0: none."""
+    straggler_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A rank is reported as slow if the others wait for at least this share of its own time in a step."""

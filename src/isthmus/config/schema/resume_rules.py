@@ -48,8 +48,8 @@ _TABLE: Mapping[ResumeRule, str] = {
         checkpoint.async checkpoint.every checkpoint.grace_s checkpoint.keep checkpoint.keep_best
         checkpoint.resume checkpoint.accept_changes checkpoint.hf_every checkpoint.save_final
         checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public logging.to
-        logging.project logging.name logging.every logging.style logging.progress checkpoint.skip_checksums
-        tune.file
+        logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
+        logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -78,22 +78,22 @@ class ScoredSamples:
     """
 
     def __init__(self, store: Answers, end: AnswerEnd, *, most: int) -> None:
-        self._store, self._end = store, end
+        self.store, self._end = store, end
         self.lengths: Int64 = np.minimum(store.lengths + len(end.after), most) + 1
         """[n]"""
         self.groups, self.values = store.groups, store.values
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self.store)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], UInt8]:
         """(tokens, mask) of a sample."""
         length = int(self.lengths[index])
-        tokens = np.append(self._store[index][0], self._end.after).astype(np.int32)[: length - 1]
+        tokens = np.append(self.store[index][0], self._end.after).astype(np.int32)[: length - 1]
         kept = np.flatnonzero(tokens != (-1 if self._end.padding is None else self._end.padding))
         mask = np.zeros(length, dtype=np.uint8)
         mask[1 + (int(kept[-1]) if len(kept) else 0)] = 1
         return np.append(tokens, tokens[:1]), mask
 
     def digest(self) -> str:
-        return f"scored {self._end} {self._store.digest()}"
+        return f"scored {self._end} {self.store.digest()}"

@@ -1,0 +1,164 @@
+"""Explains steps whose loss or gradient norm is not finite, or jumps: by tensor, rank and samples."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.store.sample_origin import sample_origin
+from isthmus.engine.nonfinite import NonFinite, find_nonfinite
+from isthmus.engine.parallel.process_groups import gather_objects
+from isthmus.engine.sample_losses import SampleLoss
+from isthmus.engine.step import NotFinite, Stepper, StepResult
+from isthmus.errors import IsthmusError
+from isthmus.train.reporter import Reporter
+
+_WINDOW, _FEWEST = 100, 20
+"""Values that a new one is compared with: at most, at least."""
+_SMALLEST_SPREAD = 0.05
+"""Relative to the median."""
+_MOST_SAMPLES = 5
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SpikeDetector:
+    """Compares a value with the values before: robust, so that spikes among these do not matter."""
+
+    factor: float
+    _values: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    _was_spike: bool = False
+
+    def is_new_spike(self, value: float) -> bool:
+        """Whether ``value`` is a spike, and the value before was none; the next value is compared with it, too."""
+        limit = self.limit
+        spike = limit is not None and value > limit
+        new = spike and not self._was_spike
+        self._was_spike = spike
+        self._values.append(value)
+        return new
+
+    @property
+    def limit(self) -> float | None:
+        """The median plus ``factor`` times the spread: the median absolute deviation, as a standard deviation."""
+        if len(self._values) < _FEWEST:
+            return None
+        middle = median(self._values)
+        spread = 1.4826 * median(abs(value - middle) for value in self._values)
+        return middle + self.factor * max(spread, _SMALLEST_SPREAD * abs(middle))
+
+
+@dataclass(slots=True)
+class StepExplainer:
+    """All methods are collectives: loss and gradient norm are the same on every rank, and so is what follows."""
+
+    stepper: Stepper
+    samples: Any
+    """The store of the training samples."""
+    reporter: Reporter
+    spike_factor: float | None
+    _detectors: dict[str, SpikeDetector] = field(default_factory=dict)
+
+    def watch(self, step: int, batches: Sequence[PackedBatch]) -> None:
+        """Look for spikes in ``step``, counted from 1, which trains on ``batches`` of this rank."""
+        if self.spike_factor is not None:
+            self.stepper.before_update = lambda result: self._check(step, batches, result)
+
+    def _check(self, step: int, batches: Sequence[PackedBatch], result: StepResult) -> None:
+        assert self.spike_factor is not None
+        spikes = []
+        for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+            detector = self._detectors.setdefault(name, SpikeDetector(self.spike_factor))
+            limit = detector.limit
+            if detector.is_new_spike(value):
+                spikes.append({"metric": name, "value": value, "limit": limit})
+        if not spikes:
+            return
+        losses = self._sample_losses(batches)
+        largest = [asdict(one) | sample_origin(self.samples, one.sample) for one in losses[:_MOST_SAMPLES]]
+        total = sum(one.loss for one in losses)
+        what = " and ".join(
+            f"{one['metric']} {one['value']:.4g} (expected at most {one['limit']:.4g})" for one in spikes
+        )
+        shares = ", ".join(
+            f"{_described(one)} {one['loss'] / total:.0%}" if total else _described(one) for one in largest[:3]
+        )
+        text = f"spike in step {step}: {what}. Samples with the largest part of the loss: {shares}."
+        self.reporter.event(step, "spike", text, spikes=spikes, samples=largest)
+
+    def _sample_losses(self, batches: Sequence[PackedBatch]) -> list[SampleLoss]:
+        """Of all ranks, the largest first; documents of one sample are added up."""
+        found: dict[int, list[SampleLoss]] = defaultdict(list)
+        for one in (one for ranks in gather_objects(self.stepper.sample_losses(batches)) for one in ranks):
+            found[one.sample].append(one)
+        joined = [
+            SampleLoss(sample, sum(one.loss for one in parts), sum(one.loss_tokens for one in parts))
+            for sample, parts in found.items()
+        ]
+        return sorted(joined, key=lambda one: (one.loss == one.loss, -one.loss))  # NaN first
+
+    def explained(self, step: int, batches: Sequence[PackedBatch], error: NotFinite) -> IsthmusError:
+        """The error with the first tensor that is not finite, which an event has, too.
+
+        The micro batches run again: the state cannot be used afterwards.
+        """
+        try:
+            found, hosts = self._first_nonfinite(batches), gather_objects(socket.gethostname())
+            first = found[0] if found else None
+            samples = list(first.samples) if first else []
+            if first and not samples and first.kind != "weight":  # such as the gradient of a weight
+                losses = self._sample_losses(batches)
+                samples = [one.sample for one in losses if not abs(one.loss) < float("inf")][:_MOST_SAMPLES]
+        except Exception:  # the step failed for a reason of its own, which matters more
+            _logger.debug("the step cannot be explained", exc_info=True)
+            return error
+        origins = [{"sample": sample} | sample_origin(self.samples, sample) for sample in samples]
+        text = _explanation(first, hosts, origins)
+        tensors = [
+            {"kind": one.kind, "name": one.name, "rank": one.rank, "host": hosts[one.rank]} for one in _each_kind(found)
+        ]
+        self.reporter.event(step, "not finite", f"{error} {text}", prints=False, tensors=tensors, samples=origins)
+        return NotFinite(f"{error} {text}")
+
+    def _first_nonfinite(self, batches: Sequence[PackedBatch]) -> list[NonFinite]:
+        """Of all ranks, in the order of computation."""
+        ranks = gather_objects(find_nonfinite(self.stepper, batches))
+        return sorted((one for found in ranks for one in found), key=lambda one: (*one.order, one.rank))
+
+
+def _each_kind(found: Iterable[NonFinite]) -> list[NonFinite]:
+    """The first of each kind."""
+    first: dict[str, NonFinite] = {}
+    for one in found:
+        first.setdefault(one.kind, one)
+    return list(first.values())
+
+
+def _explanation(first: NonFinite | None, hosts: Sequence[str], origins: Sequence[dict[str, Any]]) -> str:
+    if first is None:
+        return (
+            "The same step, computed again, has only finite values: neither weights nor data are the reason. Check the "
+            "memory of the devices (ECC errors) with isthmus doctor."
+        )
+    what = {
+        "weight": f"weight {first.name}",
+        "output": f"output of {first.name}",
+        "loss": "loss",
+        "output gradient": f"gradient of the output of {first.name}",
+        "weight gradient": f"gradient of {first.name}",
+    }[first.kind]
+    where = f"rank {first.rank} on {hosts[first.rank]}"
+    samples = f", in {', '.join(map(_described, origins[:3]))}" if origins else ""
+    return f"The first value that is not finite is in the {what}, on {where}{samples}."
+
+
+def _described(origin: dict[str, Any]) -> str:
+    """``sample 17 (record 18 of chats.jsonl)``"""
+    place = next((f"{key} {origin[key]} of " for key in ("record", "sequence") if key in origin), "")
+    return f"sample {origin['sample']}" + (f" ({place}{origin['file']})" if "file" in origin else "")
