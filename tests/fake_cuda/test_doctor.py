@@ -12,7 +12,12 @@ from fake_cuda.runner import FakeCuda
 
 
 def reported(
-    archs: list[str], kernels: bool = False, peers: bool = True, count: int = 1, product: str = "right"
+    archs: list[str],
+    kernels: bool = False,
+    peers: bool = True,
+    count: int = 1,
+    product: str = "right",
+    environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Findings of the checks with torch; ``product`` is what the GPUs compute: right, wrong, or an error."""
     from isthmus.doctor import torch_devices, torch_kernels
@@ -33,7 +38,7 @@ def reported(
         return real(self, *args, **kwargs)
 
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
-    found = [*torch_devices.check_devices(Machine())]
+    found = [*torch_devices.check_devices(Machine(environment=environment or {}))]
     torch.Tensor.to = real  # type: ignore[method-assign]
     checks = (torch_kernels.check_attention, torch_kernels.check_compiler, torch_kernels.check_collectives)
     for check in checks if kernels else ():
@@ -68,15 +73,19 @@ def test_device_and_its_kernels(fake_cuda: FakeCuda, gpu: str, archs: list[str],
 
 
 @pytest.mark.parametrize(
-    ("arguments", "level", "text"),
+    ("gpu", "arguments", "level", "text"),
     [
-        ({"archs": ["sm_50", "sm_80"]}, "error", "GPU 0 is sm_90, and torch has kernels for sm_50, sm_80"),
-        ({"archs": [], "product": "wrong"}, "error", "a matmul on GPU 0 (sm_90) is wrong by"),
-        ({"archs": [], "product": "error"}, "error", "fails: CUDA error: uncorrectable ECC error encountered"),
-        ({"archs": [], "peers": False, "count": 3}, "warning", "GPU 0 has no direct access to GPUs 1, 2"),
+        ("sm_90", {"archs": ["sm_50", "sm_80"]}, "error", "GPU 0 is sm_90, and torch has kernels for sm_50, sm_80"),
+        ("sm_90", {"archs": [], "product": "wrong"}, "error", "a matmul on GPU 0 (sm_90) is wrong by"),
+        ("sm_90", {"archs": [], "product": "error"}, "error", "fails: CUDA error: uncorrectable ECC error encountered"),
+        ("sm_90", {"archs": [], "peers": False, "count": 3}, "warning", "GPU 0 has no direct access to GPUs 1, 2"),
+        (
+            "gfx942", {"archs": [], "environment": {"GPU_MAX_HW_QUEUES": "8", "HSA_ENABLE_SDMA": "0"}}, "warning",
+            "GPU_MAX_HW_QUEUES=8, and 2 is better: one queue for computation",
+        ),
     ],
-)
-def test_faults(fake_cuda: FakeCuda, arguments: dict[str, Any], level: str, text: str) -> None:
-    found = fake_cuda.run(reported, gpu="sm_90", **arguments)
+)  # fmt: skip
+def test_faults(fake_cuda: FakeCuda, gpu: str, arguments: dict[str, Any], level: str, text: str) -> None:
+    found = fake_cuda.run(reported, gpu=gpu, **arguments)
     (problem,) = (one for one in found if one["level"] != "ok")
     assert problem["level"] == level and text in problem["text"] and problem["hint"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.doctor.findings import Finding, error, ok, warning
-from isthmus.doctor.gpus import Vendor, find_gpus
+from isthmus.doctor.gpus import find_gpus, gpu_files
 from isthmus.doctor.machine import Machine
 
 _SUBJECT = "device files"
@@ -31,13 +31,6 @@ def check_device_files(machine: Machine) -> Iterator[Finding]:
                 f"The first use of CUDA creates it, or nvidia-modprobe -u -c 0; in a container, {passing}.",
                 "/dev/nvidia-uvm",
             )
-
-
-def gpu_files(machine: Machine, vendor: Vendor) -> list[str]:
-    """One device file for each GPU that this machine or container has access to."""
-    if vendor == "AMD":
-        return [f"/dev/dri/{name}" for name in machine.names("/dev/dri") if name.startswith("renderD")]
-    return [f"/dev/{name}" for name in machine.names("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
 
 
 def _files(machine: Machine, files: list[str], passing: str) -> Iterator[Finding]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from isthmus.doctor.child_process import run_in_child
@@ -14,7 +15,7 @@ from isthmus.doctor.host import check_clock, check_memory, check_processor
 from isthmus.doctor.hub_access import check_hub, check_hub_settings
 from isthmus.doctor.jobs import check_job
 from isthmus.doctor.limits import check_limits
-from isthmus.doctor.machine import Machine
+from isthmus.doctor.machine import Machine, run_tool
 from isthmus.doctor.network import check_network, check_rdma
 from isthmus.doctor.numa import check_numa
 from isthmus.doctor.storage import check_disk_space, check_disk_speed
@@ -34,8 +35,7 @@ QUICK: tuple[Check, ...] = (
 """Import no torch and use no network; they run at the same time."""
 WITH_TORCH: tuple[Check, ...] = (check_devices, check_attention, check_gemms, check_compiler, check_collectives)
 THOROUGH: tuple[Check, ...] = (check_disk_speed, check_hub)
-"""One after the other, since some measure."""
-QUICK_SECONDS, THOROUGH_SECONDS = 2.5, 120.0
+QUICK_SECONDS, THOROUGH_SECONDS, MEASUREMENT_SECONDS = 2.5, 30.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,15 @@ class Examination:
 def examine(machine: Machine, *, quick: bool = False, more: Sequence[Check] = ()) -> Examination:
     """All findings about ``machine``; ``quick`` leaves out what needs torch, the network or measurements.
 
-    ``more`` are further checks, which run last.
+    ``more`` are measurements, which run last, one after the other.
     """
+    if quick and machine.run_tool is run_tool:
+        machine = replace(machine, run_tool=partial(run_tool, seconds=QUICK_SECONDS - 0.5))
     found = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
     if not quick:
         found += run_in_child(WITH_TORCH)
-    for check in (*(() if quick else THOROUGH), *more):
-        found += run_checks((check,), machine, THOROUGH_SECONDS)
+        found += run_checks(THOROUGH, machine, THOROUGH_SECONDS)
+    for check in more:
+        found += run_checks((check,), machine, MEASUREMENT_SECONDS)
     subjects = list(dict.fromkeys(finding.subject for finding in found))
     return Examination(tuple(sorted(found, key=lambda finding: subjects.index(finding.subject))))

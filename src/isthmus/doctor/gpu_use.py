@@ -27,7 +27,7 @@ def check_gpu_use(machine: Machine) -> Iterator[Finding]:
                 _SUBJECT,
                 f"memory and processes of {vendor} GPUs are unknown: {failure}",
                 "Install the tool, or pass it to the container. A tool that does not answer is a sign of a GPU that "
-                "hangs: look at dmesg.",
+                "hangs (look at dmesg), or of a driver that starts for each command (sudo nvidia-smi -pm 1).",
                 "nvidia-smi" if vendor == "NVIDIA" else "amd-smi, rocm-smi",
             )
             continue

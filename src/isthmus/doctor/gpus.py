@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ class Gpu:
 
 def find_gpus(machine: Machine) -> list[Gpu]:
     """In the order of their PCI addresses."""
-    archs = _archs(machine)
+    archs = {_address(node): arch_name(int(node.get("gfx_target_version", 0))) for node in _compute_nodes(machine)}
     found = []
     for address in machine.names(PCI):
         folder = f"{PCI}/{address}"
@@ -48,18 +49,27 @@ def find_gpus(machine: Machine) -> list[Gpu]:
     return found
 
 
-def _archs(machine: Machine) -> dict[str, str]:
-    """Architecture of each AMD GPU that the compute driver knows, by PCI address."""
-    found = {}
+def gpu_files(machine: Machine, vendor: Vendor) -> list[str]:
+    """One device file for each GPU, or partition of one, that this machine or container has access to."""
+    if vendor == "NVIDIA":
+        return [f"/dev/{name}" for name in machine.names("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
+    present = [name for name in machine.names("/dev/dri") if name.startswith("renderD")]
+    # GPUs of other vendors have such files, too.
+    own = {f"renderD{node['drm_render_minor']}" for node in _compute_nodes(machine) if "drm_render_minor" in node}
+    return [f"/dev/dri/{name}" for name in present if not own or name in own]
+
+
+def _compute_nodes(machine: Machine) -> Iterator[dict[str, str]]:
+    """Properties of each AMD GPU that the compute driver knows and this container may read."""
     for node in machine.names(KFD):
-        lines = (machine.read(f"{KFD}/{node}/properties") or "").splitlines()
-        values = dict(line.split(maxsplit=1) for line in lines if len(line.split()) == 2)
-        if values.get("simd_count", "0") == "0":  # a CPU
-            continue
-        location, domain = int(values.get("location_id", 0)), int(values.get("domain", 0))
-        address = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
-        found[address] = arch_name(int(values.get("gfx_target_version", 0)))
-    return found
+        values = machine.values(f"{KFD}/{node}/properties", separator=" ")
+        if values.get("simd_count", "0") != "0":  # else a CPU
+            yield values
+
+
+def _address(node: dict[str, str]) -> str:
+    location, domain = int(node.get("location_id", 0)), int(node.get("domain", 0))
+    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 
 def arch_name(version: int) -> str:

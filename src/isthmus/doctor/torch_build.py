@@ -16,6 +16,7 @@ from isthmus.doctor.machine import Machine
 _SUBJECT = "torch"
 _SELECTOR = 'PyTorch\'s "Get started" page has a selector'
 _BUILDS: dict[Vendor, Literal["ROCm", "CUDA"]] = {"AMD": "ROCm", "NVIDIA": "CUDA"}
+_WINDOWS_GPU = "/dev/dxg"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 _FIRST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """The oldest driver for each major version of CUDA, from the release notes of the CUDA toolkit."""
@@ -58,6 +59,9 @@ def check_torch_build(machine: Machine) -> Iterator[Finding]:
     build, gpus = installed_torch(), find_gpus(machine)
     if build is None:
         yield error(_SUBJECT, "torch is not installed", f"Install it first: {_SELECTOR}.", "importlib")
+        return
+    if not gpus and machine.path(_WINDOWS_GPU).exists():
+        yield ok(_SUBJECT, f"{build}; Windows has the GPUs, and WSL no files about them", _WINDOWS_GPU)
         return
     yield from match_build(build, gpus)
     if any(gpu.vendor == "NVIDIA" for gpu in gpus):

@@ -11,6 +11,8 @@ from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine
 from isthmus.doctor.torch_build import installed_torch
 from isthmus.errors import UsageError
+from isthmus.platforms.base import RunShape
+from isthmus.platforms.environment import remarks_on
 
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
@@ -52,6 +54,15 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     if platform.device_type == "cuda":
         yield from _computing(torch)
     yield from _precisions(platform)
+    yield from _changed_defaults(platform, machine)
+
+
+def _changed_defaults(platform: Platform, machine: Machine) -> Iterator[Finding]:
+    """Variables that a run would set to another value, unless a remark on them exists."""
+    for name, (value, reason) in platform.env_defaults.items():
+        own = machine.environment.get(name, value)
+        if own != value and not remarks_on({name: own}, RunShape(), on_gpu=True):
+            yield warning("variables", f"{name}={own}, and {value} is better: {reason}", f"Unset {name}.", name)
 
 
 def _reason(torch: Any) -> str:

@@ -127,4 +127,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
 def _platform() -> Platform:
     from isthmus.platforms.detect import detect
 
-    return detect()
+    try:
+        return detect()
+    except UsageError:  # check_devices reports it
+        return detect("cpu")

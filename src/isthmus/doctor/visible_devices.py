@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isthmus.doctor.device_access import gpu_files
 from isthmus.doctor.findings import Finding, error, ok, warning
-from isthmus.doctor.gpus import Vendor, find_gpus
+from isthmus.doctor.gpus import Vendor, find_gpus, gpu_files
 from isthmus.doctor.machine import Machine
 from isthmus.doctor.torch_build import installed_torch
 from isthmus.platforms.environment import MASKS
@@ -24,6 +23,8 @@ def check_visible_gpus(machine: Machine) -> Iterator[Finding]:
     if build is None or build.kind == "CPU" or not present:
         return
     count = len(gpu_files(machine, vendor)) or len(present)
+    if count < len(present):
+        yield ok(_SUBJECT, f"this container has access to {count} of the {len(present)} GPUs of the machine", "/dev")
     yield from masked(vendor, count, machine)
     for name in set(MASKS) - set(_ORDER[vendor]) & machine.environment.keys():
         yield warning(_SUBJECT, f"{name}={machine.environment[name]} has no effect with CUDA", f"Unset {name}.", name)

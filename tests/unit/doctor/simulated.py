@@ -41,7 +41,7 @@ def mi300x(count: int = 8) -> dict[str, str]:
             f"/sys/bus/pci/devices/{address}/mem_info_vram_used": str(300 << 20),
             f"/sys/class/kfd/kfd/topology/nodes/{index + 1}/properties": (
                 f"cpu_cores_count 0\nsimd_count 1216\ngfx_target_version 90402\ndomain 0\n"
-                f"location_id {(0x05 + 0x10 * index) << 8}\n"
+                f"location_id {(0x05 + 0x10 * index) << 8}\ndrm_render_minor {128 + index}\n"
             ),
             f"/dev/dri/renderD{128 + index}": "",
         }

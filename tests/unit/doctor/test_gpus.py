@@ -166,6 +166,28 @@ def test_variables_that_hide_gpus(
     assert all(words in one.text for one, (_, words) in zip(found, wanted, strict=True))
 
 
+def test_container_with_some_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(ROCM, monkeypatch)
+    passed = ("/dev/dri/renderD129", "/sys/class/kfd/kfd/topology/nodes/2/properties", "/dev/kfd")
+    files = {
+        name: text for name, text in mi300x().items()
+        if not name.startswith(("/dev/", "/sys/class/kfd")) or name in passed
+    }  # fmt: skip
+    files["/dev/dri/renderD160"] = ""  # of another vendor
+    machine = simulate(tmp_path, files, environment={"HIP_VISIBLE_DEVICES": "0"}, user=0)
+    found = findings(check_visible_gpus, machine)
+    assert [one.text for one in found] == [
+        "this container has access to 1 of the 8 GPUs of the machine", "1 of 1 (HIP_VISIBLE_DEVICES=0)"
+    ]  # fmt: skip
+    assert findings(check_device_files, machine)[0].text == "/dev/kfd, /dev/dri/renderD129 can be opened"
+
+
+def test_gpus_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(CUDA, monkeypatch)
+    (one,) = findings(check_torch_build, simulate(tmp_path, {"/dev/dxg": ""}))
+    assert one.level == "ok" and "WSL" in one.text
+
+
 def test_use_from_nvidia_smi(tmp_path: Path) -> None:
     tools = {"nvidia-smi --query-gpu": simulated.NVIDIA_GPUS, "nvidia-smi --query-compute": simulated.NVIDIA_PROCESSES}
     busy, free, broken = findings(check_gpu_use, simulate(tmp_path, h100(2), tools=tools))
