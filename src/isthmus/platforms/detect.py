@@ -54,7 +54,9 @@ def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
     if prefer == "auto":
         return CpuPlatform(reason=reason)
     tool = "rocm-smi" if built_for == "rocm" else "nvidia-smi"
-    raise UsageError(f"platform={prefer}: {reason}. Check whether {tool} lists one, or use platform=cpu.")
+    raise UsageError(
+        f"platform={prefer}: {reason}. Check whether {tool} lists one, or use platform=cpu; isthmus doctor names the cause."
+    )
 
 
 def _build() -> tuple[str | None, str | None]:

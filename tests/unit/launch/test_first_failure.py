@@ -119,7 +119,8 @@ def test_request_to_stop_counts_only_without_failures() -> None:
 
 
 def test_message_of_a_death() -> None:
-    assert "SIGKILL" in failure_of_death(2, -9, time_s=0).message
+    killed = failure_of_death(2, -9, time_s=0).message
+    assert "SIGKILL" in killed and "The system may have run out of memory" in killed
     assert "NCCL does so if" in failure_of_death(2, -6, time_s=0).message
     assert "SIGSEGV" in failure_of_death(2, -11, time_s=0).message
     assert "exit code 3" in failure_of_death(2, 3, time_s=0, last_line="last words").message
