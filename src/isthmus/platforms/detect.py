@@ -55,7 +55,7 @@ def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
         return CpuPlatform(reason=reason)
     tool = "rocm-smi" if built_for == "rocm" else "nvidia-smi"
     raise UsageError(
-        f"platform={prefer}: {reason}. Check whether {tool} lists one, or use platform=cpu; isthmus doctor names the cause."
+        f"platform={prefer}: {reason}. Check whether {tool} lists one, or use platform=cpu. isthmus doctor names why."
     )
 
 
