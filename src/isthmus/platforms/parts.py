@@ -44,9 +44,13 @@ class Part:
     network_gb_s: float
     """Share of a device in the network of the usual server."""
     topology: Literal["switch", "mesh", "pcie"] = "switch"
-    """``switch``: any two devices reach each other at full bandwidth. ``mesh``: one link to each other device."""
+    """``switch``: any two devices reach each other at full bandwidth. ``mesh``: one link to each of the joined devices,
+    and PCIe to others. ``pcie``: no links.
+    """
     linked_devices: int = 8
-    """Devices that the links join: of a node, or of a rack."""
+    """Devices that the links join."""
+    rack: bool = False
+    """The links join devices of several nodes."""
     host_gb_s: float = 64
     """To host memory and back: PCIe 5, unless a part has less, or a CPU on the same board."""
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
@@ -54,8 +58,10 @@ class Part:
 
     def link_between(self, devices: int) -> float:
         """GB/s that a device sends to ``devices - 1`` others of its node: in a mesh over its links to them only."""
-        if self.topology != "mesh" or devices >= self.linked_devices:
+        if self.topology != "mesh" or devices == self.linked_devices:
             return self.link_gb_s
+        if devices > self.linked_devices:
+            return min(self.link_gb_s, self.host_gb_s)
         return self.link_gb_s * max(1, devices - 1) / (self.linked_devices - 1)
 
 
@@ -95,15 +101,15 @@ PARTS: tuple[Part, ...] = (
     Part("RX 7800 XT", r"(?:RX ?)?7800 ?XT", "gfx1101", _16_bit(74.6, fp32=37.3), 15.9, 624, 32, 1.25, "pcie",
          host_gb_s=32),
     Part("GB300", "GB300", "sm_103", _16_bit(2500, tf32=1250, fp32=80, fp8=5000), 276, 8000, 900, 100,
-         linked_devices=72, host_gb_s=225),
+         linked_devices=72, rack=True, host_gb_s=225),
     Part("GB200", "GB200", "sm_100", _16_bit(2500, tf32=1250, fp32=80, fp8=5000), 184, 8000, 900, 50,
-         linked_devices=72, measured_tflops={"bf16": 1822, "fp8": 3615.6}, host_gb_s=225),
+         linked_devices=72, rack=True, measured_tflops={"bf16": 1822, "fp8": 3615.6}, host_gb_s=225),
     Part("B300", "B300", "sm_103", _16_bit(2250, tf32=1125, fp32=75, fp8=4500), 267, 8000, 900, 100,
          measured_tflops={"bf16": 1769, "fp8": 3353.3}),
     Part("B200", "B200", "sm_100", _16_bit(2250, tf32=1125, fp32=75, fp8=4500), 178.4, 8000, 900, 50,
          measured_tflops={"bf16": 1745, "fp8": 3432.5}),
     Part("H200 NVL", "H200[ -]NVL", "sm_90", _16_bit(835, tf32=417.5, fp32=60, fp8=1671), 139.8, 4800, 450, 50,
-         linked_devices=4),
+         "mesh", linked_devices=4),
     Part("H200", "H200", "sm_90", _HOPPER, 139.8, 4800, 450, 50, measured_tflops={"bf16": 794.5, "fp8": 1453.4}),
     Part("GH200 144 GB", "GH200 144 ?GB?(?: HBM3e)?", "sm_90", _HOPPER, 140, 4800, 450, 50, linked_devices=2,
          measured_tflops={"bf16": 828.6, "fp8": 1535}, host_gb_s=450),

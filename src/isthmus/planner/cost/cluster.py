@@ -28,8 +28,8 @@ class Cluster:
 
     @property
     def linked(self) -> int:
-        """Neighbouring ranks that the part's links join: those of a node, or more in a rack of GB200."""
-        return max(self.devices_per_node, self.part.linked_devices)
+        """Neighbouring ranks that the part's links join: those of a node, or of a rack of GB200."""
+        return max(self.devices_per_node, self.part.linked_devices if self.part.rack else 0)
 
 
 class Ring:

@@ -5,6 +5,7 @@ The constants are fitted to published throughput (``benchmarks/planner_throughpu
 
 from __future__ import annotations
 
+from isthmus.errors import UsageError
 from isthmus.platforms.parts import Part
 
 UNMEASURED = 0.65
@@ -31,9 +32,12 @@ class Kernels:
     """The kernels of one part and precision; all methods return seconds."""
 
     def __init__(self, part: Part, precision: str) -> None:
-        """Raises ValueError if the part has no such precision."""
+        """Raises UsageError if the part has no such precision."""
         if precision not in part.peak_tflops:
-            raise ValueError(f"{part.name} has no {precision} matrix cores")
+            others = ", ".join(name for name in part.peak_tflops if name in _BYTES)
+            raise UsageError(
+                f"train.precision={precision}: the {part.name} computes in {others}. Use one of these, or another GPU."
+            )
         self.part, self.precision = part, precision
         self.element = _BYTES[precision]
         wide = "bf16" if precision == "fp8" else precision

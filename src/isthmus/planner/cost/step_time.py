@@ -109,7 +109,7 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     exchange between replicas and the optimizer. The layout must be valid for the model and the number of ranks.
 
     Raises:
-        ValueError: the part cannot compute in this precision.
+        UsageError: the part cannot compute in this precision.
     """
     kernels = Kernels(cluster.part, work.precision)
     world, pp, vpp = cluster.world_size, parallel.pp, parallel.vpp

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Mla, Moe
 from isthmus.planner.cost import kernels
 from isthmus.planner.cost.cluster import Cluster, Ring
@@ -62,7 +63,7 @@ def test_twice_the_nodes_with_the_same_batch_are_at_most_twice_as_fast() -> None
 
 def test_tensor_parallelism_across_nodes_costs_more_than_within_one() -> None:
     for gpu, more in (("H100", 1.0), ("A100", 1.3)):  # the network of the second is slower than its links
-        within = replace(part_named(gpu), linked_devices=16)
+        within = replace(part_named(gpu), linked_devices=16, rack=True)
         across = planned(nodes=2, layout={"tp": 16}, gpu=gpu)
         assert across.parts["tp"] > more * planned(nodes=2, layout={"tp": 16}, gpu=within).parts["tp"]
         assert across.binds == "tp"
@@ -197,7 +198,7 @@ def test_precision_and_part_change_the_speed_as_their_data_sheets() -> None:
     assert planned(precision="fp8").parts["memory"] > planned().parts["memory"]
     assert planned(precision="fp32").parts["gemm"] > 5 * planned().parts["gemm"]
     assert planned(gpu="B200").total_s < 0.6 * planned().total_s < planned(gpu="A100").total_s / 2
-    with pytest.raises(ValueError, match="A100 80 GB has no fp8 matrix cores"):
+    with pytest.raises(UsageError, match="precision=fp8: the A100 80 GB computes in bf16, fp16, fp32"):
         planned(gpu="A100", precision="fp8")
 
 
@@ -220,6 +221,10 @@ def test_collectives() -> None:
     # A group with all GPUs of its nodes uses all their network cards, one with a GPU each only its own.
     assert Ring(h100, 4, 8).gather(size) > 5 * Ring(h100, 32).gather(size)
     assert Ring(h100, 16).all_to_all(size) > 3 * Ring(h100, 8).all_to_all(size)
+    four = Cluster(part_named("H100"), 4, 2)
+    assert Ring(four, 8).in_node == 4 and Ring(four, 8).gather(size) > Ring(h100, 8).gather(size)
+    bridged = Cluster(part_named("H100 NVL"), 8)
+    assert Ring(bridged, 8).gather(size) > 5 * Ring(bridged, 2).gather(size)
     rack = Cluster(part_named("GB200"), 4, 16)
     assert Ring(rack, 64).in_node == 64 and Ring(h100, 32).in_node == 8 and Ring(h100, 4, 8).in_node == 1
     assert Ring(h100, 4, 8).send(size) > 5 * Ring(h100, 4, 1).send(size)
