@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -81,7 +82,8 @@ def print_findings(found: Examination) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    # Lines in a file or a pipe are not wrapped.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
     table = Table.grid(padding=(0, 2))
     for column in ("subject", "level", "text"):
         table.add_column(column, no_wrap=column != "text", overflow="fold")
@@ -94,5 +96,7 @@ def print_findings(found: Examination) -> None:
         shown = "" if finding.subject == subject else finding.subject
         table.add_row(Text(shown), Text(finding.level, style=_COLORS[finding.level]), text)
         subject = finding.subject
-    console.print(table)
-    console.print(f"{found.count('error')} errors, {found.count('warning')} warnings", markup=False)
+    with console.capture() as lines:
+        console.print(table)
+        console.print(f"{found.count('error')} errors, {found.count('warning')} warnings", markup=False)
+    print("\n".join(line.rstrip() for line in lines.get().splitlines()), flush=True)

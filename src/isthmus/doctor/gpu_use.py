@@ -34,6 +34,14 @@ def check_gpu_use(machine: Machine) -> Iterator[Finding]:
         yield from _memory(use)
         yield from _memory_errors(use)
     for gpu in gpus:
+        mode = machine.read(f"{gpu.folder}/current_compute_partition") or "SPX"
+        if mode != "SPX":
+            yield warning(
+                _SUBJECT,
+                f"GPU {gpu.address} is divided into several devices with a part of its memory each ({mode})",
+                "Large models need whole devices: sudo amd-smi set --compute-partition SPX.",
+                f"{gpu.folder}/current_compute_partition",
+            )
         width, widest = (machine.read(f"{gpu.folder}/{name}_link_width") for name in ("current", "max"))
         if width and widest and width.isdigit() and widest.isdigit() and 0 < int(width) < int(widest):
             yield warning(

@@ -34,6 +34,22 @@ def check_processor(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("processor", text, source)
+    load = (machine.read("/proc/loadavg") or "0").split()[0]
+    if float(load) > present / 2:
+        yield warning(
+            "processor",
+            f"other programs compute: {load} threads on {present} cores, on average over a minute",
+            "They slow the ranks, and most of all training on a CPU. End them, or wait.",
+            "/proc/loadavg",
+        )
+    threads = machine.environment.get("OMP_NUM_THREADS", "")
+    if not gpus and threads.isdigit() and int(threads) < cores and "WORLD_SIZE" not in machine.environment:
+        yield warning(
+            "processor",
+            f"OMP_NUM_THREADS={threads} leaves cores unused: a run with one rank computes on {threads} of {cores}",
+            "Unset it: runs divide the cores among their ranks.",
+            "OMP_NUM_THREADS",
+        )
     yield from _governor(machine)
 
 
@@ -60,8 +76,11 @@ def _governor(machine: Machine) -> Iterator[Finding]:
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:
-    info = {name: int(text.split()[0]) << 10 for name, text in machine.values("/proc/meminfo").items() if text}
-    total, free = info["MemTotal"], info["MemAvailable"]
+    info = machine.values("/proc/meminfo")
+    if not {"MemTotal", "MemAvailable"} <= info.keys():
+        yield warning("memory", "free memory is unknown", "Mount /proc.", "/proc/meminfo")
+        return
+    total, free = (int(info[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
     limit = min(memory_limits(machine.root), default=total)
     text = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
     if limit < total:

@@ -46,6 +46,11 @@ def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
     return output
 
 
+def own_cores() -> frozenset[int]:
+    """Numbers of the logical cores that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
 def clock_state() -> int | None:
     """What the kernel says about its clock: 0 to 4 if it follows a time server, 5 if not; None if it does not tell."""
     adjtimex: Any = getattr(ctypes.CDLL(None), "adjtimex", None)
@@ -64,7 +69,7 @@ class Machine:
     """The working folder, for run folders."""
     user: int = field(default_factory=os.geteuid)
     groups: frozenset[int] = field(default_factory=lambda: frozenset((os.getegid(), *os.getgroups())))
-    cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    cores: frozenset[int] = field(default_factory=own_cores)
     run_tool: Callable[[Sequence[str]], str] = run_tool
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit

@@ -63,9 +63,10 @@ def check_rdma(machine: Machine) -> Iterator[Finding]:
         )
     value = machine.environment.get(_HCA, "")
     if wrong := _absent(value, devices):
-        yield error(
+        yield warning(
             "RDMA",
-            f"{_HCA}={value} names {', '.join(wrong)}; this machine has {', '.join(devices) or 'no RDMA device'}",
+            f"{_HCA}={value} names {', '.join(wrong)}, so machines communicate over TCP; this one has "
+            f"{', '.join(devices) or 'no RDMA device'}",
             f"Name devices that exist (ibv_devices or rdma link lists them), or unset {_HCA}: NCCL and RCCL find them.",
             _HCA,
         )

@@ -24,10 +24,11 @@ def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> lis
     for check, thread, result in zip(checks, threads, results, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
         found += tuple(result)
+        subject = result[0].subject if result else subject_of(check)
         if thread.is_alive():
             found.append(
                 warning(
-                    subject_of(check),
+                    subject,
                     f"the check did not end within {seconds:g} s; a file system, a driver or a device may not answer",
                     "Run isthmus doctor without --quick. If it still does not end, look at dmesg and at the mounts.",
                     f"{check.__module__}.{check.__name__}",
@@ -47,7 +48,7 @@ def _run_check(check: Check, machine: Machine, found: list[Finding]) -> None:
     except BaseException as failure:  # some errors of torch are not an Exception
         found.append(
             warning(
-                subject_of(check),
+                found[0].subject if found else subject_of(check),
                 f"the check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}",
                 "The other lines do not depend on it. Report it with the output of isthmus doctor --json.",
                 f"{check.__module__}.{check.__name__}",

@@ -41,7 +41,8 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
             "torch",
             f"No {build and build.kind} GPUs are available to torch: {_reason(torch)}",
             "Look at the lines about driver, device files and visible GPUs. After these are right, rocminfo (AMD) or "
-            "nvidia-smi (NVIDIA) has to list the GPUs in the same container.",
+            "nvidia-smi (NVIDIA) has to list the GPUs in the same container. 'System not yet initialized' on a machine "
+            "with NVSwitch: start nvidia-fabricmanager.",
             "torch.cuda.is_available",
         )
         return

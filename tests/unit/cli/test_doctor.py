@@ -27,7 +27,7 @@ def test_lines_and_exit_code(
     monkeypatch.setattr(examination, "examine", lambda *_, **__: examination.Examination(found))
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == code
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         "torch   ok       torch 2.13.0 [cpu]  (torch/version.py)",
         "limits  warning  little shared memory",

@@ -225,6 +225,7 @@ def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
     address = "/sys/bus/pci/devices/0000:05:00.0"
     files = mi300x(2) | {
         f"{address}/mem_info_vram_used": str(100 * GIB), f"{address}/current_link_width": "8",
+        f"{address}/current_compute_partition": "CPX",
         "/sys/class/kfd/kfd/proc/4711/vram_51110": str(90 * GIB), "/sys/class/kfd/kfd/proc/4711/pasid": "32769",
         "/proc/4711/comm": "python3",
     }  # fmt: skip
@@ -233,6 +234,7 @@ def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
         "GPU 0000:05:00.0: 100.0 of 192 GiB are used",
         "processes on the GPUs: python3 (4711, 90.0 GiB)",
         "1 of 2 GPUs are free (gfx942), each with 192 GiB or more",
+        "GPU 0000:05:00.0 is divided into several devices with a part of its memory each (CPX)",
         "GPU 0000:05:00.0 uses 8 of its 16 PCIe lanes, so copies from and to it are slower",
     ]
 
