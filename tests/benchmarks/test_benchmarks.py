@@ -133,6 +133,16 @@ def test_first_line(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_tune(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tune.json"
+    command = [sys.executable, str(repository / "benchmarks" / "tune.py"), "--quick", "--out", str(out)]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    result = json.loads(out.read_text())
+    assert [row["precision"] for row in result["rows"]] == ["fp32", "bf16"]
+    assert all(row["default_ms"] > 0 and row["tuned_ms"] > 0 and len(row["matmuls"]) == 15 for row in result["rows"])
+
+
+@pytest.mark.benchmarks
 def test_shared_cores(repository: Path, chats: Path, tmp_path: Path) -> None:
     arguments = ["--data", str(chats), "--steps", "4", "--others", "0", "--only", "isthmus-1"]
     result = run(repository, tmp_path / "shared.json", "shared_cores.py", *arguments)

@@ -44,6 +44,8 @@ def doctor(
 
     if quick and bench:
         raise UsageError("--quick leaves out measurements, and --bench measures. Use one of them.")
+    if quick and nodes:
+        raise UsageError("--nodes makes the checks of --quick on each host anyway. Leave --quick out.")
     found = _compare(bench) if nodes else _examine(quick, bench)
     if nodes and rank():
         return 0  # rank 0 prints
