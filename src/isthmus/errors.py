@@ -131,6 +131,15 @@ def errno_of(error: BaseException) -> int | None:
     return next((number for quoted, number in _QUOTED.items() if quoted in text), None)
 
 
+_NO_ANSWER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
+
+
+def is_lost_rank(error: BaseException | None) -> bool:
+    """Whether a collective failed with ``error`` because another rank ended or does not answer."""
+    named = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch.distributed
+    return isinstance(error, RuntimeError) and (named or _NO_ANSWER.search(str(error)) is not None)
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
     """Turn an error of the system that occurs while writing at ``path`` into one for the user.

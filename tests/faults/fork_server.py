@@ -56,7 +56,7 @@ class RunningRanks:
     def running(self, rank: int = 0) -> bool:
         try:
             return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
             return False
 
     def wait(self, timeout_s: float = 120.0) -> list[CompletedCommand]:

@@ -16,6 +16,7 @@ import pytest
 
 from faults.command import finished, rows, start
 from faults.fork_server import ForkServer, RunningRanks
+from faults.hosts import rank_variables
 
 pytestmark = pytest.mark.ranks
 STEPS = 40
@@ -193,25 +194,32 @@ def test_bad_data_under_another_launcher_is_reported_once_and_ends_all_ranks(
     assert f"{data}:1" in line and not (tmp_path / "out").exists()
 
 
+def two_ranks(isthmus: ForkServer, args: list[str]) -> RunningRanks:
+    """Start two ranks without the launcher, which imports everything again in each."""
+    return isthmus.start_ranks([[([*args, "parallel.tp=2"], variables) for variables in rank_variables(2)]])
+
+
 def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
-    completed = isthmus(*sft_args, "--nproc", "2", "parallel.tp=2", "--out", small_disk / "out")
-    assert "checkpoint" in completed.error(73)
-    assert not list((small_disk / "out" / "checkpoints").iterdir())
+    ranks = two_ranks(isthmus, [*sft_args, "--out", str(small_disk / "out")]).wait()
+    assert [rank.returncode for rank in ranks] == [73, 73], ranks
+    (line,) = [line for rank in ranks for line in rank.errors]
+    assert "checkpoint" in line and not list((small_disk / "out" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
 def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
-    args = [*sft_args, "--nproc", "2", "parallel.tp=2", "--out", small_disk / "out", "checkpoint.async=true"]
-    process = isthmus.start(*args, "checkpoint.every=1", "train.steps=2000", "logging.to=[]")
-    wait_for_step(process, small_disk / "out", 3)
+    args = [*sft_args, "--out", str(small_disk / "out"), "checkpoint.async=true"]
+    running = two_ranks(isthmus, [*args, "checkpoint.every=1", "train.steps=2000", "logging.to=[]"])
+    wait_for_step(running, small_disk / "out", 3)
     with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(b"0" * 4096)
-    failed = process.result()
-    assert "checkpoint" in failed.error(73)
+    failed = running.wait()
+    (line,) = [line for rank in failed for line in rank.errors]
+    assert [rank.returncode for rank in failed] == [73, 73] and "checkpoint" in line, failed
     (small_disk / "filler").unlink()
     step = int((small_disk / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
-    again = isthmus(*args, f"train.steps={step + 1}")
+    again, _ = two_ranks(isthmus, [*args, f"train.steps={step + 1}"]).wait()
     assert f"at step {step}" in again.stderr and again.result["steps"] == step + 1
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -12,7 +16,7 @@ import typer
 from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, Workers
 from isthmus.cli.terminal import show
 from isthmus.data.readers.data_names import describe_sources
-from isthmus.errors import UsageError
+from isthmus.errors import IsthmusError, UsageError, error_of
 
 if TYPE_CHECKING:
     from isthmus.data.chat.conversation_settings import ChatSettings
@@ -53,6 +57,8 @@ ColumnNames = Annotated[
         "--columns", metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."
     ),
 ]
+_SETTING = re.compile(r"(?<![\w/.])(?:data|chat)\.([a-z_]+)(?:=(\w+))?")
+_RENAMED = {"template": "chat_template"}
 TokenizerCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")]
 
 
@@ -88,7 +94,7 @@ def prepare(
     chosen["chat"] = parse_chat_settings(system, override_system, reasoning, split_turns)
     from isthmus.recipes.data.prepare import prepare as run
 
-    with _ProgressLine() as line:
+    with _ProgressLine() as line, _options_in_messages():
         result = run(
             data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
             chat_template=chat_template, trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
@@ -103,9 +109,33 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
         return
     stats = result.stats
     for line in [f"{result.out}: {result.kind}, {stats.summary()}, {result.time_s:.1f} s", *stats.notes]:
-        print(line, flush=True)
+        print(_with_options(line), flush=True)
     for reason in stats.skipped.reasons:
-        print(f"skipped: {reason}", file=sys.stderr, flush=True)
+        print(f"skipped: {_with_options(reason)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _options_in_messages() -> Iterator[None]:
+    """Errors name the options of this command in place of the settings of a run."""
+    try:
+        yield
+    except IsthmusError as error:
+        raise error_of(error.exit_code, _with_options(str(error))) from error
+
+
+def _with_options(text: str) -> str:
+    """``data.on_error=skip`` becomes ``--on-error skip``."""
+
+    def option(setting: re.Match[str]) -> str:
+        name = _RENAMED.get(setting[1], setting[1])
+        if name not in signature(prepare).parameters:
+            return setting[0]
+        words = name.replace("_", "-")
+        if setting[2] in ("true", "false"):
+            return f"--{words}" if setting[2] == "true" else f"--no-{words}"
+        return f"--{words} {setting[2]}" if setting[2] else f"--{words}"
+
+    return _SETTING.sub(option, text)
 
 
 def checked_words(**given: str | None) -> dict[str, Any]:

@@ -22,10 +22,17 @@ def show(result: Any, *, as_json: bool) -> None:
             continue
         label = name.replace("_", " ")
         for item in value if isinstance(value, list) else [value]:
-            text = f"{item:,.6g}" if isinstance(item, float) else str(item)
-            sys.stdout.write(f"{label:<{width}}  {text}\n")
+            sys.stdout.write(f"{label:<{width}}  {_text(item)}\n")
             label = ""
     sys.stdout.flush()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
         raise UsageError(f"{path}  {named[0]}  must be a list of files, got {listed!r}.")
     try:
-        return [path.parent / config_path(str(_filled(base)), kind).expanduser() for base in listed]
+        return [path.parent / os.path.expanduser(config_path(str(_filled(base)), kind)) for base in listed]
     except KeyError as unset:
         name = unset.args[0]
         raise UsageError(

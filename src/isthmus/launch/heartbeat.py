@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, Preempted, explain
+from isthmus.errors import Hang, Preempted, explain, is_lost_rank
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
 from isthmus.platforms import rank_env
@@ -37,7 +36,6 @@ LOST_S = 90.0
 _PERIOD_S = 1.0
 _LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
 _ADVICE = "See its log and its machine; the same command resumes from the last checkpoint."
-_LOST_PEER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
 def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
@@ -89,7 +87,7 @@ class Heartbeat:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Post the failure of the block; raises that of another rank if it is the cause."""
-        lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or _LOST_PEER.search(str(error)))
+        lost = is_lost_rank(error)
         cause = self._cause(error) if error is not None and lost else None
         self._ended.set()
         if self._wakeup_fd is not None:

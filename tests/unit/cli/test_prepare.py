@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.main import main
+from isthmus.cli.prepare import _with_options
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
@@ -51,7 +52,7 @@ def test_prepare_prints_its_result(files, tokenizer, capsys):
         (["--columns", "text"], 2, "--columns text: expected KEY=NAME"),
         (["--columns", "text=body", "--columns", "text=a"], 2, "a key is repeated"),
         (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
-        (["--columns", "txt=body"], 2, "Did you mean text"),
+        (["--columns", "txt=body"], 2, "isthmus: --columns: txt is not a known field. Did you mean text"),
     ],
 )
 def test_invalid_options_are_errors(files, tokenizer, capsys, words, code, message):
@@ -64,3 +65,13 @@ def test_a_missing_file_and_a_prefix_with_an_extension(files, tokenizer, capsys)
     assert main(["prepare", "none.jsonl", files[-1], "--tokenizer", tokenizer]) == 66
     assert main(["prepare", files[0], f"{files[-1]}.bin", "--tokenizer", tokenizer]) == 2
     assert "must be a prefix" in capsys.readouterr().err
+
+
+def test_messages_name_options_in_place_of_settings():
+    messages = {
+        "Raise data.seq_length, or let data.overlong cut it.": "Raise --seq-length, or let --overlong cut it.",
+        "data.on_error=skip leaves it out.": "--on-error skip leaves it out.",
+        "set chat.split_turns=false (chat.template).": "set --no-split-turns (--chat-template).",
+        "chats/data.columns, data.valid_fraction": "chats/data.columns, data.valid_fraction",
+    }
+    assert {text: _with_options(text) for text in messages} == messages

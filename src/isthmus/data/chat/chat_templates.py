@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -44,7 +45,7 @@ def find_template(given: str) -> tuple[str, tuple[str, ...]]:
         source = files("isthmus.data.chat") / "templates" / f"{given}.jinja"
         text = CHATML if given == "chatml" else source.read_text(encoding="utf-8").strip()
         return text, TEMPLATE_TOKENS[given]
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     try:
         if path.is_dir() and not (path := path / _FILE).is_file():
             raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")

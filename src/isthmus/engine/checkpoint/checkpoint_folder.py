@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # no subclass 
 
 from isthmus.atomic_write import TEMPORARY, rename, write_atomic
 from isthmus.engine.checkpoint.checkpoint_names import RECORD, TRACKER, check_tracker
-from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace, UnsafeInput, errno_of
+from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace, UnsafeInput, errno_of, is_lost_rank
 
 _FOLDER = re.compile("iter_[0-9]{7,18}")
 
@@ -84,12 +84,14 @@ def _step_in(tracker: Path) -> int | None:
 
 @contextmanager
 def write_errors(stage: Path) -> Iterator[None]:
-    """Translate errors to NoSpace, IOFailure or IsthmusError."""
+    """Translate errors to NoSpace, IOFailure or IsthmusError; not those of collectives because of a lost rank."""
     try:
         yield
     except IsthmusError:
         raise
     except (Exception, CheckpointException) as error:
+        if is_lost_rank(error):
+            raise
         number, text = errno_of(error), str(error)
         # torch's zip writer finds fewer bytes in the file than it wrote.
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "unexpected pos" in text:
@@ -106,7 +108,7 @@ def write_errors(stage: Path) -> Iterator[None]:
 
 @contextmanager
 def read_errors(folder: Path) -> Iterator[None]:
-    """Translate errors to IOFailure, UnsafeInput or DataError; the files are complete."""
+    """Translate errors to IOFailure, UnsafeInput or DataError, as :func:`write_errors`; the files are complete."""
     try:
         yield
     except IsthmusError:
@@ -114,6 +116,8 @@ def read_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
     except (Exception, CheckpointException) as error:
+        if is_lost_rank(error):
+            raise
         lines = _lines(error)
         message = lines[-1] if isinstance(error, CheckpointException) else lines[0]
         # torch lists every tensor of the checkpoint

@@ -52,7 +52,9 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         return Tokenizer(inner, path)
     except IsthmusError:
         raise
-    except Exception as error:  # each kind of tokenizer fails in its own way
+    except BaseException as error:  # each kind of tokenizer fails in its own way, some by a panic of Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = str(error).strip().split("\n")[0]
         if "trust_remote_code" in str(error):
             raise UnsafeInput(

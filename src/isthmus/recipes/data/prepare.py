@@ -122,8 +122,8 @@ def prepare(
 def check_text_options(seq_length: int | None, *, has_chat_options: bool) -> None:
     if seq_length is not None:
         raise UsageError(
-            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to that run's "
-            "data.seq_length. Omit --seq-length."
+            f"--seq-length {seq_length}: text is not cut when it is prepared, but when a run reads it, to the "
+            "seq_length of that run. Omit --seq-length."
         )
     if has_chat_options:
         raise UsageError(

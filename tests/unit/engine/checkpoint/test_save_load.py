@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint import background_saves, checkpoint_folder
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
-from isthmus.engine.checkpoint.checkpoint_folder import latest, publish
+from isthmus.engine.checkpoint.checkpoint_folder import latest, publish, read_errors, write_errors
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.checkpoint.run_state import BestLoss, Progress
 from isthmus.engine.checkpoint.save_load import save
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
-from isthmus.errors import DataError, IOFailure, NoSpace
+from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,18 @@ def test_tracker_that_names_another_step_than_was_published_last(tmp_path: Path)
         latest(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.json").unlink()  # as of an older version
     assert latest(tmp_path) == tmp_path / "iter_0000012"
+
+
+@pytest.mark.parametrize("translated", [read_errors, write_errors])
+def test_a_lost_rank_is_no_damage(translated: Any, tmp_path: Path) -> None:
+    """A rank killed while others loaded a checkpoint made them report that the checkpoint is damaged."""
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2455: Connection reset by peer")
+    for error in (lost, dist.DistNetworkError("failed to recv, got 0 bytes")):
+        with pytest.raises(RuntimeError) as raised, translated(tmp_path):
+            raise error
+        assert raised.value is error
+    with pytest.raises(IsthmusError), translated(tmp_path):
+        raise RuntimeError("size mismatch")
 
 
 @pytest.mark.parametrize("writes", range(4))

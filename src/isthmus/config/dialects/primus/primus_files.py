@@ -69,4 +69,4 @@ def find_file(name: str, kind: str, experiment: Path, folder: Path | None) -> Pa
         places.append(folder)
     roots = [*experiment.resolve().parents, *([Path(checkout)] if checkout else [])]
     places += [root / "primus" / "configs" / kind / "megatron" for root in roots]
-    return next((place / name for place in places if (place / name).is_file()), None)
+    return next((place / name for place in places if os.path.isfile(place / name)), None)  # False for any name
