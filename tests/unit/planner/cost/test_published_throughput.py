@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from isthmus.planner.cost import kernels
+from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.platforms.parts import part_named
 
 
@@ -52,3 +53,18 @@ def test_gemms_reach_the_typical_attained_flops_that_amd_published(
     shapes = [(m, n, k) for m in (32, 32768) for n, k in weights]
     flops, seconds = sum(2 * m * n * k for m, n, k in shapes), sum(part.gemm(*shape) for shape in shapes)
     assert flops / seconds / 1e12 == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "mib", "published"),
+    [
+        ("MI300X", 2, 4096, 47.7), ("MI300X", 8, 4096, 312.9), ("A100", 8, 16384, 234.9), ("H200", 8, 16384, 367.6),
+        ("H200", 32, 4096, 364.7), ("B200", 32, 4096, 377.3), ("B200", 32, 128, 197.9), ("B200", 32, 16, 64.4),
+        ("B200", 32, 4, 18.9), ("B200", 8, 4096, 740.6), ("B200", 8, 64, 400.6), ("B200", 8, 16, 255.0),
+    ],
+)  # fmt: skip
+def test_rings_reach_the_bus_bandwidth_that_was_measured(gpu: str, ranks: int, mib: int, published: float) -> None:
+    """All-reduces, in "Machine Learning Engineering" (S. Bekman, 2026), chapter on networks; GB/s."""
+    size = mib << 20
+    seconds = 2 * Ring(Cluster(part_named(gpu), nodes=-(-ranks // 8)), ranks).gather(size)
+    assert 2 * size * (ranks - 1) / ranks / seconds / 1e9 == pytest.approx(published, rel=0.2)
