@@ -37,11 +37,12 @@ def check_cells(runs: Sequence[tuple[RunConfig, int]]) -> Iterator[tuple[Environ
 def _check(config: RunConfig, nproc: int) -> tuple[Environment, str | None]:
     from isthmus.recipes.dry_run import dry_run
 
+    environment: Environment = {}
     try:
         environment = _environment(config.platform)
         dry_run(config, world_size=nproc, ranks_here=nproc, report=lambda line: None)
     except Exception as error:
-        return {}, explain(error)[1]
+        return environment, explain(error)[1]
     return environment, None
 
 

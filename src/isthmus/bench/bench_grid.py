@@ -39,7 +39,7 @@ class BenchCell:
         return " ".join(filter(None, [self.name, f"--nproc {self.nproc}", *self.varied]))
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"file": None if self.file is None else str(self.file)}
+        return {"cell": str(self)} | asdict(self) | {"file": None if self.file is None else str(self.file)}
 
 
 def make_cells(configs: Sequence[str], settings: Sequence[str], nproc: Sequence[int], words: Words) -> list[BenchCell]:

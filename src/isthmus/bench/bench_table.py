@@ -80,14 +80,13 @@ def write_chart(rows: Sequence[Row], path: Path, title: str) -> None:
     """
     pyplot = import_pyplot()
     rows = rows[::-1]  # the first one is at the top
-    labels = [" ".join(filter(None, [row["name"], f"--nproc {row['nproc']}", *row["varied"]])) for row in rows]
     rates = [row["tokens_per_s_per_device"] if row["status"] == "ok" else 0.0 for row in rows]
     figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.35 * len(rows)), layout="constrained")
     bars = axes.barh(range(len(rows)), rates)
     axes.bar_label(
         bars, [f"{rate:,.0f}" if rate else row["status"] for rate, row in zip(rates, rows, strict=True)], padding=3
     )
-    axes.set_yticks(range(len(rows)), labels)
+    axes.set_yticks(range(len(rows)), [row["cell"] for row in rows])
     axes.set_xlabel("tokens/s per device")
     axes.set_title(title, fontsize="small", wrap=True)
     axes.margins(x=0.15)

@@ -73,9 +73,7 @@ class Bench:
         with locked_folder(self.out):
             recorded = self._recorded()
             checked = self._check(cells)
-            refused = {id(each): each.row("refused", reason=each.refusal) for each in checked if each.refusal}
-            for row in refused.values():
-                self.log(describe_row(row))
+            refused = {each.cell: each.row("refused", reason=each.refusal) for each in checked if each.key is None}
             certificate = {
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "command": command_line,
@@ -87,7 +85,7 @@ class Bench:
                 if each.key is not None:
                     number += 1
                     recorded[each.key] = self._result(each, recorded, f"{number}/{len(checked) - len(refused)}  ")
-                rows.append(refused[id(each)] if each.key is None else recorded[each.key])
+                rows.append(refused[each.cell] if each.key is None else recorded[each.key])
                 found = {"certificate": certificate, "cells": [*recorded.values(), *refused.values()]}
                 write_atomic(self.out / RESULTS_FILE, json.dumps(found, indent=1) + "\n")
         return {"certificate": certificate, "cells": rows}
@@ -119,12 +117,16 @@ class Bench:
                 valid[cell] = config.model_copy(update={"out": str(self.out / "cells" / key)})
         if not valid:
             raise next(iter(invalid.values()))
+        checked = {cell: CheckedCell(cell, None, " ".join(str(error).split())) for cell, error in invalid.items()}
+        for each in checked.values():
+            self.log(describe_row(each.row("refused", reason=each.refusal)))
         checks = check_cells([(config, cell.nproc) for cell, config in valid.items()])
-        checked = {}
         for (cell, config), (environment, refusal) in zip(valid.items(), checks, strict=True):
             name = None if refusal else Path(config.out).name
             checked[cell] = CheckedCell(cell, config, refusal, name, environment)
-        return [checked.get(cell) or CheckedCell(cell, None, " ".join(str(invalid[cell]).split())) for cell in cells]
+            if refusal:
+                self.log(describe_row(checked[cell].row("refused", reason=refusal)))
+        return [checked[cell] for cell in cells]
 
     def _result(self, checked: CheckedCell, recorded: dict[str, Row], number: str) -> Row:
         """The recorded row of a cell, or a new one."""
@@ -133,7 +135,7 @@ class Bench:
             changes = _changes(row["environment"], checked.environment)
             if not changes:
                 self.log(f"{number}{describe_row(row)} (recorded)")
-                return row
+                return row | checked.cell.as_dict()  # other settings may vary in this grid
             self.log(f"measured again, since its environment has changed ({changes}): {checked.cell}")
         self.log(f"{number}{checked.cell}")
         row = self._measure(checked)
@@ -164,10 +166,9 @@ def _changes(before: Environment, now: Environment) -> str:
 
 def describe_row(row: Row) -> str:
     """A row in one line."""
-    cell = " ".join(filter(None, [row["name"], f"--nproc {row['nproc']}", *row["varied"]]))
     if row["status"] != "ok":
-        return f"{cell}: {row['status']}: {row['reason']}"
-    return f"{cell}: {row['tokens_per_s']:,.0f} tokens/s, step {row['step_time_s']:.3g} s"
+        return f"{row['cell']}: {row['status']}: {row['reason']}"
+    return f"{row['cell']}: {row['tokens_per_s']:,.0f} tokens/s, step {row['step_time_s']:.3g} s"
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:

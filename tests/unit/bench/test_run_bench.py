@@ -177,6 +177,13 @@ def test_a_second_call_measures_what_is_new_or_changed(bench: Runner) -> None:
     assert bench("train.seed=2", torch="2.10")[2] == []
 
 
+def test_recorded_cells_have_the_columns_of_the_new_grid(bench: Runner) -> None:
+    bench("train.seed=2")
+    found, _, measured = bench("train.seed=2,8")
+    assert measured == ["8"] and [row["varied"] for row in found["cells"]] == [("train.seed=2",), ("train.seed=8",)]
+    assert len(bench_table.bench_table(found["cells"]).columns) == 8
+
+
 def test_interrupted_grid_continues(bench: Runner) -> None:
     with pytest.raises(KeyboardInterrupt):
         bench("train.seed=2,6,8")
