@@ -61,7 +61,9 @@ def run_cell(
             _kill(process.pid or 0)
             process.join()
     if not ended:
-        raise CheckFailed(f"not finished after {timeout_s:g} s, with {_steps_done(out / 'metrics.jsonl')} steps done")
+        raise CheckFailed(
+            f"not finished after {timeout_s:g} s, with {_steps_done(out / 'metrics.jsonl')} steps done. Raise --timeout"
+        )
     if process.exitcode:
         raise CheckFailed(_error(log, process.exitcode))
     figures = step_figures(read_json(out / STEPS_FILE), warmup=warmup, nproc=nproc)

@@ -83,7 +83,7 @@ def fake_run(arguments: Sequence[str]) -> int:
         (0, None),
         (1, r"^out of memory\. Lower train\.micro_batch_size\.$"),
         (2, r"^the run was ended by signal 9\. The system may have run out of memory\. Its last output: nothing$"),
-        (3, r"^not finished after 0\.5 s, with 0 steps done$"),
+        (3, r"^not finished after 0\.5 s, with 0 steps done\. Raise --timeout$"),
     ],
 )
 def test_a_run_has_figures_or_the_reason(
