@@ -250,6 +250,7 @@ _GUIDES = {
     "bench": "[Measure a configuration](../how-to/measure-a-configuration.md)",
     "doctor": "[Check a machine](../how-to/check-a-machine.md)",
     "prepare": "[Preprocess data](../how-to/preprocess-data.md)",
+    "report": "[Report and compare runs](../how-to/report.md)",
     "data view": "[Chat data formats](../how-to/chat-data.md#loss-masking)",
     "convert": "[Convert and verify checkpoints](../how-to/convert-checkpoints.md)",
     "merge": "[LoRA adapters](../how-to/lora.md)",

@@ -24,6 +24,7 @@ from isthmus.cli import (
     evaluate,
     patch,
     prepare,
+    report,
     script,
     train_verbs,
     tune,
@@ -79,6 +80,7 @@ app.command("merge", short_help="Merge a LoRA adapter into its base model.")(con
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("doctor", short_help="Check whether this machine can train, and what slows it down.")(doctor.doctor)
 app.command("bench", short_help="Measure the training step in a grid of settings.")(bench.bench)
+app.command("report", short_help="Write curves, data and settings of runs into one HTML file.")(report.report)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)
 app.command("tune", short_help="Measure the matmuls of a model and layout, for faster runs.")(tune.tune)
 app.command(

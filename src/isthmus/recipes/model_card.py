@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform as python_platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from isthmus.data.readers.data_names import HUB
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
 from isthmus.recipes.setup.model_plan import ModelPlan
+from isthmus.recipes.setup.run_record import versions
 from isthmus.train.row_file import rows_until
 
 _KINDS = {
@@ -27,7 +26,6 @@ _KINDS = {
     "reward": "trained as a reward model on preference pairs",
     "pretrain": "trained on text",
 }
-_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
 _UNPUBLISHED = ("recipe", "out", "checkpoint", "logging", "callbacks", "eval", "platform")
 """Settings that do not change the model."""
 
@@ -71,7 +69,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         "Settings that differ from the defaults:",
         f"```yaml\n{write_mapping(_changed_settings(config))}```",
         "## Versions",
-        "\n".join(f"- {package} {number}" for package, number in _versions().items()),
+        "\n".join(f"- {package} {number}" for package, number in versions().items()),
     ]
     return render_card(metadata, "\n\n".join(sections) + "\n")
 
@@ -150,9 +148,3 @@ def _public(value: Any) -> Any:
     if not isinstance(value, str) or "/" not in value or value.startswith(HUB):
         return value
     return value if looks_like_id(value) and not Path(value).exists() else Path(value).name
-
-
-def _versions() -> dict[str, str]:
-    return {"isthmus": __version__, "python": python_platform.python_version()} | {
-        package: version(package) for package in _PACKAGES
-    }

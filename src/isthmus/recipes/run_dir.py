@@ -18,6 +18,8 @@ from isthmus.hf.model_folder import read_json
 
 RUN_RECORD = "run_record.json"
 """What shapes the result of the run, in the run folder and in each checkpoint."""
+ENVIRONMENT = "environment.json"
+"""Machine and versions of the newest start of the run."""
 
 
 class RunDir:
@@ -117,11 +119,16 @@ class RunDir:
                     file.unlink()
             raise
 
-    def begin(self, config: str, record: Mapping[str, Any], *, fresh: bool) -> None:
-        """Write config and run record, remove temporary files; ``fresh`` also removes metrics of an earlier start."""
+    def begin(
+        self, config: str, record: Mapping[str, Any], *, fresh: bool, environment: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write config, run record and ``environment``, remove temporary files; ``fresh`` also removes metrics of an
+        earlier start.
+        """
         with disk_errors(self.root):
             write_atomic(self.config, config)
             write_record(self.root, record)
+            write_atomic(self.root / ENVIRONMENT, json.dumps(environment or {}, indent=1) + "\n")
             for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
                 if leftover.is_dir():
                     shutil.rmtree(leftover, ignore_errors=True)

@@ -31,6 +31,7 @@ from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, c
 from isthmus.recipes.setup.model_source import answer_end
 from isthmus.recipes.setup.rank_model import build_rank_model
 from isthmus.recipes.setup.resume_check import checked_record
+from isthmus.recipes.setup.run_record import run_environment
 from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.recipes.setup.validation import RunContext
 from isthmus.recipes.training import Training
@@ -68,7 +69,7 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
         progress = _resume(context, stepper, data)
         check_profiled_steps(config, data.steps)
         record |= {"data": data.fingerprint} if main else {}
-        agree(lambda: run_dir.begin(text, record, fresh=context.resume is None) if main else None)
+        agree(lambda: _begin(context, record) if main else None)
     saves = Saves(
         run_dir.checkpoints,
         context.plan.parallel,
@@ -84,6 +85,11 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
     grace = GracePeriod(stop, config.checkpoint.grace_s, stepper.device, has_stages)
     start, best = progress.step, progress.best
     return Training(context, position, data, model, stepper, reporter, start, best, record, saves, grace)
+
+
+def _begin(context: RunContext, record: dict[str, Any]) -> None:
+    environment = run_environment(context)
+    context.run_dir.begin(dump(context.config), record, fresh=context.resume is None, environment=environment)
 
 
 def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:

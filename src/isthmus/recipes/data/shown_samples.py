@@ -17,6 +17,7 @@ from isthmus.data.chat.conversation_settings import UNCHANGED
 from isthmus.data.readers.chunks import Record
 from isthmus.data.readers.file_formats import check_columns, read_chunks
 from isthmus.data.readers.file_sources import find_sources, first_names
+from isthmus.data.store.answer_views import ScoredSamples
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.store.sample_store import Samples, SampleStore, TokenSource
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk, TokenizeOptions
@@ -47,7 +48,7 @@ class ShownSample:
     input_ids: tuple[int, ...]
     """All tokens, [n]; the first is never a target."""
     loss_mask: tuple[bool, ...]
-    """[n], whether the token is a target with loss."""
+    """[n], whether the token is a target with loss; of a reward model, whether its score is read there."""
     parts: tuple[TextPart, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +89,10 @@ def _samples_of(batch: PackedBatch, store: Samples) -> Iterator[tuple[int, list[
         index = batch.sample_ids[number]
         tokens = store[index][0].tolist()
         end = start + len(tokens) - 1
-        yield index, tokens, [False, *mask[start:end]]
+        if isinstance(store, ScoredSamples):
+            yield index, tokens[:-1], mask[start:end]
+        else:
+            yield index, tokens, [False, *mask[start:end]]
         while start < end:
             start += batch.lengths[number]
             number += 1

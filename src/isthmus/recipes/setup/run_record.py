@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import platform as python_platform
+import shlex
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import isthmus
@@ -16,10 +23,16 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.schema.resume_rules import RESUME_RULES
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.platforms import rank_env
 from isthmus.recipes.data.data_sources import tokenizer_record
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.validation import RunContext
 
+_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
+_VARIABLES = (
+    "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "HSA_", "ROCR_", "GPU_", "OMP_", "MKL_", "KMP_",
+)  # fmt: skip
+"""Prefixes of environment variables that change speed or results."""
 _PROBE = "Hello, world! 3.14 + 2026\n\tdef f(x):  return x**2  # \u00e9\u00df\u4f60\u597d\u0416 \U0001f600 don't <b>"
 """Its tokens tell tokenizers with the same vocabulary and other merges or normalization apart."""
 
@@ -69,3 +82,28 @@ def _model_identity(plan: ModelPlan, config: RunConfig, init: str) -> dict[str, 
 def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
     tokens = json.dumps(tokenizer.encode(_PROBE) if tokenizer.folder is not None else tokenizer.vocab_size)
     return {**tokenizer_record(tokenizer), "probe": hashlib.blake2b(tokens.encode(), digest_size=16).hexdigest()}
+
+
+def run_environment(context: RunContext) -> dict[str, Any]:
+    """Machine, versions and command of a start of the run, for people who compare runs."""
+    ranks, here = rank_env.world_size(), rank_env.local_world_size()
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": socket.gethostname(),
+        "system": python_platform.platform(),
+        "hardware": context.platform.describe(),
+        "platform": context.platform.name,
+        "precision": context.precision,
+        "ranks": ranks,
+        "machines": max(1, ranks // max(1, here)),
+        **versions(),
+        "command": shlex.join(sys.argv),
+        **variables,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Isthmus, Python and the packages that compute."""
+    numbers = {package: version(package) for package in _PACKAGES}
+    return {"isthmus": isthmus.__version__, "python": python_platform.python_version(), **numbers}

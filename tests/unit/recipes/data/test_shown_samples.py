@@ -13,6 +13,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings, DocumentEnds, 
 from isthmus.data.chat.chat_records import Kind
 from isthmus.data.chat.conversation_settings import UNCHANGED
 from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
@@ -144,6 +145,16 @@ def test_samples_of_several_documents_have_the_mask_of_the_batches(tokenizer: To
     (batch,) = batches.step(0)
     assert len(batch.sample_lengths) > len(samples) == 3
     assert [mask for sample in samples for mask in sample.loss_mask[1:]] == batch.loss_mask.tolist()  # type: ignore[union-attr]
+
+
+def test_the_token_whose_score_a_reward_model_reads_is_marked(pairs: Path, tokenizer: Tokenizer) -> None:
+    store, _ = tokenized("preference", [pairs], tokenizer, 60)
+    scored = ScoredSamples(store, AnswerEnd(after=(5,)), most=60)
+    settings = BatchSettings(seq_length=60, micro_batch_size=1, global_batch_size=1, packing=False, shuffle=False)
+    chosen, rejected = shown_step(PairBatches(scored, settings), 0, tokenizer.decode)
+    for number, sample in enumerate((chosen, rejected)):
+        assert sample.input_ids == (*store[number][0].tolist(), 5)
+        assert sample.loss_mask == (*[False] * (len(sample.input_ids) - 1), True)
 
 
 def test_a_run_folder_shows_its_samples_in_the_order_of_its_steps(

@@ -1,0 +1,42 @@
+"""``isthmus report``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli.options import Debug, Json, Trust
+from isthmus.cli.terminal import show
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run folders.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="The report; default: report.html, of one run in its folder."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, max=100, metavar="N", help="Training samples to show, of each run.")
+    ] = 4,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read the exports as a whole, and compare them with their checkpoints."),
+    ] = False,
+    trust: Trust = False,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Write one HTML file with curves, data, settings, profile, events and exports of runs.
+
+    It needs no network. Several runs are drawn over each other, and their settings compared. A run need not have ended.
+    """
+    from isthmus.report.write_report import write_report
+
+    written = write_report(runs, out, num_samples=samples, verify=verify)
+    for note in () if json else written.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    show(written, as_json=json)
+    return 0

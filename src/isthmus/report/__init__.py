@@ -1,0 +1,1 @@
+"""``isthmus report``: runs as one HTML file that needs no network."""
