@@ -10,7 +10,7 @@ from typing import Any
 from isthmus.doctor.child_process import run_in_child
 from isthmus.doctor.device_access import check_device_files
 from isthmus.doctor.findings import Check, Finding
-from isthmus.doctor.gpu_use import check_gpu_use
+from isthmus.doctor.gpu_use import check_gpu_use, check_kernel_log
 from isthmus.doctor.host import check_clock, check_memory, check_processor
 from isthmus.doctor.hub_access import check_hub, check_hub_settings
 from isthmus.doctor.jobs import check_job
@@ -28,7 +28,7 @@ from isthmus.doctor.versions import check_versions
 from isthmus.doctor.visible_devices import check_visible_gpus
 
 QUICK: tuple[Check, ...] = (
-    *(check_torch_build, check_device_files, check_visible_gpus, check_gpu_use),
+    *(check_torch_build, check_device_files, check_visible_gpus, check_gpu_use, check_kernel_log),
     *(check_processor, check_numa, check_memory, check_limits, check_clock, check_disk_space),
     *(check_network, check_rdma, check_job, check_variables, check_versions, check_hub_settings),
 )

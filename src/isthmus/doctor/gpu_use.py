@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -11,6 +12,11 @@ from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine, ToolFailed
 
 _SUBJECT = "GPU use"
+_KERNEL_LOG = ("dmesg", "--level", "emerg,alert,crit,err,warn")
+_GPU_ERROR = re.compile(
+    r"NVRM: Xid|NVRM: .*fallen off the bus|amdgpu.*(ring \S+ timeout|GPU reset|uncorrectable|page fault|hang)|"
+    r"amdgpu.*Failed to|\[drm:amdgpu.*\*ERROR\*|pcieport.*(Uncorrected|Fatal)"
+)
 _IDLE_BYTES = 2 * 2**30
 """Drivers, and a desktop, use less."""
 
@@ -50,6 +56,28 @@ def check_gpu_use(machine: Machine) -> Iterator[Finding]:
                 "Reseat it, or look for a slot with more lanes; in the firmware, for a setting that divides them.",
                 f"{gpu.folder}/current_link_width",
             )
+
+
+def check_kernel_log(machine: Machine) -> Iterator[Finding]:
+    """Errors that the drivers of the GPUs have reported since the machine started."""
+    if not find_gpus(machine):
+        return
+    source = " ".join(_KERNEL_LOG)
+    try:
+        lines = [line for line in machine.run_tool(_KERNEL_LOG).splitlines() if _GPU_ERROR.search(line)]
+    except ToolFailed as failure:
+        yield ok("kernel log", f"errors of GPUs are unknown: {failure}", source)
+        return
+    if lines:
+        yield warning(
+            "kernel log",
+            f"{len(lines)} errors of GPUs, the last one: {lines[-1].strip()[:200]}",
+            "If runs fail or hang on this GPU, reset it or reboot. For the numbers of NVIDIA's Xid errors, see its "
+            "documentation; 48, 63, 64, 74, 79, 94 and 95 are faults of memory, links or the board.",
+            source,
+        )
+    else:
+        yield ok("kernel log", "no error of a GPU since the machine started", source)
 
 
 def _memory(use: GpuUse) -> Iterator[Finding]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 from collections.abc import Iterator
 
 from isthmus.doctor.findings import Finding, ok, warning
 from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine
-from isthmus.platforms.control_groups import cpu_limits, memory_kills, memory_limits
+from isthmus.platforms.control_groups import cpu_limits, memory_limits
 
 _CPU = "/sys/devices/system/cpu"
 _CORES_PER_GPU = 2
@@ -34,8 +35,8 @@ def check_processor(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("processor", text, source)
-    load = (machine.read("/proc/loadavg") or "0").split()[0]
-    if float(load) > present / 2:
+    load = (machine.read("/proc/loadavg") or "").partition(" ")[0]
+    if re.fullmatch(r"\d+\.\d+", load) and float(load) > present / 2:
         yield warning(
             "processor",
             f"other programs compute: {load} threads on {present} cores, on average over a minute",
@@ -81,7 +82,7 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
         yield warning("memory", "free memory is unknown", "Mount /proc.", "/proc/meminfo")
         return
     total, free = (int(info[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    limit = min(memory_limits(machine.root), default=total)
+    limit, kills = min(memory_limits(machine.root), default=(total, 0))
     text = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
     if limit < total:
         text += f"; the limit of this container or job is {limit / 2**30:.1f} GiB"
@@ -96,7 +97,7 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("memory", text, source)
-    if kills := memory_kills(machine.root):
+    if kills:
         yield warning(
             "memory",
             f"{kills} processes of this container or job were killed because it was out of memory",

@@ -80,7 +80,7 @@ def _slurm(machine: Machine) -> Iterator[Finding]:
     in_step = "SLURM_STEP_NUM_TASKS" in values
     text = f"job {values['SLURM_JOB_ID']} of Slurm: {nodes} nodes, {tasks} tasks"
     yield ok("job", text if in_step else f"{text}; srun starts one rank for each task", "SLURM_JOB_ID, SLURM_NTASKS")
-    if in_step and int(values["SLURM_STEP_NUM_TASKS"]) > 1 and values.get("SLURM_CPUS_PER_TASK", "1") == "1":
+    if in_step and values["SLURM_STEP_NUM_TASKS"] != "1" and values.get("SLURM_CPUS_PER_TASK", "1") == "1":
         yield warning(
             "job",
             "each task has one core, so a rank prepares batches and starts kernels on the same core",

@@ -71,7 +71,7 @@ def compare_versions(installed: dict[str, str], oldest: dict[str, str], newest: 
             yield warning(
                 "versions",
                 f"{name} {version} is newer than {high}, the newest that was tested",
-                "It may work. If it does not: pip install -c constraints/cpu-py311.txt with the set of the repository.",
+                "It may work. If it does not, install the versions in constraints/cpu-py311.txt of the repository.",
                 source,
             )
         else:

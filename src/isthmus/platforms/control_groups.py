@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,21 +22,14 @@ def cpu_limits(root: Path = Path("/")) -> Iterator[float]:
             yield int(values[0]) / int(values[1])
 
 
-def memory_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Memory limits in bytes; empty without any."""
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Memory limits in bytes, and how many processes each has killed; empty without any."""
     for folder, version in _folders("memory", root):
         value = _text(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max"))
         if value.isdigit() and int(value) < _NO_LIMIT:
-            yield int(value)
-
-
-def memory_kills(root: Path = Path("/")) -> int:
-    """How many processes of the group were killed because it ran out of memory."""
-    found = []
-    for folder, version in _folders("memory", root):
-        lines = _text(folder / ("memory.oom_control" if version == 1 else "memory.events")).splitlines()
-        found += [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
-    return max(found, default=0)
+            events = _text(folder / ("memory.oom_control" if version == 1 else "memory.events"))
+            kills = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
+            yield int(value), int(kills[1]) if kills else 0
 
 
 def _folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:

@@ -25,6 +25,15 @@ HOST = {
 }
 
 
+RDMA = {
+    "/dev/infiniband/uverbs0": "",
+    **{f"/sys/class/infiniband/rdma{n}/ports/1/state": "4: ACTIVE" for n in range(2)},
+    **{f"/sys/class/infiniband/rdma{n}/ports/1/rate": "400 Gb/sec (4X NDR)" for n in range(2)},
+    **{f"/sys/class/infiniband/rdma{n}/ports/1/link_layer": "Ethernet" for n in range(2)},
+    **{f"/sys/class/infiniband/rdma{n}/ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a01:0004" for n in range(2)},
+}
+
+
 def mi300x(count: int = 8) -> dict[str, str]:
     """A node with MI300X: PCI, the compute driver, and device files."""
     files = dict(HOST) | {"/sys/module/amdgpu/version": "6.12.12", "/opt/rocm/.info/version": "6.4.1-83"}

@@ -3,11 +3,21 @@
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from isthmus.doctor import examination
-from isthmus.doctor.examination import Examination, examine, run_checks
+from isthmus.doctor.examination import QUICK, Examination, examine, run_checks
 from isthmus.doctor.findings import Finding, error, ok
 from isthmus.doctor.machine import Machine
+from unit.doctor.simulated import RDMA, h100, mi300x, simulate
+
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"),
+    *("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_TOKEN", "HF_HOME", "NCCL_DEBUG", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def check_good(machine: Machine) -> Iterator[Finding]:
@@ -47,6 +57,19 @@ def test_quick_leaves_out_thorough_checks(monkeypatch):
     found = examine(Machine(), more=(check_good,))
     assert [one.subject for one in found.findings] == ["good", "good", "broken driver", "broken driver"]
     assert (found.as_dict()["errors"], found.as_dict()["warnings"]) == (1, 1)
+
+
+@pytest.mark.parametrize("content", ["", "x", "-1", "9" * 30, "4: \0\ufffd=:\n\n 7 :", "0x1002", "1,2-x,-"])
+def test_files_with_any_content_and_tools_with_any_output(content: str, tmp_path: Path) -> None:
+    files = mi300x(2) | h100(1) | RDMA | {"/proc/loadavg": "", "/sys/fs/cgroup/memory.max": ""}
+    kept = {name for name in files if name.endswith(("/vendor", "/class"))}
+    broken = {name: text if name in kept else content for name, text in files.items()}
+    tools = dict.fromkeys(("nvidia-smi", "amd-smi", "rocm-smi", "dmesg"), content)
+    environment = {name: content.replace("\0", "") for name in VARIABLES}
+    machine = simulate(tmp_path, broken, tools=tools, environment=environment)
+    found = run_checks(QUICK, machine, 20)
+    assert [(one.source, one.text) for one in found if "the check" in one.text] == []
+    assert len({one.subject for one in found}) > 8
 
 
 def test_every_finding_has_a_source_and_every_problem_a_hint():

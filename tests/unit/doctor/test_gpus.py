@@ -12,7 +12,7 @@ import pytest
 
 from isthmus.doctor import torch_build, visible_devices
 from isthmus.doctor.device_access import check_device_files
-from isthmus.doctor.gpu_use import check_gpu_use
+from isthmus.doctor.gpu_use import check_gpu_use, check_kernel_log
 from isthmus.doctor.gpus import arch_name, count_by_vendor, find_gpus
 from isthmus.doctor.machine import ToolFailed, run_tool
 from isthmus.doctor.torch_build import TorchBuild, check_torch_build, installed_torch, match_build
@@ -237,6 +237,27 @@ def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
         "GPU 0000:05:00.0 is divided into several devices with a part of its memory each (CPX)",
         "GPU 0000:05:00.0 uses 8 of its 16 PCIe lanes, so copies from and to it are slower",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("[  812.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus.", "warning"),
+        ("[ 4711.9] amdgpu 0000:05:00.0: amdgpu: ring sdma0 timeout, signaled seq=3, emitted seq=4", "warning"),
+        ("[    4.2] [drm:amdgpu_device_ip_late_init [amdgpu]] *ERROR* late_init of IP block failed -62", "warning"),
+        ("[    1.0] ACPI: PM: some warning of another device", "ok"),
+        ("[    2.0] amdgpu 0000:05:00.0: amdgpu: using 48-bit DMA addresses", "ok"),
+    ],
+)
+def test_kernel_log(line: str, level: str, tmp_path: Path) -> None:
+    (one,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1), tools={"dmesg": f"[ 0.1] x\n{line}\n"}))
+    assert one.level == level and (line in one.text) is (level == "warning")
+
+
+def test_kernel_log_that_cannot_be_read(tmp_path: Path) -> None:
+    (one,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1)))
+    assert one.level == "ok" and "dmesg is not installed" in one.text
+    assert findings(check_kernel_log, simulate(tmp_path / "cpu", simulated.HOST)) == []
 
 
 def test_tools_that_fail_are_named(tmp_path: Path) -> None:

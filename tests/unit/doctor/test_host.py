@@ -29,7 +29,7 @@ from isthmus.doctor.versions import check_versions, compare_versions
 from isthmus.hf import hub
 from isthmus.platforms import network_interfaces
 from isthmus.platforms.network_interfaces import Interface
-from unit.doctor.simulated import GIB, HOST, Usage, findings, h100, levels, mi300x, simulate
+from unit.doctor.simulated import GIB, HOST, RDMA, Usage, findings, h100, levels, mi300x, simulate
 
 GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq"
 
@@ -184,15 +184,6 @@ def test_interfaces(environment: dict[str, str], state: str, level: str, words: 
     found, named = findings(check_network, simulate(tmp_path, files, environment=environment))
     assert found.text == "ens50f0np0 10.1.0.4 (100 Gbit/s)"
     assert named.level == level and words in named.text
-
-
-RDMA = {
-    "/dev/infiniband/uverbs0": "",
-    **{f"/sys/class/infiniband/rdma{n}/ports/1/state": "4: ACTIVE" for n in range(2)},
-    **{f"/sys/class/infiniband/rdma{n}/ports/1/rate": "400 Gb/sec (4X NDR)" for n in range(2)},
-    **{f"/sys/class/infiniband/rdma{n}/ports/1/link_layer": "Ethernet" for n in range(2)},
-    **{f"/sys/class/infiniband/rdma{n}/ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a01:0004" for n in range(2)},
-}
 
 
 @pytest.mark.parametrize(
