@@ -10,18 +10,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.platforms.gpu import GpuPlatform
 from isthmus.platforms.parts import Part
 
-CPU_GEMM, CPU_ELEMENTS = 2048, 1 << 26
+CPU_GEMM, CPU_ELEMENTS, COPY_BYTES = 2048, 1 << 26, 256 << 20
 SECONDS = 1.0
 """For the repetitions of a measurement."""
 ALL_REDUCE_SECONDS = 40.0
@@ -48,7 +49,10 @@ class Measurement:
 
 
 def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
-    """All but the collective, on the device of this process, in about 10 s. Sizes fit a GPU with 8 GiB."""
+    """All but the collective, on the device of this process, in about 10 s; sizes fit a GPU with 8 GiB.
+
+    A single process also measures a GEMM on each other GPU.
+    """
     part = platform.part() if isinstance(platform, GpuPlatform) else None
     device = torch.device("cpu") if platform.device_type == "cpu" else torch.device("cuda", platform.device_index())
     for precision in ("fp32", "bf16", "fp8"):
@@ -57,9 +61,15 @@ def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
             yield _gemm(precision, platform, device, part)
     report("memory bandwidth")
     yield _memory(device, part)
-    if device.type == "cuda":
-        report("copies between host and device")
-        yield from _copies(device, part)
+    if device.type == "cpu":
+        return
+    report("copies between host and device")
+    yield from _copies(device, part)
+    others = range(1, platform.device_count() or 1) if rank_env.local_world_size() == 1 else ()
+    for index in others:
+        report(f"GEMM bf16 on GPU {index}")
+        measured = _gemm("bf16", platform, torch.device("cuda", index), part)
+        yield replace(measured, name=f"{measured.name} on GPU {index}")
 
 
 def _gemm(precision: str, platform: Platform, device: torch.device, part: Part | None) -> Measurement:
@@ -81,10 +91,11 @@ def _plain_gemm(size: int, dtype: torch.dtype, device: torch.device) -> Callable
 
 
 def _fp8_gemm(size: int, platform: Platform, device: torch.device) -> Callable[[], object]:
-    from isthmus.engine.layers.fp8_linear import quantize, scaled_mm
+    from isthmus.engine.layers.fp8_linear import Quantized, scaled_mm
 
     e4m3, _ = platform.fp8_types()
-    a, b = (quantize(torch.randn(size, size, device=device), e4m3, "tensorwise") for _ in range(2))
+    scale = torch.ones((), device=device)
+    a, b = (Quantized(torch.randn(size, size, device=device).to(e4m3), scale) for _ in range(2))
     return lambda: scaled_mm(a, b, torch.bfloat16, fast=True)
 
 
@@ -98,13 +109,13 @@ def _memory(device: torch.device, part: Part | None) -> Measurement:
 
 
 def _copies(device: torch.device, part: Part | None) -> Iterator[Measurement]:
-    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
     reachable, basis = _reachable(part, device, PEAK_SHARE["host"], None if part is None else part.host_gb_s, "GB/s")
     ways: dict[str, tuple[Tensor, Tensor]] = {"host to device": (there, host), "device to host": (host, there)}
     for name, (target, source) in ways.items():
         value = host.nbytes / _seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device) / 1e9  # type: ignore[misc]
-        yield Measurement(name, value, "GB/s", reachable, basis, "pinned memory, 256 MiB")
+        yield Measurement(name, value, "GB/s", reachable, basis, f"pinned memory, {COPY_BYTES >> 20} MiB")
 
 
 def all_reduce(platform: Platform) -> Measurement | None:

@@ -8,13 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isthmus.config.load import load_config, load_settings
 from isthmus.config.schema import RunConfig
+from isthmus.engine.moe.gemm_choice import time_gemms
+from isthmus.engine.moe.grouped_gemm import unsupported_reason
 from isthmus.engine.tuned_matmuls import read_tuned
 from isthmus.errors import IsthmusError, NoSpace
+from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.model_plan import check_precision, plan_model
+from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, plan_model
+from isthmus.recipes.setup.rank_model import DTYPES
 from isthmus.recipes.setup.step_matmuls import check_tuning, step_matmuls, token_counts
 from isthmus.tune.choose import Report, TuneResult, choose, with_shorter
 
@@ -64,7 +70,10 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     report(f"{platform.describe()}: {len(matmuls)} matmuls of {precision}, {', '.join(map(str, tokens))} tokens")
     found = choose(matmuls, platform, report)
     write_atomic(path, found.content)
-    return replace(found, notes=[*found.notes, *_notes(config, precision, platform, exact=exact)]), path
+    notes = _notes(config, precision, platform, exact=exact)
+    if plan.architecture.moe is not None:
+        notes.append(_expert_note(plan, platform, precision, tokens[-1]))
+    return replace(found, notes=[*found.notes, *notes]), path
 
 
 def _notes(config: RunConfig, precision: str, platform: Platform, *, exact: bool) -> list[str]:
@@ -81,6 +90,23 @@ def _notes(config: RunConfig, precision: str, platform: Platform, *, exact: bool
     if config.lora.enabled:
         notes.append("matmuls of adapters are small and not measured")
     return notes
+
+
+def _expert_note(plan: ModelPlan, platform: Platform, precision: str, tokens: int) -> str:
+    """The grouped GEMMs of the experts at a uniform load, which a run on a GPU times at its start."""
+    arch, parallel = plan.architecture, plan.parallel
+    assert arch.moe is not None
+    layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=plan.padded_vocab_size)
+    experts = {name: placed.rule for name, placed in plan.family.placements(arch).items() if placed.rule.is_expert}
+    rules = {name.rpartition("linear_")[2]: rule for name, rule in experts.items()}
+    shapes = tuple(local_shape(rules[name], arch, layout) for name in ("fc1.weight", "fc2.weight"))
+    number, rows = arch.moe.num_experts // parallel.ep, tokens * arch.moe.top_k
+    what = f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}"
+    reason = unsupported_reason(shapes[0], DTYPES[precision]) or unsupported_reason(shapes[1], DTYPES[precision])
+    if platform.device_type == "cpu" or reason is not None:
+        return f"{what}: a loop of GEMMs, whose rows differ in each micro batch; not measured"
+    timings = time_gemms(number, shapes, max(rows, number), torch.device("cuda"))
+    return f"{what}: {'; '.join(map(str, timings))}. Each run measures it at its start"
 
 
 def _world_size(config: RunConfig) -> int:

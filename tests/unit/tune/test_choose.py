@@ -17,13 +17,14 @@ from isthmus.config.load import load_config
 from isthmus.config.schema import RunConfig
 from isthmus.engine.layers import matmul as matmul_module
 from isthmus.engine.layers.matmul_table import MatmulShape
+from isthmus.engine.moe.gemm_choice import Timing
 from isthmus.engine.tuned_matmuls import read_tuned
 from isthmus.errors import NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.step_matmuls import StepMatmul, token_counts, tuning_messages
 from isthmus.tune import choose as module
-from isthmus.tune import measure, tunable_op
+from isthmus.tune import measure, run_tune, tunable_op
 from isthmus.tune.choose import choose, with_shorter
 from isthmus.tune.measure import Operands, compare
 from isthmus.tune.run_tune import config_to_tune
@@ -96,6 +97,30 @@ def test_the_lengths_of_micro_batches() -> None:
     assert lengths("data.length_buckets=[16,32]") == [16, 32]
     assert lengths("recipe=dpo", "data.files=[a.json]") == [64]
     assert with_shorter([64], 1) == [16, 32, 64] and with_shorter([6], 4) == [4]
+
+
+def test_experts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    words = [*SETTINGS[1:], f"model.config={json.dumps(LLAMA | experts)}", "parallel.ep=2"]
+    plan = plan_model(config_to_tune(None, words, None), world_size=2)
+    seen: list[Any] = []
+
+    def time_gemms(*arguments: Any) -> tuple[Timing, Timing]:
+        seen.append(arguments[:3])
+        return Timing("matmuls", 0.5, 1.0, 0.0), Timing("weight gradients", 2.0, 1.0, 0.0)
+
+    monkeypatch.setattr(run_tune, "time_gemms", time_gemms)
+    what = "experts: 4 of 96 x 64 and 64 x 48: "
+    assert run_tune._expert_note(plan, CPU, "bf16", 32) == (
+        f"{what}a loop of GEMMs, whose rows differ in each micro batch; not measured"
+    )
+    gpu: Any = SimpleNamespace(device_type="cuda")
+    assert "not measured" in run_tune._expert_note(plan, gpu, "fp32", 32) and not seen
+    note = run_tune._expert_note(plan, gpu, "bf16", 32)
+    assert note.startswith(f"{what}matmuls by grouped_mm (0.50 ms") and seen == [(4, ((96, 64), (64, 48)), 64)]
 
 
 def test_choices_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
