@@ -182,6 +182,14 @@ class Campaign:
         at = next(number for number, each in enumerate(calls, start=1) if re.fullmatch(call, each))
         return self._fail(name, 0, at, error, "once")
 
+    def kill_at(self, name: str, call: str) -> tuple[list[str], str | None]:
+        """Kill a command before the last call that ``call`` matches; returns its files, and what is lost."""
+        expected, _, calls = self._undisturbed(name)
+        self._clean()
+        at = max(number for number, each in enumerate(calls[0], start=1) if re.fullmatch(call, each))
+        lost = self._lost(name, self._killed(name, [0], at, by_call=True, number=signal.SIGKILL))
+        return list(outputs(self._case)), lost or self._again(name, expected)
+
     def _fail(self, name: str, rank: int, at: int, error: str, mode: str) -> dict[str, Any]:
         expected, _, calls = self._undisturbed(name)
         self._clean()

@@ -34,12 +34,12 @@ RANKS, OTHER = "ranks", "other"
 REASONS = (
     (RANKS, r"is not divisible|divisible by partial DistOpt|(?i:requires? \d+ (gpus|ranks)|world.?size)"),
     ("TransformerEngine", r"(?i:transformer.?engine|fp8|fp4)|Mock object has no|\bTE\b|\btex?\.|\bTE[A-Z]\w+|HAVE_TE"
-     r"|\btest_te_|spec_utils.py:49"),
+     r"|\btest_te_|spec_utils.py:49|typed_torch.py:49"),
     ("Apex", r"(?i:\bapex\b|fused_layer_norm_cuda|wgrad_gemm_accum)"),
     ("NVIDIA package", r"(?i:mamba.ssm|causal.conv1d|grouped.gemm|flash.?attn|flashinfer|nvidia.resiliency|modelopt|"
      r"tensorrt|trtllm|nvshmem|deep.?ep\b|hybrid.?ep\b|hadamard|\bfla\b|emerging.optimizers|softmax_cuda)"),
     ("GPU", r"(?i:cuda|triton|nccl|pin(ned)?.memory|memory_stats|no kernel|flex attention|gpu)|DefaultCPUAllocator"
-     r"|argument 'index'|_GeneratorContextManager. object is not subscriptable"),
+     r"|argument 'index'|_GeneratorContextManager. object is not subscriptable|hybrid_optimizer.py:101"),
     ("gloo", r"ProcessGroupGloo|(?i:gloo)"),
     ("data set", r"/opt/data|no data sets are downloaded|ConnectionError|(?i:couldn't connect|offline mode)"),
     ("package", r"No module named|not installed|(?i:is required)"),

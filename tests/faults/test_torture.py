@@ -54,6 +54,13 @@ def test_further_kills(campaign: Any, kind: str, number: int) -> None:
     kills(campaign, kind, number)
 
 
+@pytest.mark.parametrize("kind", ["convert to torch_dist", "prepare"])
+def test_the_lock_of_a_killed_command_is_released(campaign: Any, kind: str) -> None:
+    """It is killed when its output is complete, before the last rename."""
+    files, lost = campaign.kill_at(kind, "rename .*")
+    assert lost is None and [file for file in files if file.endswith(".lock")], files
+
+
 @pytest.mark.parametrize(
     ("kind", "call", "error", "code"),
     [
