@@ -25,7 +25,12 @@ def test_grid_is_measured_and_continued(isthmus: ForkServer, model: Path, tmp_pa
     assert 0.1 < measured["memory_gib"] < 8
     assert refused["status"] == "refused" and "is not a multiple of micro_batch_size=3" in refused["reason"]
     environment = found["certificate"]["environment"]
-    assert environment["platform"] == "cpu" and "logical cores" in environment["device"] and environment["torch"]
+    assert (
+        environment["platform"] == "cpu"
+        and "logical cores" in environment["device"]
+        and environment["torch"]
+        and environment["OMP_NUM_THREADS"] == "1"
+    )
     (best,) = found["best"]
     config = load_config("sft", Path(best["file"]), ["data.mock=true", "train.steps=1", "out=x"])
     assert config.train.micro_batch_size == 2 and config.model.path == str(model)

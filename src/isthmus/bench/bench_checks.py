@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import isthmus
@@ -17,8 +15,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import explain
 
 Environment = dict[str, str]
-"""Versions and the device, by name."""
-_PACKAGES = ("torch", "triton", "megatron-core", "transformers", "bitsandbytes")
+"""Versions, device, and environment variables that change speed, by name."""
 
 
 def check_cells(runs: Sequence[tuple[RunConfig, int]]) -> Iterator[tuple[Environment, str | None]]:
@@ -51,28 +48,21 @@ def _environment(chosen: str) -> Environment:
     import torch
 
     from isthmus.platforms.detect import detect
+    from isthmus.recipes.setup.run_record import speed_variables, versions
 
+    # Before detect sets those of the platform; the command line has set these two, by its options and the load.
+    own = ("TORCH_CPP_LOG_LEVEL", "OMP_WAIT_POLICY")
+    variables = {name: value for name, value in speed_variables().items() if name not in own}
     found = detect(chosen)
+    commit = git_commit(Path(isthmus.__file__).parents[2])
     return {
-        "isthmus": isthmus.__version__,
-        **({"commit": commit} if (commit := git_commit(Path(isthmus.__file__).parents[2])) else {}),
-        "python": platform.python_version(),
-        **package_versions(_PACKAGES),
+        **versions(),
+        **({"commit": commit} if commit else {}),
         "platform": found.name,
         "runtime": str(torch.version.hip or torch.version.cuda or "none"),
         "device": found.describe(),
+        **variables,
     }
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def git_commit(folder: Path) -> str | None:

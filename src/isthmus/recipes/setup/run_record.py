@@ -87,7 +87,6 @@ def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
 def run_environment(context: RunContext) -> dict[str, Any]:
     """Machine, versions and command of a start of the run, for people who compare runs."""
     ranks, here = rank_env.world_size(), rank_env.local_world_size()
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": socket.gethostname(),
@@ -99,8 +98,13 @@ def run_environment(context: RunContext) -> dict[str, Any]:
         "machines": max(1, ranks // max(1, here)),
         **versions(),
         "command": shlex.join(sys.argv),
-        **variables,
+        **speed_variables(),
     }
+
+
+def speed_variables() -> dict[str, str]:
+    """The environment variables that change speed or results."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
 def versions() -> dict[str, str]:
