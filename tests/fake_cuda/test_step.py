@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.engine.checkpoint.run_state import sharded_run_state
+from isthmus.train.own_time import OwnTime
 from isthmus.train.preference_loss import PreferenceObjective
 
 QWEN3: dict[str, Any] = {
@@ -27,15 +29,17 @@ MIXTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def waits_of_a_step(*, pairs: bool = False, **settings: Any) -> list[str]:
+def waits_of_a_step(*, pairs: bool = False, measures: bool = False, **settings: Any) -> list[str]:
     rank = build(**settings)
     batches = [rank.batch(20, 44) for _ in range(2)]
     if pairs:
         rank.stepper.objective = PreferenceObjective(DpoConfig())
         batches = [replace(batch, reference_logps=torch.zeros(2, dtype=torch.float64)) for batch in batches]
     rank.stepper.train_step(batches)  # tries once what the GPU supports
-    with record() as trace:
+    time = OwnTime(rank.stepper.device)
+    with record() as trace, time.measured() if measures else nullcontext():
         rank.stepper.train_step(batches, lambda: [64.0, 0.0])
+    assert not measures or len(time.spans) > 10, "the step, and its collectives"
     return [str(sync) for sync in trace.syncs]
 
 
@@ -51,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
     "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
     "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},
+    "measured-tp2": {"model": QWEN3, "tp": 2, "size": 2, "measures": True},
     "neftune-tp2": {"model": QWEN3, "tp": 2, "size": 2, "sections": {"train": {"neftune_alpha": 5.0}}},
 }
 

@@ -79,7 +79,9 @@ def on_a_terminal(args: list[str], until: str) -> tuple[int, str]:
 
 
 def test_the_bar_of_two_ranks_and_ctrl_c(sft_args: list[str], tmp_path: Path) -> None:
-    code, text = on_a_terminal([*sft_args, "--nproc", "2", "train.steps=20000"], until="tok/s  valid")
+    code, text = on_a_terminal(
+        [*sft_args, "--nproc", "2", "train.steps=20000", "logging.ranks_every=1"], until="10/20000"
+    )
     assert code == 75, text
     assert "\x1b[?25l" not in text, "the cursor would stay hidden after a kill"
     lines = [line.rpartition("\x1b[2K")[2] for line in text.replace("\r\n", "\n").split("\n")]
@@ -87,5 +89,6 @@ def test_the_bar_of_two_ranks_and_ctrl_c(sft_args: list[str], tmp_path: Path) ->
     assert [line for line in lines if line.startswith("step ") and line.rstrip().endswith("left")], text
     bars = [part for part in text.split("\x1b[2K") if part.startswith("training")]
     assert bars and "loss" in bars[-1] and "GiB" in bars[-1]
+    assert {"slowest_rank", "straggler_share"} <= rows(tmp_path / "out")[-1].keys()
     stop = events(tmp_path / "out", "stop")[0]
     assert f"stopped after step {stop['step']}" in lines[-2] and rows(tmp_path / "out")[-1]["step"] == stop["step"]

@@ -101,7 +101,8 @@ class _Nvidia:
     def _throttle(self) -> Throttle:
         nvml, found = self.library, Throttle.NONE
         with suppress(Exception):
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
+            read = getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+            reasons = (read or nvml.nvmlDeviceGetCurrentClocksEventReasons)(self.handle)
             for name, throttle in _NVIDIA_REASONS.items():
                 bit = getattr(nvml, f"nvmlClocksThrottleReason{name}", None)
                 bit = getattr(nvml, f"nvmlClocksEventReason{name}", 0) if bit is None else bit

@@ -204,6 +204,10 @@ class Reporter:
         return (time.monotonic() - at_s) / (step - first) * (self._total_steps - step)
 
 
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity; they become null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -291,11 +291,19 @@ def test_events_are_rows_that_a_resumed_run_continues(tmp_path: Path, capsys: py
     with reporter(tmp_path) as report:
         report.begin(total_steps=9)
         report.saved(2, tmp_path / "iter_2")
-        report.event(3, "skipped step", "a gradient overflowed", prints=False, loss_scale=float("inf"))
+        report.event(
+            3,
+            "skipped step",
+            "a gradient overflowed",
+            prints=False,
+            loss_scale=float("inf"),
+            samples=[{"loss": float("nan")}],
+        )
     assert "saved" in capsys.readouterr().err
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(row["step"], row["event"]) for row in events] == [(2, "checkpoint"), (3, "skipped step")]
     assert events[0]["path"] == str(tmp_path / "iter_2") and events[1]["loss_scale"] is None
+    assert events[1]["samples"] == [{"loss": None}]
     assert "overflowed" not in capsys.readouterr().err
     with reporter(tmp_path, is_main=False) as other:
         other.begin(total_steps=9)

@@ -1,28 +1,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 from isthmus.engine.nonfinite import NonFinite
-from isthmus.engine.sample_losses import SampleLoss
 from isthmus.train.step_explainer import SpikeDetector, _described, _explanation
+
+
+def spikes(values: Iterable[float], factor: float = 10.0) -> list[int]:
+    """Positions of the new spikes."""
+    detector, found = SpikeDetector(factor), []
+    for position, value in enumerate(values):
+        detector.update_limit()
+        if detector.is_new_spike(value):
+            found.append(position)
+    return found
 
 
 def test_spikes_are_far_from_the_values_before() -> None:
     numbers = random.Random(0)
-    detector = SpikeDetector(10.0)
     falling = [3.0 * 0.995**step * numbers.uniform(0.9, 1.1) for step in range(300)]
-    assert not any(detector.is_new_spike(value) for value in falling)
-    assert detector.is_new_spike(8.0)
-    assert not detector.is_new_spike(9.0), "the same spike"
-    assert not detector.is_new_spike(0.7) and detector.is_new_spike(4.0)
-    assert not SpikeDetector(10.0).is_new_spike(1e9), "nothing to compare with"
+    assert spikes(falling) == []
+    assert spikes([*falling, 8.0, 9.0, 0.7, 4.0]) == [300, 303], "9.0 belongs to the spike before"
+    assert spikes([1.0] * 19 + [1e9]) == [], "too few to compare with"
+    assert spikes([1.0] * 20 + [1.4, 1.6]) == [21], "a constant has a spread of 5%"
 
 
 def test_a_few_spikes_do_not_move_the_limit() -> None:
-    detector = SpikeDetector(5.0)
-    for step in range(100):
-        detector.is_new_spike(50.0 if step % 10 == 0 else 1.0 + 0.01 * (step % 3))
-    assert detector.limit is not None and detector.limit < 2.0
+    every_tenth = [50.0 if step % 10 == 0 else 1.0 + 0.01 * (step % 3) for step in range(100)]
+    assert spikes(every_tenth, factor=5.0) == [20, 30, 40, 50, 60, 70, 80, 90]
 
 
 def test_sentences() -> None:
@@ -34,4 +40,3 @@ def test_sentences() -> None:
     )
     assert _described({"sample": 2}) == "sample 2"
     assert "computed again, has only finite values" in _explanation(None, ["a"], [])
-    assert SampleLoss(1, 2.0, 3).loss_tokens == 3
