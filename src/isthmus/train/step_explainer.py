@@ -12,6 +12,7 @@ from typing import Any
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_origin import sample_origin
+from isthmus.data.store.sample_store import Samples
 from isthmus.engine.nonfinite import NonFinite, find_nonfinite
 from isthmus.engine.parallel.process_groups import gather_objects
 from isthmus.engine.sample_losses import SampleLoss
@@ -62,8 +63,8 @@ class StepExplainer:
     """All methods are collectives: loss and gradient norm are the same on every rank, and so is what follows."""
 
     stepper: Stepper
-    samples: Any
-    """The store of the training samples."""
+    samples: Samples
+    """That the steps train on."""
     reporter: Reporter
     spike_factor: float | None
     _detectors: dict[str, SpikeDetector] = field(default_factory=dict)
@@ -87,9 +88,7 @@ class StepExplainer:
         losses = self._sample_losses(batches)
         largest = [asdict(one) | sample_origin(self.samples, one.sample) for one in losses[:_MOST_SAMPLES]]
         total = sum(one.loss for one in losses)
-        what = " and ".join(
-            f"{one['metric']} {one['value']:.4g} (expected at most {one['limit']:.4g})" for one in spikes
-        )
+        what = " and ".join(f"{one['metric']} {one['value']:.4g} (limit {one['limit']:.4g})" for one in spikes)
         shares = ", ".join(
             f"{_described(one)} {one['loss'] / total:.0%}" if total else _described(one) for one in largest[:3]
         )
