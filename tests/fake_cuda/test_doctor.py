@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from fake_cuda.runner import FakeCuda
 
 def reported(
     archs: list[str],
-    kernels: bool = False,
+    kernels: Sequence[str] = (),
     peers: bool = True,
     count: int = 1,
     product: str = "right",
@@ -40,33 +41,34 @@ def reported(
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
     found = [*torch_devices.check_devices(Machine(environment=environment or {}))]
     torch.Tensor.to = real  # type: ignore[method-assign]
-    checks = (torch_kernels.check_attention, torch_kernels.check_compiler, torch_kernels.check_collectives)
-    for check in checks if kernels else ():
-        found += check(Machine())
+    for name in kernels:
+        found += getattr(torch_kernels, f"check_{name}")(Machine())
     return [asdict(one) for one in found]
 
 
 @pytest.mark.parametrize(
-    ("gpu", "archs", "texts"),
+    ("gpu", "archs", "kernels", "texts"),
     [
         (
-            "sm_90", ["sm_80", "sm_90", "compute_90"],
+            "sm_90", ["sm_80", "sm_90", "compute_90"], ["attention", "compiler", "collectives"],
             ["platform cuda", "1 of 1 GPUs compute", "fp8: sm_90 has fp8 matrix cores. The default is bf16",
              "peak of the device: 989 TFLOP/s", "attention: varlen passes", "attention with a window: flex passes",
              "attention: runs use varlen", "NCCL 2.27.5", "gloo"],
         ),
         (
-            "gfx942", ["gfx90a", "gfx942"],
+            "gfx942", ["gfx90a", "gfx942"], ["collectives"],
             ["platform rocm", "1 of 1 GPUs compute", "bf16: gfx942 has bf16", "peak of the device: 1,307 TFLOP/s",
-             "attention: sdpa passes", "RCCL 2.27.5"],
+             "RCCL 2.27.5"],
         ),
         (
-            "sm_80", ["sm_80"], ["fp8: no, sm_80 has no fp8 matrix cores", "1 of 1 GPUs compute"],
+            "sm_80", ["sm_80"], [], ["fp8: no, sm_80 has no fp8 matrix cores", "1 of 1 GPUs compute"],
         ),
     ],
 )  # fmt: skip
-def test_device_and_its_kernels(fake_cuda: FakeCuda, gpu: str, archs: list[str], texts: list[str]) -> None:
-    found = fake_cuda.run(reported, gpu=gpu, archs=archs, kernels=gpu != "sm_80")
+def test_device_and_its_kernels(
+    fake_cuda: FakeCuda, gpu: str, archs: list[str], kernels: list[str], texts: list[str]
+) -> None:
+    found = fake_cuda.run(reported, gpu=gpu, archs=archs, kernels=kernels)
     assert [one for one in found if one["level"] != "ok" and not one["text"].startswith("compiler: ")] == []
     shown = "\n".join(one["text"] for one in found)
     assert [text for text in texts if text not in shown] == [], shown

@@ -35,11 +35,12 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     from isthmus.platforms.detect import detect
 
     build = installed_torch()
-    vendor = _VENDORS.get(build.kind) if build else None
-    if vendor and any(gpu.vendor == vendor for gpu in find_gpus(machine)) and not torch.cuda.is_available():
+    kind = build.kind if build else "CPU"
+    present = any(gpu.vendor == _VENDORS.get(kind) for gpu in find_gpus(machine))
+    if present and not torch.cuda.is_available():
         yield error(
             "torch",
-            f"No {build and build.kind} GPUs are available to torch: {_reason(torch)}",
+            f"no {kind} GPUs are available to torch: {_reason(torch)}",
             "Look at the lines about driver, device files and visible GPUs. After these are right, rocminfo (AMD) or "
             "nvidia-smi (NVIDIA) has to list the GPUs in the same container. 'System not yet initialized' on a machine "
             "with NVSwitch: start nvidia-fabricmanager.",

@@ -26,7 +26,7 @@ def check_visible_gpus(machine: Machine) -> Iterator[Finding]:
     if count < len(present):
         yield ok(_SUBJECT, f"this container has access to {count} of the {len(present)} GPUs of the machine", "/dev")
     yield from masked(vendor, count, machine)
-    for name in set(MASKS) - set(_ORDER[vendor]) & machine.environment.keys():
+    for name in sorted((set(MASKS) - set(_ORDER[vendor])) & machine.environment.keys()):
         yield warning(_SUBJECT, f"{name}={machine.environment[name]} has no effect with CUDA", f"Unset {name}.", name)
     if vendor == "AMD" and (version := machine.environment.get(_OVERRIDE)):
         yield warning(
@@ -57,6 +57,9 @@ def masked(vendor: Vendor, count: int, machine: Machine) -> Iterator[Finding]:
                 "leave: keep one of them.",
                 name,
             )
+        elif len(set(words)) < len(words):
+            words = []
+            yield error(_SUBJECT, f"{name}={value} names a GPU twice, which hides all", f"Correct {name}.", name)
         left = len(words)
     used = ", ".join(f"{name}={machine.environment[name]}" for name in names) or "no variable hides one"
     if left:

@@ -151,6 +151,7 @@ def test_device_files_that_are_not_passed_to_a_container(tmp_path: Path) -> None
         (CUDA, h100(), {"CUDA_VISIBLE_DEVICES": ""}, [("error", "none of 8")]),
         (CUDA, h100(), {"CUDA_VISIBLE_DEVICES": "0,1,8,2"}, [("error", "there is no GPU 8"), ("ok", "2 of 8")]),
         (CUDA, h100(), {"CUDA_VISIBLE_DEVICES": "-1"}, [("error", "there is no GPU -1"), ("error", "none of 8")]),
+        (CUDA, h100(), {"CUDA_VISIBLE_DEVICES": "0,1,0"}, [("error", "names a GPU twice"), ("error", "none of 8")]),
         (CUDA, h100(), {"CUDA_VISIBLE_DEVICES": "GPU-11111111"}, [("ok", "1 of 8")]),
         (CUDA, h100(), {"HIP_VISIBLE_DEVICES": "0"}, [("ok", "8 of 8"), ("warning", "no effect with CUDA")]),
         (CPU, h100(), {"CUDA_VISIBLE_DEVICES": ""}, []),
