@@ -13,7 +13,7 @@ from isthmus.engine.layers.matmul import default_library, onednn_keeps_float32, 
 from isthmus.engine.layers.matmul_table import Library, MatmulShape, MatmulTable
 from isthmus.engine.tuned_matmuls import TunedMatmuls, made_for
 from isthmus.platforms.base import Platform
-from isthmus.platforms.cpu_threads import cores
+from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.recipes.setup.step_matmuls import StepMatmul
 from isthmus.tune import tunable_op
 from isthmus.tune.measure import MARGIN, SECONDS, Operands, compare
@@ -78,7 +78,7 @@ def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) ->
     if platform.name == "rocm":
         return _tune_kernels(matmuls, report)
     counts = [None] if platform.name == "cuda" else _thread_counts()
-    default_names, measured = [], []
+    default_names, measured, kind = [], [], platform.device_type
     for number, one in enumerate(matmuls, start=1):
         operands = Operands(one, torch.device(platform.device_type))
         default = default_library(operands.a, operands.b)
@@ -87,7 +87,8 @@ def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) ->
         times = compare(operands, candidates, seconds=SECONDS * len(candidates))
         default_names.append(default)
         measured.append(times)
-        listed = ", ".join(f"{_name(key, platform)} {ms:.3g} ms" for key, ms in times.items())
+        shown = {f"{_name(name, one, kind)}{_with(count)}": ms for (count, name), ms in times.items()}
+        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in shown.items())
         report(f"{number}/{len(matmuls)}: {describe(one)}: {listed}")
     by_count = {
         threads: [_fastest(times, threads, default) for times, default in zip(measured, default_names, strict=True)]
@@ -101,15 +102,24 @@ def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) ->
     best = min(counts, key=total)
     best = best if total(best) <= MARGIN * total(counts[0]) else counts[0]
     rows = [
-        TunedRow(one, default, name, times[counts[0], default], times[best, name])
+        TunedRow(one, _name(default, one, kind), _name(name, one, kind), times[counts[0], default], times[best, name])
         for one, times, default, name in zip(matmuls, measured, default_names, by_count[best], strict=True)
     ]
     choices = [(one.shape, name) for one, name in zip(matmuls, by_count[best], strict=True)]
     tuned = TunedMatmuls(made_for=made_for(platform), choices=choices, threads=best)
-    notes = []
-    if platform.name == "cpu" and not onednn_keeps_float32():
-        notes.append("oneDNN rounds float32 to bfloat16 on this CPU, or torch is built without it: MKL is used")
+    notes = _notes_of_cpu(matmuls) if platform.name == "cpu" else []
     return TuneResult(rows, tuned.to_json(), best, counts[0], notes)
+
+
+def _notes_of_cpu(matmuls: Sequence[StepMatmul]) -> list[str]:
+    notes = []
+    if any(one.shape.dtype == torch.float32 for one in matmuls) and not onednn_keeps_float32():
+        notes.append("oneDNN rounds float32 to bfloat16 on this CPU, or torch is built without it: MKL is used")
+    if used := cores_in_use():
+        notes.append(
+            f"other processes use {used} of {cores()} cores: the threads are those for a machine that is as busy as now"
+        )
+    return notes
 
 
 def _fastest(times: Mapping[_Choice, float], threads: int | None, default: Library) -> Library:
@@ -183,7 +193,12 @@ def describe(one: StepMatmul) -> str:
     return f"{one.weight} {one.part} {shape.m} x {shape.k} x {shape.n}"
 
 
-def _name(choice: _Choice, platform: Platform) -> str:
-    threads, library = choice
-    name = "MKL" if library == "default" and platform.name == "cpu" else library
-    return name if threads is None else f"{name} with {threads} threads"
+def _name(library: Library, one: StepMatmul, device_type: str) -> str:
+    """What computes it: PyTorch's default on a CPU is MKL in float32 and oneDNN in bfloat16."""
+    if library == "default" and device_type == "cpu":
+        return "MKL" if one.shape.dtype == torch.float32 else "oneDNN"
+    return {"onednn": "oneDNN", "cublas": "cuBLAS", "cublaslt": "cuBLASLt"}.get(library, library)
+
+
+def _with(threads: int | None) -> str:
+    return "" if threads is None else f" with {threads} threads"

@@ -161,7 +161,7 @@ def test_a_file_of_tunable_op_is_read_by_torch(rocm: TunableOp, tmp_path: Path) 
     assert line == f"tune.file: TunableOp uses 3 measured GEMM kernels of {path}"
     assert rocm.calls == [
         ("enable", True), ("is_enabled",), ("tuning_enable", False), ("set_filename", path, False),
-        ("get_validators",), ("read_file", path),
+        ("get_validators",), ("read_file", path), ("enable", False),
     ]  # fmt: skip
     tuned = read_tuned(Path(path))
     assert tuned.covers(MatmulShape("matmul", 512, 8192, 4096, True, torch.bfloat16))

@@ -11,6 +11,8 @@ import pytest
 import isthmus
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.train import TuneConfig
+from isthmus.engine.tuned_matmuls import TunedMatmuls
 from isthmus.errors import DataError, NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes import process_setup, run
@@ -70,8 +72,12 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
     assert threads(resume=True) == (None, ())  # it began on free cores
     given = SFT.model_copy(update={"train": SFT.train.model_copy(update={"threads": 4})})
     assert threads(config=given) == (4, ())
+    (tmp_path / "tune.json").write_text(TunedMatmuls(made_for={}, threads=2).to_json())
+    tuned = SFT.model_copy(update={"tune": TuneConfig(file=str(tmp_path / "tune.json"))})
+    assert threads(config=tuned) == (2, ("train.threads=2: measured by isthmus tune (tune.file)",))
+    assert threads(config=tuned, resume=True) == (2, ("train.threads=2: as when the run began",))
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert threads() == (None, ())
+    assert threads() == threads(config=tuned) == (None, ())
 
 
 def test_run_that_ended_while_this_one_waited_is_not_replaced(tmp_path: Path) -> None:

@@ -130,16 +130,19 @@ def test_choices_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         "input gradient": {(4, "default"): 10.0, (4, "onednn"): 9.9, (2, "default"): 5.0, (2, "onednn"): 5.0},
     }
     monkeypatch.setattr(module, "_thread_counts", lambda: [4, 2])
+    monkeypatch.setattr(module, "cores_in_use", lambda: 3)
     monkeypatch.setattr(module, "default_library", lambda *_: "default")
     monkeypatch.setattr(module, "compare", lambda operands, candidates, **_: times[operands.part])
     monkeypatch.setattr(module, "Operands", lambda one, _device: SimpleNamespace(part=one.part, a=None, b=None))
     both = [small(part="forward"), small(32, part="input gradient")]
     found = choose(both, CPU, lambda _line: None)
-    assert found.threads == 2 and [row.chosen for row in found.rows] == ["default", "default"]
+    assert found.threads == 2 and [row.chosen for row in found.rows] == ["MKL", "MKL"]
     assert [(row.default_ms, row.ms) for row in found.rows] == [(10.0, 9.0), (10.0, 5.0)]
     times["input gradient"] |= {(2, "default"): 10.5, (2, "onednn"): 10.5}
     found = choose(both, CPU, lambda _line: None)
-    assert found.threads == 4 and [row.chosen for row in found.rows] == ["onednn", "default"]
+    assert found.threads == 4 and [row.chosen for row in found.rows] == ["oneDNN", "MKL"]
+    assert json.loads(found.content)["matmuls"][0]["library"] == "onednn"
+    assert any(note.startswith("other processes use 3 of") for note in found.notes)
     assert found.total_ms(tuned=False) == 40.0 and found.total_ms(tuned=True) == 36.0
 
 

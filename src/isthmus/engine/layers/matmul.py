@@ -32,6 +32,8 @@ def use_table(table: MatmulTable | None, *, tunable_op: bool = False) -> None:
     it is off during these.
     """
     global _table, _tunable_op
+    if _tunable_op and not tunable_op:  # of another run in this process
+        torch.cuda.tunable.enable(False)
     _table, _tunable_op = table, tunable_op
 
 
