@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
@@ -42,6 +43,8 @@ class FakeGpuMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args)
+        if any(issubclass(each, DTensor) for each in types):  # its own dispatch calls operators of local tensors
+            return NotImplemented
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", False)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -149,7 +149,8 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         for name, parameter in each._parameters.items():
             if parameter is None:
                 continue
-            moved = function(parameter.detach())
+            with torch.no_grad():  # not detached: the function may ask for requires_grad
+                moved = function(parameter).detach()
             if moved.device != parameter.device or moved.dtype != parameter.dtype:
                 new = nn.Parameter(moved, requires_grad=parameter.requires_grad)
                 new.__dict__.update({key: value for key, value in vars(parameter).items() if key not in vars(new)})

@@ -19,7 +19,7 @@ def spread_data(argv: Sequence[str]) -> list[str]:
         if word == "--data":
             files = 0
         elif files >= 0:
-            if files and (word.startswith("-") or _is_setting(word) or _is_config(word)):
+            if files and (word.startswith("-") or is_setting(word) or is_config(word)):
                 files = -1
             else:
                 if files:
@@ -42,18 +42,18 @@ def configs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     configs: list[str] = []
     overrides: list[str] = []
     for word in words:
-        if not _is_setting(word) and not _is_config(word):
+        if not is_setting(word) and not is_config(word):
             raise UsageError(
                 f"{word!r} is not a config file (*.yaml), a preset ({PREFIX}NAME) or a setting (key=value)."
             )
-        (overrides if _is_setting(word) else configs).append(word)
+        (overrides if is_setting(word) else configs).append(word)
     return configs, overrides
 
 
-def _is_config(word: str) -> bool:
+def is_config(word: str) -> bool:
     return word.startswith(PREFIX) or word.lower().endswith((".yaml", ".yml"))
 
 
-def _is_setting(word: str) -> bool:
+def is_setting(word: str) -> bool:
     key, equals, _ = word.partition("=")
     return bool(equals) and key.replace(".", "").replace("_", "").replace("-", "").isalnum()

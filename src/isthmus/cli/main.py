@@ -23,6 +23,7 @@ from isthmus.cli import (
     doctor,
     evaluate,
     patch,
+    plan,
     prepare,
     report,
     script,
@@ -79,6 +80,7 @@ app.command("convert", short_help="Convert a model between Hugging Face and Mega
 app.command("merge", short_help="Merge a LoRA adapter into its base model.")(convert.merge)
 app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verify.verify)
 app.command("doctor", short_help="Check whether this machine can train, and what slows it down.")(doctor.doctor)
+app.command("plan", short_help="Print the layouts that fit a model into GPUs, with memory and step time.")(plan.plan)
 app.command("bench", short_help="Measure the training step in a grid of settings.")(bench.bench)
 app.command("report", short_help="Write curves, data and settings of runs into one HTML file.")(report.report)
 app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(evaluate.evaluate)

@@ -49,6 +49,8 @@ def values_by_pattern(
     Raises:
         UsageError: a pattern matches no tensor, or tensors that are one tensor in training have different values.
     """
+    if not values:
+        return {}
     patterns = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in values}
     unused, found, names = dict.fromkeys(values), dict[str, Value](), dict[str, None]()
     for canonical, placement in trained_tensors(family, arch).items():

@@ -6,7 +6,7 @@ Sums the tensors that autograd saves, with the method of arXiv 2205.05198, secti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from isthmus.families.architecture import Architecture
 
@@ -15,11 +15,13 @@ _NORMS = {"pre": (4, 2), "post": (4, 2), "sandwich": (6, 4), "parallel": (2, 1),
 """By form: [T, H] tensors saved by a layer's norms and the projections after them; number of norms."""
 _NORMED = {"pre": 2, "post": 0, "sandwich": 2, "parallel": 1, "parallel_two_norms": 2}
 """Outputs of norms among them."""
+ATTENTION = "attention: T (queries, keys, values, rotated queries and keys, output)"
+"""Name of the part of :func:`layer_terms` that latent attention replaces."""
 _MLP = {("silu", True): 3, ("silu", False): 2, ("gelu", True): 4, ("gelu", False): 2}
 """[T, F] tensors saved by a feed-forward block, by activation and gating."""
 
 
-def layer_bytes(
+def layer_terms(
     architecture: Architecture,
     *,
     num_tokens: int,
@@ -28,8 +30,8 @@ def layer_bytes(
     sp: bool = False,
     recomputed: Sequence[Recomputed] = (),
     fused: bool = False,
-) -> int:
-    """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens.
+) -> dict[str, int]:
+    """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens, by part.
 
     With hidden size H, feed-forward width F, N query heads and G key/value heads of D channels, in elements:
 
@@ -67,12 +69,23 @@ def layer_bytes(
     attention = (query_width + 2 * key_width) + rotated + query_width
     tensors, norms = _NORMS[a.form]
     tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
-    elements = outside * tensors * a.hidden_size + num_tokens * (attention + feed_forward * a.ffn_hidden_size) // tp
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
     if a.qk_norm:
         heads = a.num_attention_heads + a.num_query_groups
         float32 += num_tokens * (heads if a.qk_norm_over == "head" else 2 * (query_width + key_width)) // tp
-    return elements * bytes_per_element + 4 * float32
+    return {
+        f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
+        ATTENTION: num_tokens * attention // tp * bytes_per_element,
+        f"{feed_forward} T F of the feed-forward block": (
+            num_tokens * feed_forward * a.ffn_hidden_size // tp * bytes_per_element
+        ),
+        "float32 statistics of norms": 4 * float32,
+    }
+
+
+def layer_bytes(architecture: Architecture, **settings: Any) -> int:
+    """The sum of :func:`layer_terms`, with its arguments."""
+    return sum(layer_terms(architecture, **settings).values())
 
 
 def stage_bytes(

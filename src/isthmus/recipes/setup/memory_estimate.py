@@ -11,7 +11,7 @@ from isthmus.engine.layers.quantized_weight import ELEMENT_BYTES
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
 from isthmus.platforms.free_memory import free_bytes
-from isthmus.recipes.setup.activation_estimate import activation_bytes, micro_batches, temporary_bytes
+from isthmus.recipes.setup.activation_estimate import activations, micro_batches, temporary_bytes
 from isthmus.recipes.setup.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.setup.parameter_counts import PlanCounts
 from isthmus.recipes.setup.rank_model import DTYPES
@@ -34,9 +34,9 @@ class MemoryEstimate:
     activations: int
     """Of all micro batches in flight."""
     temporary: int = 0
-    """Of the backward pass of a layer, on a GPU."""
+    """Of the backward pass of a layer."""
     logits: int = 0
-    """Of the loss on the last stage, on a GPU; at another time than ``temporary``, so the larger one counts."""
+    """Of the loss on the last stage; at another time than ``temporary``, so the larger one counts."""
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
     offloaded: int = 0
@@ -98,21 +98,24 @@ def estimate_ranks(
         plan: model and layout.
         config: settings of the run.
         precision: of its matmuls.
-        gpu_bytes: memory of a GPU, which adds temporary memory; None: a CPU.
+        gpu_bytes: memory of a GPU; None: a CPU.
         compiles: whether the GPU's machine has a compiler; None: if this one has.
         counts: of the plan, for a caller that estimates many layouts.
     """
     counts = counts or PlanCounts(plan, config)
     on_gpu = gpu_bytes is not None
-    activations = activation_bytes(plan, config, precision, on_gpu=on_gpu)
-    layer, loss = (
-        (0, 0) if gpu_bytes is None else temporary_bytes(plan, config, precision, gpu_bytes, compiles=compiles)
-    )
+    ranks = activations(plan, config, precision, on_gpu=on_gpu)
+    layer, loss = temporary_bytes(plan, config, precision, gpu_bytes, compiles=compiles)
+    if plan.parallel.fsdp:
+        layer += _fsdp_buffers(plan, precision, counts)
+        if not on_gpu:  # without streams, the buffer of an all-gather is there until the next one
+            copied = DTYPES[precision].itemsize * sum(counts.every.largest(plan.parallel))
+            layer, loss = layer + copied, loss + copied
     found = []
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
         moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
         logits = loss if rank == plan.parallel.pp - 1 else 0
-        found.append(replace(persistent, activations=activations[rank], temporary=layer, logits=logits, **moved))
+        found.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return found
     own = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
@@ -131,11 +134,21 @@ def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: Plan
     every, total = count.total(), trained.total()
     shard = math.ceil(total / replicas)
     weights = 4 * shard + math.ceil(element * (every - total) / replicas)
-    weights += counts.every.gathered(parallel) * element if replicas > 1 or element < 4 else 0
+    weights += sum(counts.every.largest(parallel)) * element if replicas > 1 or element < 4 else 0
     optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // replicas
     copied = math.ceil((element * every + 12 * total - 4 * muon.total()) / replicas)
     copied = copied if config.checkpoint.asynchronous else 0
     return [MemoryEstimate(every, weights, 4 * shard, optimizer, 0, copied=copied)]
+
+
+def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
+    """In the backward pass of a layer: the weights of the next one, the float32 gradients of the one before, which are
+    being reduced, about half of its own, and the gradient of the projection, which is reduced at the end.
+    """
+    element, arch = DTYPES[precision].itemsize, plan.architecture
+    gathered, trained = counts.every.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
+    rows = 1 if arch.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
+    return element * gathered + (4 * trained + element * trained // 2) + element * rows * arch.hidden_size
 
 
 def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
@@ -204,7 +217,7 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
     hint = "; or ".join(hints)
     raise UsageError(
         f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
-        f"{hint[0].upper()}{hint[1:]}."
+        f"{hint[0].upper()}{hint[1:]}.{' `isthmus plan` lists the layouts that fit.' if on_gpu else ''}"
     )
 
 

@@ -193,16 +193,21 @@ def dropout_messages(plan: ModelPlan) -> list[str]:
 
 def check_training(config: RunConfig, plan: ModelPlan) -> None:
     """All checks that need only the model and the config."""
-    plan.family.check_training(plan.source.config)
+    check_training_settings(config, plan)
     check_micro_batches(config.train, plan.parallel, plan.world_size)
-    _check_positions(config, plan.architecture)
     _check_recompute(config, plan)
-    _check_optimizer(config.optim, plan)
-    _check_expert_bias(config, plan)
-    check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
     if config.train.precision is not None:
         check_fsdp_precision(plan.parallel, config.train.precision)
     check_fsdp_torch(plan.parallel)
+
+
+def check_training_settings(config: RunConfig, plan: ModelPlan) -> None:
+    """The checks of :func:`check_training` that do not depend on the layout."""
+    plan.family.check_training(plan.source.config)
+    _check_positions(config, plan.architecture)
+    _check_optimizer(config.optim, plan)
+    _check_expert_bias(config, plan)
+    check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
     if config.recipe in ("dpo", "kto", "reward", "distill") and plan.architecture.mtp_layers:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "

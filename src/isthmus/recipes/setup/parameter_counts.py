@@ -6,13 +6,13 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Family
+from isthmus.families.family import Family, Placement
 from isthmus.families.matched_tensors import hidden_matrices
 from isthmus.families.rules.mtp import is_mtp_copy
 from isthmus.families.rules.rule import Rule
@@ -24,8 +24,10 @@ _LINEAR_WEIGHT = re.compile(r"(linear_\w+|eh_proj)\.weight$")
 _FP8_WEIGHT = re.compile(r"linear_(?!q_down|kv_down)\w+\.weight$")
 _Adapters = tuple[tuple[int, int], ...]
 """Rank and output width of each adapter of a weight."""
-_FIRST, _LAST = -1, -2
-"""In place of the number of a layer: the embedding, and what follows the layers."""
+_FIRST, _LAST, _LAST_EMBEDDING = -1, -2, -3
+"""In place of the number of a layer: the embedding, what follows the layers, and the embedding for MTP layers."""
+_MTP_EMBEDDING = re.compile(r"mtp\.layers\.0\.embed_tokens\.weight$")
+"""A copy of the embedding, which the last stage shares with the first one."""
 
 
 class ParameterCounter:
@@ -37,7 +39,7 @@ class ParameterCounter:
 
     def __init__(
         self,
-        family: Family,
+        placements: Mapping[str, Placement],
         arch: Architecture,
         left_out: Collection[str] = (),
         adapters: AdapterSet | None = None,
@@ -45,8 +47,10 @@ class ParameterCounter:
         self._arch, self._dora = arch, adapters is not None and adapters.dora
         self._rules: dict[int, Rule] = {}
         experts: defaultdict[tuple[int, str, tuple[int, _Adapters]], list[int]] = defaultdict(list)
-        for name, placement in family.placements(arch).items():
-            if name in left_out or name.endswith("expert_bias") or is_mtp_copy(name):
+        for name, placement in placements.items():
+            if name in left_out or name.endswith("expert_bias"):
+                continue
+            if is_mtp_copy(name) and not _MTP_EMBEDDING.match(name):
                 continue
             of_weight = () if adapters is None else adapters.of_weights.get(name, ())
             if adapters is not None and not of_weight:
@@ -75,11 +79,11 @@ class ParameterCounter:
             counts[rank_of[place] if place >= 0 else 0 if place == _FIRST else -1].update(found)
         return counts
 
-    def gathered(self, parallel: ParallelConfig) -> int:
-        """Parameters that fsdp gathers at once: the largest layer and all that is outside of the layers."""
+    def largest(self, parallel: ParallelConfig) -> tuple[int, int]:
+        """Parameters of the largest layer, and of all that is outside of the layers, on the only stage."""
         by_layer = {place: found.total() for place, found in self._by_layer(parallel).items()}
-        outside = by_layer.pop(_FIRST, 0) + by_layer.pop(_LAST, 0)
-        return outside + max(by_layer.values(), default=0)
+        outside = sum(by_layer.pop(place, 0) for place in (_FIRST, _LAST, _LAST_EMBEDDING))
+        return max(by_layer.values(), default=0), outside
 
     def _by_layer(self, parallel: ParallelConfig) -> dict[int, Counter[str]]:
         key = (parallel.tp, parallel.expert_tp, parallel.ep, parallel.pp > 1)
@@ -89,7 +93,7 @@ class ParameterCounter:
             found: defaultdict[int, Counter[str]] = defaultdict(Counter)
             for place, kind, tensor, experts in self._groups:
                 rule = self._rules[tensor[0]]
-                if rule.alias and parallel.pp == 1:  # tied
+                if (rule.alias or place == _LAST_EMBEDDING) and parallel.pp == 1:  # on the same stage
                     continue
                 if tensor not in numel:
                     numel[tensor] = self._numel(rule, tensor[1], parallel)
@@ -113,31 +117,33 @@ class PlanCounts:
     """The counts that the memory estimate of a plan needs, for all layouts."""
 
     def __init__(self, plan: ModelPlan, config: RunConfig) -> None:
-        model = plan.family, plan.architecture
-        names = plan.family.placements(plan.architecture).keys()
-        self.every = ParameterCounter(*model)
-        self.trained = ParameterCounter(*model, plan.frozen) if plan.frozen else self.every
-        self.adapters = ParameterCounter(*model, adapters=plan.adapters or AdapterSet())
-        is_muon = config.optim.optimizer == "muon"
-        self.by_muon = ParameterCounter(
-            *model, plan.frozen | (names - hidden_matrices(*model).keys()) if is_muon else names
-        )
-        """Those that Muon updates."""
-        frozen_linears = {name for name in plan.frozen if _LINEAR_WEIGHT.search(name)}
-        self.quantized = ParameterCounter(*model, names - frozen_linears if config.lora.quantize else names)
-        """Those that ``lora.quantize`` quantizes."""
+        placements, arch = plan.family.placements(plan.architecture), plan.architecture
+        nothing = ParameterCounter({}, arch)
+        self.every = ParameterCounter(placements, arch)
+        self.trained = ParameterCounter(placements, arch, plan.frozen) if plan.frozen else self.every
+        self.adapters = self.by_muon = self.quantized = nothing
+        if plan.adapters is not None:
+            self.adapters = ParameterCounter(placements, arch, adapters=plan.adapters)
+        if config.optim.optimizer == "muon":
+            others = placements.keys() - hidden_matrices(plan.family, arch).keys()
+            self.by_muon = ParameterCounter(placements, arch, plan.frozen | others)
+        if config.lora.quantize is not None:
+            linears = {name for name in plan.frozen if _LINEAR_WEIGHT.search(name)}
+            self.quantized = ParameterCounter(placements, arch, placements.keys() - linears)
         self.teacher = None if plan.teacher is None else PlanCounts(plan.teacher, config)
 
 
 def num_parameters(family: Family, arch: Architecture, frozen: Collection[str] = ()) -> int:
     """Of the whole model without ``frozen`` tensors; a tied tensor counts once."""
-    return ParameterCounter(family, arch, frozen).of_ranks(ParallelConfig())[0].total()
+    return ParameterCounter(family.placements(arch), arch, frozen).of_ranks(ParallelConfig())[0].total()
 
 
 def _place(name: str) -> int:
     if (layer := _LAYER_NUMBER.match(name)) is not None:
         return int(layer[1])
-    return _FIRST if name.startswith("embedding.") else _LAST
+    if name.startswith("embedding."):
+        return _FIRST
+    return _LAST_EMBEDDING if _MTP_EMBEDDING.match(name) else _LAST
 
 
 def _kind(name: str, rule: Rule, arch: Architecture) -> str:

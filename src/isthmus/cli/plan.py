@@ -1,0 +1,71 @@
+"""``isthmus plan``."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from isthmus.cli.options import Debug, Json
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL [CONFIG.yaml] [KEY=VALUE]...",
+        help="Hugging Face folder, its config.json, Hub id or preset:NAME; a run config; settings, which are fixed in "
+        "all plans.",
+        show_default=False,
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="NxNAME", help="GPUs of a node, such as 8xMI300X or 8xH100; a number with --memory."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB; default: that of the GPU's name.")
+]
+Nodes = Annotated[int, typer.Option(min=1, max=65536, metavar="N", help="Number of nodes.")]
+Recipe = Annotated[
+    str | None, typer.Option(metavar="RECIPE", help="sft, dpo, ...: of a run without a config file; default: pretrain.")
+]
+Top = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Number of plans to print.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Also print the formulae of the first plan, with its numbers.")
+]
+
+
+def plan(
+    words: Words = None,
+    gpus: Gpus = None,
+    memory: Memory = None,
+    nodes: Nodes = 1,
+    recipe: Recipe = None,
+    top: Top = 5,
+    explain: Explain = False,
+    debug: Debug = False,
+    json: Json = False,
+) -> int:
+    """Print the layouts that fit a model into the memory of GPUs, from the fastest, without weights and GPUs.
+
+    Memory and the time of a step are estimates. The exit code is 1 if nothing fits.
+    """
+    from isthmus.cli.cli_args import config_and_overrides, is_config, is_setting
+    from isthmus.config.presets import kind_of
+    from isthmus.planner.planned_gpus import parse_machine
+    from isthmus.planner.planning import make_plans
+    from isthmus.planner.render import as_json, as_text
+
+    machine = parse_machine(gpus, memory, nodes)
+    given = words or []
+    names_model = [
+        position
+        for position, word in enumerate(given)
+        if not is_setting(word) and (not is_config(word) or kind_of(word) == "models")
+    ][:1]
+    model = given[names_model[0]] if names_model else None
+    rest = [word for position, word in enumerate(given) if position not in names_model]
+    file, overrides = config_and_overrides(rest)
+    plans = make_plans(model, file, overrides, machine, recipe=recipe, number=top)
+    print(json_module.dumps(as_json(plans), indent=2) if json else as_text(plans, explained=explain), flush=True)
+    return 0 if plans.best else 1

@@ -1,0 +1,69 @@
+"""A task that measures the memory of a step of all ranks, for the benchmark of the memory estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.optim.learning_rate import build_schedule
+from isthmus.engine.optim.optimizer import build_optimizer
+from isthmus.engine.step import Stepper
+from isthmus.recipes.setup.memory_estimate import estimate_ranks
+from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.setup.rank_model import join_and_build
+from ranks.live_memory import LiveMemory
+from ranks.pool_worker import platform
+
+
+@contextmanager
+def resized(live: LiveMemory) -> Iterator[None]:
+    """FSDP frees gathered weights by resizing their storage."""
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage: torch.UntypedStorage, size: int) -> Any:
+        live.resize(storage, size)
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def step_memory(
+    model: dict[str, Any], seq_length: int = 512, micro_batches: int = 2, precision: str = "bf16",
+    sections: dict[str, Any] | None = None, **parallel: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Of each rank: bytes of live tensors at the peak of a step, the estimate of its pipeline rank, and its parts."""
+    world = dist.get_world_size()
+    sections = sections or {}
+    samples = sections.get("train", {}).get("micro_batch_size", 1)
+    values: dict[str, Any] = {
+        "recipe": "pretrain", "out": "unused", "model": {"config": model, "init": "random"},
+        "data": {"files": ["unused"], "seq_length": seq_length}, "parallel": parallel,
+        "train": {"steps": 10, "precision": precision},
+    }  # fmt: skip
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    values["train"]["global_batch_size"] = ParallelConfig(**parallel).dp(world) * micro_batches * samples
+    config = RunConfig.model_validate(values)
+    with LiveMemory() as live, resized(live):
+        built = join_and_build(config, plan_model(config, world_size=world), platform(), precision)
+        optimizer = build_optimizer(built.stages, config.optim, config.train, family=built.plan.family)
+        stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10))
+        batch = PackedBatch.for_training([torch.arange(seq_length + 1) % 50] * samples)
+        stepper.train_step([batch] * micro_batches)  # makes the state of the optimizer
+        live.peak_bytes = 0
+        stepper.train_step([batch] * micro_batches)
+    estimate = estimate_ranks(built.plan, config, precision)[built.position.pp_rank]
+    mine = {"measured": live.peak_bytes, "estimated": estimate.total, "text": str(estimate)}
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
+    return every
