@@ -110,7 +110,7 @@ def write_report(
     text = _render(runs, shown)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, text)
+        write_atomic(out, text.encode("utf-8", "replace"))  # lone surrogates
     notes = [f"{run.history.name}: {note}" for run in runs for note in (*run.history.notes, *run.data.notes)]
     return WrittenReport(out, [run.history.name for run in runs], len(shown), out.stat().st_size, notes)
 

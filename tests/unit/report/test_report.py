@@ -171,6 +171,18 @@ def test_a_run_that_is_still_running_or_damaged_is_reported(runs: list[RunDir], 
         write_report([folder])
 
 
+def test_text_without_utf8_and_a_hostile_manifest_are_no_bugs(tokenizer: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tokenizer)
+    (run.root / "samples.jsonl").write_text('{"step": 1, "prompt": "\\ud800", "answer": [1]}\n')
+    manifest = json.loads((run.data / "train.json").read_text())
+    del manifest["checksum"]
+    for change in ({"tokenizer": True}, {"kind": []}, {"settings": {"chat": 1}}, {"settings": {"chat": {"x": 1}}}):
+        (run.data / "train.json").write_text(json.dumps(manifest | change))
+        (note,) = {note.partition(": ")[2].replace("data: ", "") for note in write_report([run.root]).notes}
+        assert "not a manifest of indexed files" in note or "unknown settings of chats" in note
+    assert "?" in (run.root / "report.html").read_text()
+
+
 def test_damage_of_an_export_is_an_error_in_its_row(tokenizer: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tokenizer)
     weights = run.export() / "model.safetensors"

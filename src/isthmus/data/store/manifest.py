@@ -49,7 +49,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             for suffix, file in record["pair"]["files"].items()
         )
         sound = sound and {".bin", ".idx"} <= set(record["pair"]["files"])
-        sound = sound and isinstance(record["pair"]["max_token_id"], int)
+        sound = sound and isinstance(record["pair"]["max_token_id"], int) and isinstance(record.get("kind", ""), str)
+        parts = [record.get(name, {}) for name in ("tokenizer", "settings")]
+        sound = sound and all(isinstance(part, dict) for part in [*parts, parts[1].get("chat", {})])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:

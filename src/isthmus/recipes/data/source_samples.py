@@ -121,7 +121,12 @@ def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[st
                 f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."
             )
-    prepared = ChatSettings(**record.get("settings", {}).get("chat", {}))
+    try:
+        prepared = ChatSettings(**record.get("settings", {}).get("chat", {}))
+    except TypeError:  # of another version
+        raise DataError(
+            f"{indexed.prefix}: prepared with unknown settings of chats. Prepare the records again."
+        ) from None
     for name, wanted in asdict(chat_settings(config)).items() if kind != "text" else ():
         if (got := getattr(prepared, name)) != wanted:
             raise DataError(
