@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from isthmus.checked_files import ChecksumVerifier
+from isthmus.convert.canonical import unique_placements
+from isthmus.convert.open_model import OpenedModel, open_model
 from isthmus.convert.verify.compare import compare_models
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
 from isthmus.errors import IsthmusError
@@ -67,9 +69,18 @@ def _weights(run: RunHistory, verify: bool) -> tuple[Literal["ok", "unknown"], s
         return "unknown", f"There is no checkpoint of step {step} any more to compare with."
     if not verify:
         return "unknown", f"Not compared with {checkpoint.name}; isthmus report --verify does."
+    dtypes = [_dtypes(open_model(folder)) for folder in (checkpoint, run.folder.export())]
+    if dtypes[0] != dtypes[1]:
+        how = f"Exported as {dtypes[1]} from a checkpoint in {dtypes[0]}, so the bits differ"
+        return "unknown", f"{how}; isthmus verify --logits compares their outputs."
     compared = compare_models(checkpoint, run.folder.export())
     size = f"{compared.num_tensors} tensors, {compared.num_bytes / 2**30:,.2f} GiB"
     return "ok", f"Equal to {checkpoint.name} bit by bit: {size}."
+
+
+def _dtypes(model: OpenedModel) -> str:
+    found = {model.weights.dtype(name) for name in unique_placements(model.family, model.arch)}
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
 
 
 def _exported_steps(run: RunHistory) -> Iterator[int]:

@@ -21,6 +21,7 @@ from isthmus.recipes.run_dir import ENVIRONMENT, RunDir
 
 _LINE_BYTES = 1 << 20
 _MOST_METRICS = 200
+_MOST_VALUE = 1e300
 _MOST_ROWS = 500
 """Events, and answers."""
 _MOST_RANKS = 16
@@ -158,7 +159,5 @@ def _metrics(rows: Iterator[dict[str, Any]]) -> dict[str, Series]:
 
 
 def _float(value: float | None) -> float:
-    try:
-        return float("nan") if value is None else float(value)
-    except OverflowError:  # an integer of any length
-        return float("nan")
+    """NaN for null, and for numbers whose sums would overflow."""
+    return float("nan") if value is None or not abs(value) < _MOST_VALUE else float(value)
