@@ -51,7 +51,8 @@ class RowFile:
         """Step and kind of the evaluations that need not be recorded again."""
         if path.exists():
             if start and (missing := _missing(path, kept, start if every_step else None)):
-                warn(f"warning: {path} {missing}. The model card and reports lack them; training needs none.")
+                without = "The model card and reports lack these rows; training does not use them."
+                warn(f"warning: {path} {missing}. {without}")
             write_atomic(path, _lines(kept))
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -77,7 +77,8 @@ class PartialOutput:
                     try:
                         self.refuse_existing()
                     except NoSpace:
-                        if not record.is_file():  # new: the process that had the lock before has published
+                        # Published by the process that had the lock before, or killed while it removed the parts.
+                        if not record.is_file() or indexed_file(self.prefix, ".json").exists():
                             shutil.rmtree(self.folder)
                         raise
                 if same:

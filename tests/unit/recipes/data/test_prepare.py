@@ -180,6 +180,19 @@ def test_call_that_was_killed_between_renames(tmp_path, tokenizer, monkeypatch, 
     assert outputs(out) == outputs(tmp_path / "whole")
 
 
+def test_call_that_was_killed_while_it_removed_the_parts(tmp_path, tokenizer, monkeypatch):
+    """The output is complete; what is left of the parts is removed when the same command runs again."""
+    file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(prepare_resume.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare([file], out, tokenizer, workers=1)
+    before = Path(f"{out}.bin").read_bytes()
+    assert Path(f"{out}.json").exists() and (Path(f"{out}.partial") / "00000.npz").exists()
+    with pytest.raises(NoSpace, match="exists already"):
+        prepare([file], out, tokenizer, workers=1)
+    assert Path(f"{out}.bin").read_bytes() == before and not Path(f"{out}.partial").exists()
+
+
 @pytest.mark.parametrize(
     ("records", "settings", "error", "message"),
     [
