@@ -78,6 +78,7 @@ def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) ->
     if platform.name == "rocm":
         return _tune_kernels(matmuls, report)
     counts = [None] if platform.name == "cuda" else _thread_counts()
+    notes = _notes_of_cpu(matmuls) if platform.name == "cpu" else []  # first: threads of this process wait busily later
     default_names, measured, kind = [], [], platform.device_type
     for number, one in enumerate(matmuls, start=1):
         operands = Operands(one, torch.device(platform.device_type))
@@ -107,7 +108,6 @@ def choose(matmuls: Sequence[StepMatmul], platform: Platform, report: Report) ->
     ]
     choices = [(one.shape, name) for one, name in zip(matmuls, by_count[best], strict=True)]
     tuned = TunedMatmuls(made_for=made_for(platform), choices=choices, threads=best)
-    notes = _notes_of_cpu(matmuls) if platform.name == "cpu" else []
     return TuneResult(rows, tuned.to_json(), best, counts[0], notes)
 
 
