@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any, Protocol
@@ -58,7 +59,8 @@ def amd_sensors(pci: str) -> GpuSensors | None:
 
 def _opened(module: str, extra: str, make: Callable[[Any], GpuSensors]) -> GpuSensors | None:
     try:
-        return make(importlib.import_module(module))
+        with redirect_stdout(io.StringIO()):  # amdsmi prints what it does not find; stdout is for results
+            return make(importlib.import_module(module))
     except Exception as error:  # the library raises errors of its own, and none is a reason to end a run
         _logger.debug(
             "GPU temperature, power and clock are not recorded: %s: %s (pip install 'isthmus[%s]')",
