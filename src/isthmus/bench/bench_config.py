@@ -42,8 +42,8 @@ def check_settings(settings: Sequence[str]) -> None:
     """Raise UsageError for a setting that would have no effect."""
     for setting in settings:
         name = setting.partition("=")[0]
-        if name in ("out", "recipe"):
-            raise UsageError(f"{name} is an option of isthmus bench. Use --{name} instead of {setting}.")
+        if name == "out":
+            raise UsageError(f"the folder of the results is an option. Use --out instead of {setting}.")
         if name == "train.steps":
             raise UsageError("the steps of a cell are --warmup and --steps. Use these instead of train.steps.")
         if name in _REPLACED or name.partition(".")[0] in _REPLACED:

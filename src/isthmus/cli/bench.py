@@ -76,7 +76,8 @@ def bench(
         with interruptible(), _progress(len(cells)) as (log, watch):
             found = Bench(
                 out=out, recipe=recipe, model=model, warmup=warmup, steps=steps, timeout_s=timeout, retry=retry,
-                command=lambda arguments: process.run_alone(arguments, process.parse), log=log, watch=watch,
+                command=lambda arguments: process.run_alone([*arguments, *["--debug"] * debug], process.parse),
+                log=log, watch=watch,
             ).run(cells, shlex.join(["isthmus", *process.argv]))  # fmt: skip
     except KeyboardInterrupt:
         raise Preempted(
@@ -108,14 +109,12 @@ def _numbers(text: str) -> list[int]:
 def _progress(cells: int) -> Iterator[tuple[Callable[[str], None], Callable[[BenchCell, int], None]]]:
     """Functions that print a line to stderr, and show the steps of a cell if stderr is a terminal."""
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"{cells} {'cell' if cells == 1 else 'cells'}; checking their configs", markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{cells} {'cell' if cells == 1 else 'cells'}; checking their configs")
     with console.status("") as status:
-        yield (
-            lambda line: console.print(line, markup=False),
-            lambda cell, steps: status.update(f"{cell}: {steps} steps"),
-        )
+        yield console.print, lambda cell, steps: status.update(Text(f"{cell}: {steps} steps"))
 
 
 def _write_best(
@@ -128,19 +127,15 @@ def _write_best(
 
     found = []
     best = best_rows(rows)
+    for earlier in out.glob("best*.yaml"):
+        earlier.unlink()
     for number, row in enumerate(best, start=1):
         cell = next(cell for cell, each in zip(cells, rows, strict=True) if each is row)
         file = out / ("best.yaml" if len(best) == 1 else f"best-{number}.yaml")
         config = pasteable_yaml(cell, recipe=recipe, model=model)
         write_atomic(file, f"# {cell}: {row['tokens_per_s']:,.0f} tokens/s\n{config}")
         found.append(
-            {
-                "name": row["name"],
-                "nproc": row["nproc"],
-                "settings": row["settings"],
-                "file": str(file),
-                "config": config,
-            }
+            {name: row[name] for name in ("name", "nproc", "settings")} | {"file": str(file), "config": config}
         )
     return found
 
@@ -150,12 +145,11 @@ def _print_results(found: dict[str, Any], best: list[dict[str, Any]]) -> None:
 
     from isthmus.bench.bench_table import bench_table
 
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    width = None if sys.stdout.isatty() else 160
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
     console.print(bench_table(found["cells"]))
-    console.print(found["certificate"]["environment"].get("device", ""), markup=False)
+    console.print(found["certificate"]["environment"].get("device", ""))
     if len(best) == 1:
-        console.print(
-            f"\nbest, in {best[0]['file']} (--nproc {best[0]['nproc']}):\n\n{best[0]['config']}", markup=False
-        )
+        console.print(f"\nbest, in {best[0]['file']} (--nproc {best[0]['nproc']}):\n\n{best[0]['config']}")
     for each in best if len(best) > 1 else ():
-        console.print(f"best of {each['name']}: {each['file']} (--nproc {each['nproc']})", markup=False)
+        console.print(f"best of {each['name']}: {each['file']} (--nproc {each['nproc']})")

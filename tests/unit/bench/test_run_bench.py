@@ -158,7 +158,7 @@ def test_failing_cells_do_not_end_the_grid(bench: Runner, tmp_path: Path) -> Non
     assert [row["settings"][0] for row in best_rows(rows)] == ["train.seed=8"]
     written = json.loads((tmp_path / "out/bench.json").read_text())
     assert len(written["cells"]) == 5 and written["certificate"]["environment"] == {"torch": "2.9"}
-    console = Console(width=160)
+    console = Console(width=160, markup=False)
     with console.capture() as captured:
         console.print(bench_table.bench_table(rows))
     table = captured.get()
