@@ -47,7 +47,7 @@ def _checked(what: str, check: Callable[[], tuple[Literal["ok", "unknown"], str]
 
 def _files(folder: Path, verify: bool) -> tuple[Literal["ok", "unknown"], str]:
     files = [path for path in folder.iterdir() if path.is_file()]
-    size = f"{len(files)} files, {sum(path.stat().st_size for path in files) / 2**30:,.2f} GiB"
+    size = f"{len(files)} files, {sum(path.stat().st_size for path in files) / 2**20:,.1f} MiB"
     verifier = ChecksumVerifier()
     if not verifier.has_list(folder):
         return "unknown", f"{size}; without checksums.json they cannot be checked."
@@ -74,7 +74,7 @@ def _weights(run: RunHistory, verify: bool) -> tuple[Literal["ok", "unknown"], s
         how = f"Exported as {dtypes[1]} from a checkpoint in {dtypes[0]}, so the bits differ"
         return "unknown", f"{how}; isthmus verify --logits compares their outputs."
     compared = compare_models(checkpoint, run.folder.export())
-    size = f"{compared.num_tensors} tensors, {compared.num_bytes / 2**30:,.2f} GiB"
+    size = f"{compared.num_tensors} tensors, {compared.num_bytes / 2**20:,.1f} MiB"
     return "ok", f"Equal to {checkpoint.name} bit by bit: {size}."
 
 
