@@ -16,8 +16,9 @@ import numpy.typing as npt
 from isthmus.config.load import load_config
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, MissingInput
-from isthmus.input_files import check_regular, parse_json, read_bytes, read_json
+from isthmus.input_files import check_regular, read_bytes, read_json
 from isthmus.recipes.run_dir import ENVIRONMENT, RunDir
+from isthmus.train.row_file import parse_row
 
 _LINE_BYTES = 1 << 20
 _MOST_METRICS = 200
@@ -118,7 +119,7 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects with a step; other lines are counted in ``notes``. The last may be incomplete."""
+    """The intact rows with a step; other lines are counted in ``notes``. The last may be incomplete."""
     if not path.is_file():
         return
     check_regular(path)
@@ -126,11 +127,11 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         while line := file.readline(_LINE_BYTES):
             try:
-                row = parse_json(line)
+                row = parse_row(line.removesuffix(b"\n"))
             except ValueError:
                 bad += line.endswith(b"\n") or len(line) == _LINE_BYTES
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53:
+            if type(row.get("step")) is int and 0 <= row["step"] < 1 << 53:
                 yield row
             else:
                 bad += 1

@@ -110,7 +110,7 @@ def first_valid_loss(path: Path) -> float | None:
     """The first validation loss in a ``metrics.jsonl``: before the first step, also if the run was resumed."""
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError, OverflowError):  # another row, or one that is being written
-            return float(_row(line)["valid_loss"])
+            return float(parse_row(line)["valid_loss"])
     return None
 
 
@@ -118,12 +118,12 @@ def rows_until(path: Path, step: int) -> Iterator[dict[str, Any]]:
     """The intact rows of steps until ``step``, without their checksums; none for step 0, when a run begins anew."""
     for line in path.read_bytes().split(b"\n") if step and path.exists() else ():
         with suppress(ValueError):
-            row = _row(line)
+            row = parse_row(line)
             if isinstance(row.get("step"), int) and row["step"] <= step:
                 yield row
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def parse_row(line: bytes) -> dict[str, Any]:
     """The row in a line, without its checksum; ValueError if it is damaged. Rows of other programs have no checksum."""
     if (checksum := _CHECKSUM.search(line)) is not None:
         if (
@@ -143,7 +143,7 @@ def _missing(path: Path, kept: Sequence[Mapping[str, Any]], last_step: int | Non
     damaged = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            _row(line)
+            parse_row(line)
         except ValueError:
             damaged.append(number)
     if damaged:

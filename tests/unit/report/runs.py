@@ -41,6 +41,7 @@ def step_row(step: int, scale: float) -> dict[str, Any]:
     row = {"step": step, "loss": 3 * scale * math.exp(-step / 30) + 1, "lr": 1e-3, "grad_norm": 1.0, "mfu": 0.4}
     row |= {"tokens_per_s": 5000.0, "memory_gib": 1.5, "step_time_s": 0.5, "num_tokens": 900, "padding": 0.0}
     row |= {"moe_load_max_over_mean": 1.2, "rewards/margins": 0.1 * step, "consumed_sequences": 4 * step}
+    row |= {"slowest_rank_s": 0.4} if step % 10 == 0 else {}
     return row | {HOSTILE: 1.0, "loss": None if step == 20 else row["loss"]}
 
 

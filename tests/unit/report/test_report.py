@@ -25,7 +25,7 @@ from isthmus.report.write_report import write_report
 from unit.report.browser import CHROMIUM, browser
 from unit.report.runs import HOSTILE, STEPS, make_run
 
-PANELS = 11
+PANELS = 12
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +154,16 @@ def test_a_run_that_is_still_running_or_damaged_is_reported(runs: list[RunDir], 
     metrics.write_text('{"step": 1}\n[]\n')
     with pytest.raises(DataError, match="no row with a step and a number"):
         write_report([folder])
-    metrics.write_text('{"step": 2, "loss": 2, "x": true}\nnull\n{"step": 1, "loss": 1e999}\n{"step": 3, "loss": 1')
+    damaged = '{"step": 9, "loss": 9, "checksum": "00000000"}\n'
+    metrics.write_text(
+        damaged + '{"step": 2, "loss": 2, "x": true}\nnull\n{"step": 1, "loss": 1e999}\n{"step": 3, "loss": 1'
+    )
     (folder / "events.jsonl").write_text('{"step": "1"}\n')
     (folder / "environment.json").write_text("{")
     (folder / "error.txt").write_text("Traceback\nValueError: <b>\n")
     history = read_history(folder, "run")
     assert {name: (one.steps.tolist(), one.last) for name, one in history.metrics.items()} == {"loss": ([1, 2], 2.0)}
+    assert history.notes[0] == "metrics.jsonl: 2 lines are not rows of a run and are left out"
     assert [Path(note.partition(" ")[0]).name.rstrip(":") for note in history.notes] == [
         *("metrics.jsonl", "environment.json", "events.jsonl")
     ]
