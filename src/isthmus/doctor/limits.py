@@ -56,7 +56,7 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
             "limits", f"{_SHM} cannot be used: {failure.strerror}", "Mount it: mount -t tmpfs tmpfs /dev/shm.", _SHM
         )
         return
-    text = f"{free / 2**30:.2g} of {total / 2**30:.2g} GiB of shared memory are free"
+    text = f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB of shared memory are free"
     if free < _LEAST_SHM:
         yield warning(
             "limits",

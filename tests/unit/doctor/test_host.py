@@ -113,7 +113,7 @@ def test_limits(tmp_path: Path) -> None:
     machine = simulate(tmp_path, rdma, limit=few.__getitem__, disk_usage=lambda path: Usage(64 << 20, 0, 64 << 20))
     found = findings(check_limits, machine)
     assert levels(found) == ["warning"] * 4
-    assert found[0].text == "0.062 of 0.062 GiB of shared memory are free" and "--shm-size" in found[0].hint
+    assert found[0].text == "0.06 of 0.06 GiB of shared memory are free" and "--shm-size" in found[0].hint
     assert "1024 open files" in found[1].text and "0 MiB of locked memory" in found[2].text
 
     def no_shm(path: Path) -> Usage:
