@@ -54,23 +54,29 @@ class Member:
 
 
 @contextmanager
-def join_ranks(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[str]:
+def join_ranks(
+    platform: Platform, *, join_timeout_s: float, timeout_s: float, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
     """Join the other ranks and start torch.distributed; a heartbeat watches them while the block runs.
 
     Between machines, ``GLOO_SOCKET_IFNAME`` defaults to the interface of the route to rank 0. ``timeout_s`` is for
-    collectives. Yields the ranks of each machine, for the log; empty on one machine.
+    collectives; once ``stopped``, rank 0 no longer waits for missing ranks, and raises Preempted. Yields the ranks of
+    each machine, for the log; empty on one machine.
     """
     if rank_env.world_size() <= 1 or dist.is_initialized():
         init_process_group(platform, timeout_s=timeout_s)
         yield ""
         return
-    with rendezvous(platform, join_timeout_s=join_timeout_s, timeout_s=timeout_s) as (store, machines):
+    joined = rendezvous(platform, join_timeout_s=join_timeout_s, timeout_s=timeout_s, stopped=stopped)
+    with joined as (store, machines):
         init_process_group(platform, store=store, timeout_s=timeout_s)
         yield machines
 
 
 @contextmanager
-def rendezvous(platform: Platform, *, join_timeout_s: float, timeout_s: float) -> Iterator[tuple[dist.Store, str]]:
+def rendezvous(
+    platform: Platform, *, join_timeout_s: float, timeout_s: float, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[dist.Store, str]]:
     """Like :func:`join_ranks`, without a process group: yields its store, and the ranks of each machine."""
     deadline = time.monotonic() + join_timeout_s
     variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
@@ -81,7 +87,7 @@ def rendezvous(platform: Platform, *, join_timeout_s: float, timeout_s: float) -
         machines = ""
         with _listening(chosen or ({"the route to rank 0": route} if route else {})) as listeners:
             me = Member(listeners=listeners, device=platform.device_id())
-            members = _register(store, me, deadline, join_timeout_s)
+            members = _register(store, me, deadline, join_timeout_s, stopped)
             heartbeat.start()
             if len({member.machine[1] for member in members}) > 1:
                 if route:
@@ -153,19 +159,27 @@ def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, in
         yield listeners
 
 
-def _register(store: dist.Store, me: Member, deadline: float, timeout_s: float) -> list[Member]:
+def _register(
+    store: dist.Store, me: Member, deadline: float, timeout_s: float, stopped: Callable[[], bool] = lambda: False
+) -> list[Member]:
     """Register this rank, wait for the others, and return all members by rank."""
     if store.add(f"rendezvous/rank/{me.rank}", 1) > 1:
         raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
     store.set(f"rendezvous/member/{me.rank}", json.dumps(asdict(me)))
     store.add(_JOINED, 1)
+
+    def joined() -> bool:
+        return store.add(_JOINED, 0) >= me.world_size
+
     try:
         if me.rank == 0:
-            _wait_until(lambda: store.add(_JOINED, 0) >= me.world_size or posted_failure(store) is not None, deadline)
+            _wait_until(lambda: joined() or posted_failure(store) is not None or stopped(), deadline)
         else:
             store.wait([MEMBERS], timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SLACK_S))
         if failure := posted_failure(store):
             raise failure.error
+        if me.rank == 0 and stopped() and not joined():
+            raise Preempted("stopped before training began, as requested.")
         if me.rank == 0:
             members = _all_members(store, me.world_size, timeout_s)
             store.set(MEMBERS, json.dumps([asdict(member) for member in members]))

@@ -75,8 +75,9 @@ def run_recipe(recipe: str, config: RunConfig) -> RunResult:
             messages = [*context.messages, *prepare_process(context)]
             limits = config.parallel
             with join_ranks(
-                context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s
-            ) as machines:
+                context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s,
+                stopped=lambda: stop.requested,
+            ) as machines:  # fmt: skip
                 result = _run_rank(context, [*messages, *([machines] if machines else [])], stop)
         except BaseException as error:
             # NCCL may wait for the other ranks when it closes the groups, before this rank prints its error.

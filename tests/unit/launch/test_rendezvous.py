@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from isthmus.errors import UsageError
+from isthmus.errors import Preempted, UsageError
 from isthmus.launch import rendezvous
 from isthmus.launch.rendezvous import Member, by_machine, rank_ranges
 
@@ -29,6 +29,17 @@ def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="another process has RANK=0"):
         register(0)
     assert [member.rank for member in register(1)] == [0]
+
+
+def test_a_stop_request_does_not_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    started_s = time.monotonic()
+    with pytest.raises(Preempted, match="stopped before training began"):
+        rendezvous._register(rendezvous._join_store(5.0), Member(listeners=[]), started_s + 60.0, 60.0, lambda: True)
+    assert time.monotonic() - started_s < 30.0
 
 
 def test_consecutive_ranks_are_named_as_a_range() -> None:
