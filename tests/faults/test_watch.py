@@ -29,7 +29,7 @@ def losses(out: Path) -> list[float]:
 def test_a_spike_names_samples_and_changes_nothing(
     isthmus: ForkServer, sft_args: list[str], chats: Path, tmp_path: Path
 ) -> None:
-    run = [*sft_args, "train.steps=40", "checkpoint.save_final=false", "checkpoint.export_final=false"]
+    run = [*sft_args, "train.steps=28", "checkpoint.save_final=false", "checkpoint.export_final=false"]
     done = isthmus(*run, "logging.spike_factor=0.01")
     assert done.returncode == 0, done
     found = events(tmp_path / "out", "spike")
