@@ -16,15 +16,15 @@ from isthmus.engine.moe.gemm_choice import time_gemms
 from isthmus.engine.moe.grouped_gemm import unsupported_reason
 from isthmus.engine.tuned_matmuls import read_tuned
 from isthmus.errors import IsthmusError, NoSpace
-from isthmus.families.rules.shard import Layout, local_shape
+from isthmus.families.rules.shard import local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.setup.model_plan import ModelPlan, check_precision, plan_model
 from isthmus.recipes.setup.rank_model import DTYPES
-from isthmus.recipes.setup.step_matmuls import check_tuning, step_matmuls, token_counts
+from isthmus.recipes.setup.step_matmuls import check_tuning, first_layout, step_matmuls, token_counts
 from isthmus.tune.choose import Report, TuneResult, choose, with_shorter
 
-_WITHOUT_DATA: Mapping[str, Any] = {"data.mock": True, "train.steps": 1, "train.epochs": None}
+_WITHOUT_DATA: Mapping[str, Any] = {"data.files": ["unused"]}
 
 
 def config_to_tune(file: Path | None, overrides: Sequence[str], model: str | None) -> RunConfig:
@@ -63,7 +63,8 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     plan = plan_model(config, world_size=_world_size(config))
     tokens = token_counts(config)
-    exact = bool(config.data.length_buckets) or config.data.mock
+    # The windows of pretraining and random tokens fill a sequence.
+    exact = bool(config.data.length_buckets) or config.data.mock or config.recipe == "pretrain"
     if not exact and not of_tunable_op:
         tokens = with_shorter(tokens, config.parallel.length_multiple)
     matmuls = step_matmuls(plan, config, precision, platform, tokens)
@@ -96,10 +97,9 @@ def _expert_note(plan: ModelPlan, platform: Platform, precision: str, tokens: in
     """The grouped GEMMs of the experts at a uniform load, which a run on a GPU times at its start."""
     arch, parallel = plan.architecture, plan.parallel
     assert arch.moe is not None
-    layout = Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=plan.padded_vocab_size)
     experts = {name: placed.rule for name, placed in plan.family.placements(arch).items() if placed.rule.is_expert}
     rules = {name.rpartition("linear_")[2]: rule for name, rule in experts.items()}
-    shapes = tuple(local_shape(rules[name], arch, layout) for name in ("fc1.weight", "fc2.weight"))
+    shapes = tuple(local_shape(rules[name], arch, first_layout(plan)) for name in ("fc1.weight", "fc2.weight"))
     number, rows = arch.moe.num_experts // parallel.ep, tokens * arch.moe.top_k
     what = f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}"
     reason = unsupported_reason(shapes[0], DTYPES[precision]) or unsupported_reason(shapes[1], DTYPES[precision])

@@ -59,9 +59,7 @@ def step_matmuls(
 
     Not included: routed experts, whose rows differ in each micro batch, FP8 layers, adapters and attention.
     """
-    layout = Layout(
-        tp_size=plan.parallel.tp, etp_size=plan.parallel.expert_tp, padded_vocab_size=plan.padded_vocab_size
-    )
+    layout = first_layout(plan)
     counts, trained = Counter[tuple[str, int, int, bool]](), dict[tuple[str, int, int, bool], bool]()
     for name, placement in hidden_matrices(plan.family, plan.architecture).items():
         if placement.rule.is_expert:
@@ -82,6 +80,12 @@ def step_matmuls(
             found += [StepMatmul(weight, name, shape, count) for name, shape in shapes.items()]
         found += _output_matmuls(plan, precision, platform, length)
     return found
+
+
+def first_layout(plan: ModelPlan) -> Layout:
+    """Of the first tensor-parallel rank; all have tensors of the same sizes."""
+    parallel = plan.parallel
+    return Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=plan.padded_vocab_size)
 
 
 def _output_matmuls(plan: ModelPlan, precision: str, platform: Platform, length: int) -> list[StepMatmul]:
