@@ -21,8 +21,8 @@ _COLLECTIVES = (
 )  # fmt: skip
 """Methods of process groups, of all supported versions of torch."""
 _WAITS = ("wait", "synchronize", "block_current_stream")
-_STREAM_WAITS = ("wait_event", "wait_stream")
-"""FSDP waits for its all-gathers with these."""
+_STREAM_WAITS = ("wait_event",)
+"""FSDP waits for its all-gathers with it, and ``wait_stream`` calls it."""
 _Mark: TypeAlias = "float | torch.cuda.Event"
 
 
