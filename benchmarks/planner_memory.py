@@ -64,15 +64,7 @@ GPU_RANKS: dict[str, dict[str, Any]] = {
     "8B LoRA, recompute": {
         "model": "llama3.1-8b", "rank": 0, "size": 1, "sections": _LORA, "train": {"recompute": "full"},
     },
-    "70B QLoRA tp=2": {
-        "model": "llama3.1-70b", "rank": 0, "size": 2, "tp": 2, "layers": 16,
-        "sections": {"lora": {"rank": 16, "quantize": "nf4"}},
-    },
     "8B offload": {"model": "llama3.1-8b", "rank": 0, "size": 8, "tp": 2, "sections": {"optim": {"offload": True}}},
-    "1B Muon": {"model": "llama3.2-1b", "rank": 0, "size": 8, "sections": {"optim": {"optimizer": "muon"}}},
-    "V2-Lite cp=4, 16k tokens": {
-        "model": "deepseek-v2-lite", "rank": 1, "size": 8, "cp": 4, "seq_length": 16384, "ep": 8,
-    },
     "125M experts on one GPU": {"model": "gpt2-125m-moe", "rank": 0, "size": 1, "seq_length": 1024},
     "Mixtral tp=2 ep=8 pp=2": {"model": "mixtral-8x7b", "rank": 0, "size": 32, "tp": 2, "ep": 8, "etp": 1, "pp": 2},
     "30B-A3B ep=8, recompute": {

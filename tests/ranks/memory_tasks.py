@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.convert.weight_source import RandomWeights
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers import cross_entropy_cpu
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer
 from isthmus.engine.step import Stepper
+from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.memory_estimate import estimate_ranks
 from isthmus.recipes.setup.model_plan import plan_model
-from isthmus.recipes.setup.rank_model import join_and_build
 from ranks.live_memory import LiveMemory
 from ranks.pool_worker import platform
+
+
+class UncachedWeights(RandomWeights):
+    """Without the last tensor, which is no part of the estimate."""
+
+    def read(self, name: str, index: Any = None, *, into: Any = None) -> torch.Tensor:
+        part = super().read(name, index, into=into)
+        self._last = None
+        return part
 
 
 @contextmanager
@@ -54,8 +66,13 @@ def step_memory(
         values[name] = values.get(name, {}) | section
     values["train"]["global_batch_size"] = ParallelConfig(**parallel).dp(world) * micro_batches * samples
     config = RunConfig.model_validate(values)
-    with LiveMemory() as live, resized(live):
-        built = join_and_build(config, plan_model(config, world_size=world), platform(), precision)
+
+    def new_buffer(num_tokens: int, num_rows: int, *, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(num_tokens, num_rows)  # instead of mapped memory, which is not seen
+
+    weights = patch.object(rank_model, "RandomWeights", UncachedWeights)
+    with LiveMemory() as live, resized(live), weights, patch.object(cross_entropy_cpu, "new_buffer", new_buffer):
+        built = rank_model.join_and_build(config, plan_model(config, world_size=world), platform(), precision)
         optimizer = build_optimizer(built.stages, config.optim, config.train, family=built.plan.family)
         stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10))
         batch = PackedBatch.for_training([torch.arange(seq_length + 1) % 50] * samples)

@@ -13,6 +13,7 @@ from isthmus.planner.cost.step_time import StepTime, step_time
 from isthmus.planner.cost.workload import Workload
 from isthmus.planner.layouts import layouts, micro_batch_sizes, recompute_choices
 from isthmus.planner.planned_gpus import FRAGMENTATION, PlannedGpus
+from isthmus.recipes.setup.layout_checks import check_async_layout
 from isthmus.recipes.setup.memory_estimate import MemoryEstimate, estimate_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_training
 from isthmus.recipes.setup.parameter_counts import PlanCounts
@@ -79,6 +80,9 @@ class Search:
                 break
             try:
                 check_training(candidate.config, self._plan_of(candidate.config.parallel))
+                check_async_layout(
+                    candidate.config.parallel, "cuda", self.precision, ranks_here=self.machine.gpus_per_node
+                )
             except UsageError as error:
                 refused = refused or error
                 continue
