@@ -33,7 +33,7 @@ Rank = tuple[Sequence[str], dict[str, str]]
 class RunningRanks:
     """Handle of running ranks."""
 
-    def __init__(self, server: subprocess.Popen[str], files: list[Path]) -> None:
+    def __init__(self, server: subprocess.Popen[bytes], files: list[Path]) -> None:
         self._server = server
         self._files = files
         self.pids: list[int] = self._read(timeout_s=60.0)
@@ -79,7 +79,8 @@ class ForkServer:
         preloaded = {} if (built := library()) is None else {"LD_PRELOAD": str(built)}
         self._server = subprocess.Popen(
             [sys.executable, __file__],
-            env=environment() | preloaded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            env=environment() | preloaded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
+            bufsize=0,  # select() does not see a line that is in a buffer already
         )  # fmt: skip
 
     def __call__(
@@ -114,7 +115,7 @@ class ForkServer:
                 host["ranks"].append(rank | {"largest_file_bytes": largest_file_bytes})
             request.append(host)
         assert self._server.stdin
-        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
         return RunningRanks(self._server, files)
 
