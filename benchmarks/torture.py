@@ -46,8 +46,8 @@ MOST_KILLS = 12
 """In a case."""
 TIMES = {"tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"}
 """Keys of metrics.jsonl that differ between equal runs."""
-UNCOMPARED = ("tensorboard/", "trackers.json", "events.jsonl")
-"""Of a run folder: interruptions, and logs of other programs, which also have the points of interrupted runs."""
+UNCOMPARED = ("tensorboard/", "trackers.json", "events.jsonl", "environment.json")
+"""Of a run folder: interruptions, the state of the machine, and logs of other programs, also of interrupted runs."""
 OWN_CONTENT = (".metadata", "checksums.json")
 """Has a random number of each save, or the hash of such a file: only its presence is compared."""
 
