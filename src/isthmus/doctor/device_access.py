@@ -11,12 +11,13 @@ from pathlib import Path
 from isthmus.doctor.findings import Finding, error, ok, warning
 from isthmus.doctor.gpus import find_gpus, gpu_files
 from isthmus.doctor.machine import Machine
+from isthmus.doctor.torch_build import used_gpus
 
 _SUBJECT = "device files"
 
 
 def check_device_files(machine: Machine) -> Iterator[Finding]:
-    vendors = {gpu.vendor for gpu in find_gpus(machine)}
+    vendors = {gpu.vendor for gpu in used_gpus(find_gpus(machine))}
     if "AMD" in vendors:
         files = ["/dev/kfd", *(gpu_files(machine, "AMD") or ["/dev/dri/renderD128"])]
         yield from _files(machine, files, "start the container with --device /dev/kfd --device /dev/dri")

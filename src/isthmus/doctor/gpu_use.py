@@ -10,6 +10,7 @@ from isthmus.doctor.findings import Finding, error, ok, warning
 from isthmus.doctor.gpu_tools import GpuUse, amd_use, nvidia_use
 from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine, ToolFailed
+from isthmus.doctor.torch_build import used_gpus
 
 _SUBJECT = "GPU use"
 _KERNEL_LOG = ("dmesg", "--level", "emerg,alert,crit,err,warn")
@@ -22,7 +23,7 @@ _IDLE_BYTES = 2 * 2**30
 
 
 def check_gpu_use(machine: Machine) -> Iterator[Finding]:
-    gpus = find_gpus(machine)
+    gpus = used_gpus(find_gpus(machine))
     for vendor, read in (("AMD", amd_use), ("NVIDIA", nvidia_use)):
         if not any(gpu.vendor == vendor for gpu in gpus):
             continue

@@ -11,6 +11,7 @@ from isthmus.doctor.findings import Finding, ok, warning
 from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine
 from isthmus.platforms.control_groups import cpu_limits, memory_limits
+from isthmus.platforms.rank_env import slurm_tasks_here
 
 _CPU = "/sys/devices/system/cpu"
 _CORES_PER_GPU = 2
@@ -24,11 +25,12 @@ def check_processor(machine: Machine) -> Iterator[Finding]:
     limit = min(map(math.ceil, cpu_limits(machine.root)), default=present)
     cores = max(1, min(len(machine.cores), limit))
     source = "/proc/cpuinfo, affinity, /sys/fs/cgroup"
-    text, gpus = f"{name}; {cores} of {present} logical cores for this process", len(find_gpus(machine))
-    if cores < _CORES_PER_GPU * gpus:
+    text = f"{name}; {cores} of {present} logical cores for this process"
+    gpus, tasks = len(find_gpus(machine)), slurm_tasks_here(machine.environment)
+    if cores * tasks < _CORES_PER_GPU * gpus:
         yield warning(
             "processor",
-            f"{text}, for {gpus} GPUs",
+            f"{text}, for {gpus} GPUs" + (f" and {tasks} tasks" if tasks > 1 else ""),
             f"Each rank needs {_CORES_PER_GPU} or more, to start kernels and to prepare batches. Raise the limit: "
             "--cpus-per-task of Slurm, limits.cpu of a pod, --cpus of docker.",
             source,

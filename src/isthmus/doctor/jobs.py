@@ -13,6 +13,8 @@ from isthmus.platforms import rank_env
 
 _RANK = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 _WORLD = ("RANK", "WORLD_SIZE")
+_ONE_CORE = 2
+"""Logical cores of a core."""
 
 
 def check_job(machine: Machine) -> Iterator[Finding]:
@@ -80,7 +82,8 @@ def _slurm(machine: Machine) -> Iterator[Finding]:
     in_step = "SLURM_STEP_NUM_TASKS" in values
     text = f"job {values['SLURM_JOB_ID']} of Slurm: {nodes} nodes, {tasks} tasks"
     yield ok("job", text if in_step else f"{text}; srun starts one rank for each task", "SLURM_JOB_ID, SLURM_NTASKS")
-    if in_step and values["SLURM_STEP_NUM_TASKS"] != "1" and values.get("SLURM_CPUS_PER_TASK", "1") == "1":
+    asked = values.get("SLURM_CPUS_PER_TASK", "1")
+    if in_step and values["SLURM_STEP_NUM_TASKS"] != "1" and asked == "1" and len(machine.cores) <= _ONE_CORE:
         yield warning(
             "job",
             "each task has one core, so a rank prepares batches and starts kernels on the same core",

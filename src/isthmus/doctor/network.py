@@ -65,8 +65,8 @@ def check_rdma(machine: Machine) -> Iterator[Finding]:
     if wrong := _absent(value, devices):
         yield warning(
             "RDMA",
-            f"{_HCA}={value} names {', '.join(wrong)}, so machines communicate over TCP; this one has "
-            f"{', '.join(devices) or 'no RDMA device'}",
+            f"{_HCA}={value} names {', '.join(wrong)}, and this machine has {', '.join(devices) or 'no RDMA device'}; "
+            "without any of those named, machines communicate over TCP",
             f"Name devices that exist (ibv_devices or rdma link lists them), or unset {_HCA}: NCCL and RCCL find them.",
             _HCA,
         )

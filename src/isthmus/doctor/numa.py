@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from isthmus.doctor.findings import Finding, ok, warning
 from isthmus.doctor.gpus import find_gpus
 from isthmus.doctor.machine import Machine
+from isthmus.platforms.rank_env import slurm_tasks_here
 
 _NODES, _BALANCING = "/sys/devices/system/node", "/proc/sys/kernel/numa_balancing"
 
@@ -42,7 +43,7 @@ def _affinity(machine: Machine) -> Iterator[Finding]:
             )
             continue
         cores = _numbers(machine.read(f"{_NODES}/node{node}/cpulist") or "")
-        if not cores & machine.cores:
+        if not cores & machine.cores and slurm_tasks_here(machine.environment) == 1:  # else other tasks may have them
             yield warning(
                 "NUMA",
                 f"this process has no core of node {node}, where {len(gpus)} GPUs are ({', '.join(gpus[:4])})",

@@ -55,6 +55,16 @@ def _assigned(text: str, name: str) -> str | None:
     return match[1] if match else None
 
 
+def used_gpus(gpus: list[Gpu]) -> list[Gpu]:
+    """Those that the installed torch is built for, if any: a processor may have a GPU of another vendor.
+
+    Otherwise those of data centers.
+    """
+    build = installed_torch()
+    own = [gpu for gpu in gpus if build is not None and _BUILDS[gpu.vendor] == build.kind]
+    return own or [gpu for gpu in gpus if not gpu.for_display]
+
+
 def check_torch_build(machine: Machine) -> Iterator[Finding]:
     build, gpus = installed_torch(), find_gpus(machine)
     if build is None:
@@ -64,9 +74,10 @@ def check_torch_build(machine: Machine) -> Iterator[Finding]:
         yield ok(_SUBJECT, f"{build}; Windows has the GPUs, and WSL no files about them", _WINDOWS_GPU)
         return
     yield from match_build(build, gpus)
-    if any(gpu.vendor == "NVIDIA" for gpu in gpus):
+    vendors = {gpu.vendor for gpu in used_gpus(gpus)}
+    if "NVIDIA" in vendors:
         yield from _nvidia_driver(machine, build)
-    if any(gpu.vendor == "AMD" for gpu in gpus):
+    if "AMD" in vendors:
         yield from _amd_driver(machine)
 
 

@@ -110,7 +110,7 @@ REMARKS = (
     EnvRemark(
         "(CUDA|HIP)_LAUNCH_BLOCKING|AMD_SERIALIZE_(KERNEL|COPY)|TORCH_DISTRIBUTED_DEBUG",
         "for debugging: the host waits for each kernel, copy or collective. Unset it",
-        lambda value, run: value.upper() not in ("", "0", "OFF"),
+        lambda value, run: value.upper() not in ("", "0", "OFF", "INFO"),
     ),
     EnvRemark(
         "PYTORCH_NO_(CUDA|HIP)_MEMORY_CACHING",

@@ -23,14 +23,19 @@ def is_one_of_several_ranks(environment: MutableMapping[str, str] = os.environ) 
         return False
     for name, source in _FROM_SLURM.items():
         environment[name] = str(_number(environment, source, 0))
-    tasks_per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as 4(x2),1
-    environment.setdefault("LOCAL_WORLD_SIZE", tasks_per_node.group() if tasks_per_node else "1")
+    environment.setdefault("LOCAL_WORLD_SIZE", str(slurm_tasks_here(environment)))
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     environment.setdefault("MASTER_ADDR", first_node(nodes))
     # All tasks need the same port; jobs that share a node need different ports.
     job = _number(environment, "SLURM_JOB_ID", 0) * 7 + _number(environment, "SLURM_STEP_ID", 0)
     environment.setdefault("MASTER_PORT", str(20000 + job % 10000))
     return True
+
+
+def slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this step of Slurm on this machine, each with its own cores; 1 outside of a step."""
+    tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as 4(x2),1
+    return int(tasks[0]) if tasks else 1
 
 
 def rank() -> int:

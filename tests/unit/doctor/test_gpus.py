@@ -22,6 +22,10 @@ from unit.doctor.simulated import GIB, findings, h100, levels, mi300x, simulate
 
 ROCM, CUDA = TorchBuild("2.13.0+rocm7.1", None, "7.1.25424"), TorchBuild("2.13.0+cu130", "13.0", None)
 CPU = TorchBuild("2.13.0+cpu", None, None)
+DISPLAY = {
+    "/sys/bus/pci/devices/0000:03:00.0/vendor": "0x1002",
+    "/sys/bus/pci/devices/0000:03:00.0/class": "0x030000",
+}
 
 
 def install(build: TorchBuild | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +84,20 @@ def test_build_against_gpus(build: TorchBuild, files: dict[str, str], level: str
 
 
 def test_cpu_build_on_a_machine_with_a_display_gpu_is_a_warning(tmp_path: Path) -> None:
-    laptop = {
-        "/sys/bus/pci/devices/0000:03:00.0/vendor": "0x1002",
-        "/sys/bus/pci/devices/0000:03:00.0/class": "0x030000",
-    }
-    (one,) = match_build(CPU, find_gpus(simulate(tmp_path, laptop)))
+    (one,) = match_build(CPU, find_gpus(simulate(tmp_path, DISPLAY)))
     assert one.level == "warning" and "Install a ROCm build" in one.hint
+
+
+def test_gpu_in_a_processor_beside_one_of_the_vendor_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(CUDA, monkeypatch)
+    both = h100(1, driver="580.82.07") | DISPLAY
+    tools = {"nvidia-smi --query-gpu": "0, GPU-1, NVIDIA H100, 81559, 4, 0", "nvidia-smi --query-compute": ""}
+    machine = simulate(tmp_path, both, tools=tools, user=0)
+    assert levels(findings(check_torch_build, machine)) == ["ok", "ok"]
+    assert levels(findings(check_device_files, machine)) == ["ok"]
+    assert {one.source for one in findings(check_gpu_use, machine)} == {"nvidia-smi"}
+    install(CPU, monkeypatch)  # runs do not use the GPU of a laptop
+    assert levels(findings(check_device_files, simulate(tmp_path / "laptop", DISPLAY))) == []
 
 
 def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,9 @@ def test_cores_of_this_process(tmp_path: Path) -> None:
     limited = h100() | {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "800000 100000"}
     (one,) = findings(check_processor, simulate(tmp_path, limited))
     assert one.level == "warning" and "8 of 64 logical cores for this process, for 8 GPUs" in one.text
+    for tasks, level in (("8(x2)", "ok"), ("1(x2)", "warning")):
+        task = simulate(tmp_path, limited, environment={"SLURM_STEP_TASKS_PER_NODE": tasks})
+        assert levels(findings(check_processor, task)) == [level]
 
 
 def test_cores_that_others_use_or_that_stay_unused(tmp_path: Path) -> None:
@@ -100,6 +103,8 @@ def test_numa(tmp_path: Path) -> None:
     assert levels(found) == ["warning"] * 3
     assert "numa_balancing is on" in found[0].text and "iommu=pt" in found[2].hint
     assert "no core of node 1, where 4 GPUs are" in found[1].text
+    task = simulate(tmp_path / "good", {}, cores=frozenset(range(8)), environment={"SLURM_STEP_TASKS_PER_NODE": "8"})
+    assert levels(findings(check_numa, task)) == ["ok"]
     unknown = h100(2) | {"/sys/bus/pci/devices/0000:18:00.0/numa_node": "-1"}
     assert "the node of 1 GPUs is unknown" in findings(check_numa, simulate(tmp_path / "vm", unknown))[1].text
 
@@ -191,8 +196,8 @@ def test_interfaces(environment: dict[str, str], state: str, level: str, words: 
     [
         ({}, {}, []),
         ({}, {"NCCL_IB_HCA": "rdma0,rdma1", "NCCL_IB_GID_INDEX": "3"}, [("ok", "names devices of this machine")]),
-        ({}, {"NCCL_IB_HCA": "=rdma"}, [("warning", "names rdma, so machines communicate over TCP; this one has")]),
-        ({}, {"NCCL_IB_HCA": "rdma0:1,mlx5_0:1"}, [("warning", "names mlx5_0, so machines")]),
+        ({}, {"NCCL_IB_HCA": "=rdma"}, [("warning", "names rdma, and this machine has rdma0, rdma1")]),
+        ({}, {"NCCL_IB_HCA": "rdma0:1,mlx5_0:1"}, [("warning", "names mlx5_0, and this machine has rdma0, rdma1")]),
         ({}, {"NCCL_IB_HCA": "^mlx5_0"}, [("ok", "names devices")]),
         ({"/sys/class/infiniband/rdma1/ports/1/gids/3": "0000:0000:0000:0000:0000:0000:0000:0000"},
          {"NCCL_IB_GID_INDEX": "3"}, [("error", "rdma1 port 1 has no address with this number")]),
@@ -256,7 +261,7 @@ def test_jobs(
         return [(2, 1, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    found = findings(check_job, simulate(tmp_path, h100(1), environment=environment))
+    found = findings(check_job, simulate(tmp_path, h100(1), environment=environment, cores=frozenset({0, 32})))
     assert [one.level for one in found] == [level for level, _ in wanted]
     assert all(words in one.text for one, (_, words) in zip(found, wanted, strict=True))
 
