@@ -33,6 +33,7 @@ _REPORT_S = 5.0
 _SLACK_S = 10.0
 """Extra time that the other ranks wait for the decision of rank 0."""
 _POLL_S = 0.05
+_STOPPED = "stopped before training began, as requested."
 _JOINED, _CONNECTED = "rendezvous/joined", "rendezvous/connected"
 
 
@@ -68,7 +69,13 @@ def join_ranks(
         yield ""
         return
     joined = rendezvous(platform, join_timeout_s=join_timeout_s, timeout_s=timeout_s, stopped=stopped)
-    with joined as (store, machines):
+    with ExitStack() as stack:
+        try:
+            store, machines = stack.enter_context(joined)
+        except Hang as error:  # a stopped rank 0 has closed the store
+            if stopped():
+                raise Preempted(_STOPPED) from error
+            raise
         init_process_group(platform, store=store, timeout_s=timeout_s)
         yield machines
 
@@ -179,7 +186,7 @@ def _register(
         if failure := posted_failure(store):
             raise failure.error
         if me.rank == 0 and stopped() and not joined():
-            raise Preempted("stopped before training began, as requested.")
+            raise Preempted(_STOPPED)
         if me.rank == 0:
             members = _all_members(store, me.world_size, timeout_s)
             store.set(MEMBERS, json.dumps([asdict(member) for member in members]))

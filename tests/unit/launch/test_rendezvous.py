@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import NoReturn
 
 import pytest
 
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import Hang, Preempted, UsageError
 from isthmus.launch import rendezvous
 from isthmus.launch.rendezvous import Member, by_machine, rank_ranges
+from isthmus.platforms.cpu import CpuPlatform
 
 
 def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +42,20 @@ def test_a_stop_request_does_not_wait_for_missing_ranks(monkeypatch: pytest.Monk
     with pytest.raises(Preempted, match="stopped before training began"):
         rendezvous._register(rendezvous._join_store(5.0), Member(listeners=[]), started_s + 60.0, 60.0, lambda: True)
     assert time.monotonic() - started_s < 30.0
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_stopped_rank_has_not_lost_rank_0(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """A stop request reaches all ranks; the store of rank 0 closes when that one stops first."""
+
+    def closed(_: float) -> NoReturn:
+        raise Hang("cannot reach rank 0")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "_join_store", closed)
+    with pytest.raises(Preempted if stopped else Hang):
+        with rendezvous.join_ranks(CpuPlatform("test"), join_timeout_s=1.0, timeout_s=1.0, stopped=lambda: stopped):
+            pass
 
 
 def test_consecutive_ranks_are_named_as_a_range() -> None:
