@@ -63,6 +63,7 @@ def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None
         pytest.param({"pp": 2, "recompute": "full"}, 2, id="pp2-recompute"),
         pytest.param({"cp": 2, "micro_batch_size": 4}, 2, id="cp2"),
         pytest.param({"fsdp": True, "precision": "bf16"}, 2, id="fsdp2-bf16"),
+        pytest.param({"overlap_grad_reduce": True, "overlap_param_gather": True}, 2, id="dp2-overlap"),
     ],
 )
 def test_losses_of_samples_add_up_and_change_nothing(

@@ -28,6 +28,7 @@ from isthmus.engine.objective import NEXT_TOKEN, Objective
 from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, WrappedModel
 from isthmus.engine.optim.update import prepare_grads, reduce_and_scale_grads, update_loss_scale, update_weights
 from isthmus.engine.parallel.context_parallel import local_batch
+from isthmus.engine.parallel.ddp import weights_gathered
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.engine.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.teacher import Teacher, pipeline_arguments
@@ -250,7 +251,7 @@ class Stepper(Evaluator):
         A collective; each sample is in the result of one rank. Gradients and statistics of the step are unchanged.
         """
         recorder = SampleLosses(self.objective)
-        with torch.no_grad(), trace_region("losses of samples"):
+        with torch.no_grad(), weights_gathered(self.model), trace_region("losses of samples"):
             self._run_pipeline(batches, recorder, forward_only=True)
         return recorder.found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,28 @@ def gather_weights(models: Iterable[Any]) -> None:
     for model in models:
         if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
             model.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def weights_gathered(models: Iterable[Any]) -> Iterator[None]:
+    """For forward passes between a backward pass and its update: they gather no weights, which they have.
+
+    Else the forward pass after the update would take the weights of before it for the new ones.
+    """
+    buckets = [
+        group
+        for model in models
+        if isinstance(model, DistributedDataParallel)
+        for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
+    ]
+    before = [group.param_gather_dispatched for group in buckets]
+    try:
+        for group in buckets:
+            group.param_gather_dispatched = True
+        yield
+    finally:
+        for group, dispatched in zip(buckets, before, strict=True):
+            group.param_gather_dispatched = dispatched
 
 
 def sum_tp_grads(model: nn.Module) -> None:
