@@ -100,5 +100,6 @@ def print_findings(found: Examination) -> None:
         subject = finding.subject
     with console.capture() as lines:
         console.print(table)
-        console.print(f"{found.count('error')} errors, {found.count('warning')} warnings", markup=False)
+        counts = {level: found.count(level) for level in ("error", "warning")}
+        console.print(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()), markup=False)
     print("\n".join(line.rstrip() for line in lines.get().splitlines()), flush=True)

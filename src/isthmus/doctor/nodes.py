@@ -9,8 +9,9 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from operator import attrgetter
 
 import psutil
 import torch
@@ -165,8 +166,8 @@ def clock_offset() -> float:
 
 def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     """What differs between hosts, with the names of the hosts that differ from most others."""
-    by_name = sorted(reports, key=lambda one: (one.host, -one.local_rank))
-    hosts = {report.host: report for report in by_name}  # of its first rank
+    reports = _with_unique_names(reports)
+    hosts = {report.host: report for report in sorted(reports, key=attrgetter("host")) if report.local_rank == 0}
     different = [*_different_facts(hosts), *_clocks(hosts), *_slow_devices(reports)]
     names = ", ".join(hosts)
     facts = {name for report in hosts.values() for name in report.facts}
@@ -174,6 +175,15 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     measured = f" and {len(speeds)} measurements of {len(reports)} ranks" if speeds else ""
     summary = f"{len(hosts)} hosts compared in {len(facts)} facts{measured}: {names}"
     return [ok(_SUBJECT, summary, "each rank's report"), *different, *_own_findings(hosts)]
+
+
+def _with_unique_names(reports: Sequence[NodeReport]) -> Sequence[NodeReport]:
+    """Containers may all have one name, such as ``localhost``; their ranks tell them apart. In the order of ranks."""
+    times = Counter(report.host for report in reports if report.local_rank == 0)
+    return [
+        replace(report, host=f"{report.host} (rank {rank})") if times[report.host] > 1 else report
+        for rank, report in enumerate(reports)
+    ]
 
 
 def _different_facts(hosts: Mapping[str, NodeReport]) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ _SELECTOR = 'PyTorch\'s "Get started" page has a selector'
 _BUILDS: dict[Vendor, Literal["ROCm", "CUDA"]] = {"AMD": "ROCm", "NVIDIA": "CUDA"}
 _WINDOWS_GPU = "/dev/dxg"
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+_COMPATIBILITY = "/usr/local/cuda/compat"
 _FIRST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 """The oldest driver for each major version of CUDA, from the release notes of the CUDA toolkit."""
 
@@ -116,7 +117,15 @@ def _nvidia_driver(machine: Machine, build: TorchBuild) -> Iterator[Finding]:
         return
     version, numbers = match[0].split()[-1], (int(match[1]), int(match[2]))
     needed = _FIRST_DRIVER.get(int((build.cuda or "0").partition(".")[0]), (0, 0))
-    if build.kind == "CUDA" and numbers < needed:
+    if build.kind == "CUDA" and numbers < needed and machine.names(_COMPATIBILITY):
+        yield warning(
+            _SUBJECT,
+            f"driver {version} is older than {needed[0]}.{needed[1]:02}, which CUDA {build.cuda} needs; this container "
+            f"has libraries that replace a part of it ({_COMPATIBILITY})",
+            "They work on data center GPUs. isthmus doctor without --quick shows whether torch sees the GPUs.",
+            NVIDIA_DRIVER,
+        )
+    elif build.kind == "CUDA" and numbers < needed:
         yield error(
             _SUBJECT,
             f"driver {version} is too old for CUDA {build.cuda}, which needs {needed[0]}.{needed[1]:02}",

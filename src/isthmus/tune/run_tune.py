@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.engine.moe.gemm_choice import time_gemms
 from isthmus.engine.moe.grouped_gemm import unsupported_reason
 from isthmus.engine.tuned_matmuls import read_tuned
-from isthmus.errors import IsthmusError, NoSpace
+from isthmus.errors import IsthmusError, NoSpace, disk_errors
 from isthmus.families.rules.shard import local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
@@ -49,7 +50,8 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
         report: is called with each line of progress.
 
     Raises:
-        NoSpace: the file exists and is none of ``isthmus tune``.
+        NoSpace: the file exists and is none of ``isthmus tune``, or the disk is full.
+        IOFailure: the file cannot be written.
         UsageError: the layout has other matmuls than those that can be chosen for.
     """
     from isthmus.atomic_write import write_atomic
@@ -117,6 +119,10 @@ def _world_size(config: RunConfig) -> int:
 
 
 def _check_out(path: Path) -> None:
+    """Before the measurements, which would be lost."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
     if not path.exists():
         return
     try:

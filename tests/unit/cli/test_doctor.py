@@ -34,7 +34,7 @@ def test_lines_and_exit_code(
         "                 --shm-size 16g",
         "                 (/dev/shm)",
     ]
-    assert lines[-1] == f"{code} errors, 1 warnings"
+    assert lines[-1] == ("1 error, 1 warning" if code else "0 errors, 1 warning")
     assert main(["doctor", "--json"]) == code
     result = json.loads(capsys.readouterr().out)
     assert (result["errors"], result["warnings"], len(result["findings"])) == (code, 1, len(found))

@@ -105,6 +105,9 @@ def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = findings(check_torch_build, simulate(tmp_path / "old", h100(driver="550.54.15")))
     assert levels(found) == ["ok", "error"]
     assert "driver 550.54.15 is too old for CUDA 13.0, which needs 580.65" in found[1].text
+    compatible = {"/usr/local/cuda/compat/lib/libcuda.so.1": ""}
+    found = findings(check_torch_build, simulate(tmp_path / "old", compatible))
+    assert levels(found) == ["ok", "warning"] and "550.54.15 is older than 580.65" in found[1].text
     assert levels(findings(check_torch_build, simulate(tmp_path / "new", h100(driver="580.82.07")))) == ["ok", "ok"]
     files = h100() | {"/sys/module/nouveau/refcnt": "1"}
     del files["/proc/driver/nvidia/version"]

@@ -63,6 +63,17 @@ def test_odd_ones_out_are_named() -> None:
     assert all(finding.hint for finding in compare(reports) if finding.level != "ok")
 
 
+def test_hosts_of_one_name_are_told_apart() -> None:
+    reports = [
+        NodeReport(host="localhost", local_rank=local, facts={"torch": f"2.{node}"} if local == 0 else {}, speeds=SPEED)
+        for node in range(2)
+        for local in range(2)
+    ]
+    (_, summary), (level, different), *_ = texts(reports)
+    assert summary.endswith(": localhost (rank 0), localhost (rank 2)") and summary.startswith("2 hosts")
+    assert level == "error" and "localhost (rank 2)" in different
+
+
 def test_findings_of_hosts_are_printed_once() -> None:
     everywhere, once = (warning("numa", text, "a hint", "proc") for text in ("balancing is on", "one node is away"))
     reports = [host(0, findings=[everywhere]), host(1, findings=[everywhere, once])]

@@ -19,7 +19,7 @@ from isthmus.engine.layers import matmul as matmul_module
 from isthmus.engine.layers.matmul_table import MatmulShape
 from isthmus.engine.moe.gemm_choice import Timing
 from isthmus.engine.tuned_matmuls import read_tuned
-from isthmus.errors import NoSpace, UsageError
+from isthmus.errors import IOFailure, NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes.setup.model_plan import plan_model
 from isthmus.recipes.setup.step_matmuls import StepMatmul, token_counts, tuning_messages
@@ -45,7 +45,7 @@ def test_a_run_uses_the_file_that_was_measured_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.0)
-    path = tmp_path / "tune.json"
+    path = tmp_path / "new" / "tune.json"
     before = torch.get_num_threads()
     assert parse_and_run(["tune", *SETTINGS, "--out", str(path), "--json"]) == 0
     assert torch.get_num_threads() == before and matmul_module._table is None
@@ -86,6 +86,10 @@ def test_a_run_uses_the_file_that_was_measured_for_it(
     csv.write_text("my thesis")
     with pytest.raises(NoSpace, match="is no file of isthmus tune"):
         parse_and_run(["tune", *SETTINGS, "--out", str(csv)])
+    capsys.readouterr()
+    with pytest.raises(IOFailure, match="cannot be written"):
+        parse_and_run(["tune", *SETTINGS, "--out", str(csv / "tune.json")])
+    assert "matmuls" not in capsys.readouterr().err  # not measured
 
 
 def test_the_lengths_of_micro_batches() -> None:
