@@ -36,6 +36,8 @@ QUICK: tuple[Check, ...] = (
 WITH_TORCH: tuple[Check, ...] = (check_devices, check_attention, check_gemms, check_compiler, check_collectives)
 THOROUGH: tuple[Check, ...] = (check_disk_speed, check_hub)
 QUICK_SECONDS, THOROUGH_SECONDS, MEASUREMENT_SECONDS = 2.5, 30.0, 120.0
+QUICK_TOOL_SECONDS = 1.0
+"""A check uses two commands of a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def examine(machine: Machine, *, quick: bool = False, more: Sequence[Check] = ()
     ``more`` are measurements, which run last, one after the other.
     """
     if quick and machine.run_tool is run_tool:
-        machine = replace(machine, run_tool=partial(run_tool, seconds=QUICK_SECONDS - 0.5))
+        machine = replace(machine, run_tool=partial(run_tool, seconds=QUICK_TOOL_SECONDS))
     found = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
     if not quick:
         found += run_in_child(WITH_TORCH)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.doctor.gpus import KFD, find_gpus
-from isthmus.doctor.machine import Machine, ToolFailed
+from isthmus.doctor.machine import Machine, ToolFailed, ToolTimedOut
 
 _MIB = 2**20
 _UNITS = {"B": 1, "KB": 2**10, "MB": _MIB, "GB": 2**30}
@@ -82,12 +82,16 @@ def _number(value: Any) -> int:
 def amd_use(machine: Machine) -> GpuUse:
     """From the first of amd-smi, rocm-smi and the files of the driver that has it; a ToolFailed if none has."""
     failures = []
-    for read in (_amd_smi, _rocm_smi, _driver_files):
+    readers = [_driver_files, _rocm_smi, _amd_smi]
+    while readers:
+        read = readers.pop()
         try:
             if (found := read(machine)).gpus:
                 return found
         except ToolFailed as failure:
             failures.append(str(failure))
+            if isinstance(failure, ToolTimedOut):  # the other tool asks the same driver
+                readers = [_driver_files]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as failure:
             failures.append(f"{read.__name__.strip('_')}: the output has another form ({failure!r})")
     raise ToolFailed("; ".join(failures) or "amd-smi, rocm-smi and the driver name no GPU")

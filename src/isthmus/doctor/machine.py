@@ -19,6 +19,10 @@ class ToolFailed(Exception):
     """A tool is not installed, failed, or did not answer in time; the message says which."""
 
 
+class ToolTimedOut(ToolFailed):
+    """It did not answer in time."""
+
+
 def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
     """The standard output of a command.
 
@@ -39,7 +43,7 @@ def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()  # without wait: a process that waits for a dead driver does not end
-        raise ToolFailed(f"{name} did not answer within {seconds:g} s") from None
+        raise ToolTimedOut(f"{name} did not answer within {seconds:g} s") from None
     if process.returncode:
         said = " ".join((errors or output).split())[:300]
         raise ToolFailed(f"{name} ended with exit code {process.returncode}: {said or 'no message'}")

@@ -30,7 +30,8 @@ def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> lis
                 warning(
                     subject,
                     f"the check did not end within {seconds:g} s; a file system, a driver or a device may not answer",
-                    "Run isthmus doctor without --quick. If it still does not end, look at dmesg and at the mounts.",
+                    "With --quick, checks have less time than without. If it does not end without, either, look at "
+                    "dmesg and at the mounts.",
                     f"{check.__module__}.{check.__name__}",
                 )
             )

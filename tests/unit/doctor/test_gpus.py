@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from isthmus.doctor import torch_build, visible_devices
 from isthmus.doctor.device_access import check_device_files
 from isthmus.doctor.gpu_use import check_gpu_use, check_kernel_log
 from isthmus.doctor.gpus import arch_name, count_by_vendor, find_gpus
-from isthmus.doctor.machine import ToolFailed, run_tool
+from isthmus.doctor.machine import ToolFailed, ToolTimedOut, run_tool
 from isthmus.doctor.torch_build import TorchBuild, check_torch_build, installed_torch, match_build
 from isthmus.doctor.visible_devices import check_visible_gpus
 from unit.doctor import simulated
@@ -235,6 +236,18 @@ def test_use_from_rocm_smi_where_amd_smi_has_another_form(tmp_path: Path) -> Non
         "processes on the GPUs: python3 (4711, 96.0 GiB)",
         "1 of 2 GPUs are free (AMD Instinct MI300X OAM), each with 192 GiB or more",
     ]
+
+
+def test_a_slow_tool_is_asked_once(tmp_path: Path) -> None:
+    """amd-smi takes seconds on some machines; --quick has no time for rocm-smi after it."""
+    asked = []
+
+    def run(command: Sequence[str]) -> str:
+        asked.append(command[0])
+        raise ToolTimedOut("amd-smi did not answer within 1 s")
+
+    found = findings(check_gpu_use, simulate(tmp_path, mi300x(2), run_tool=run))
+    assert asked == ["amd-smi"] and "2 of 2 GPUs are free" in found[0].text and "mem_info_vram" in found[0].source
 
 
 def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
