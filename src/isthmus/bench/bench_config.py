@@ -37,6 +37,9 @@ _REPLACED: Mapping[str, Any] = {
 }
 """Settings that are no part of a step, or that do not fit a run of few steps on mock data."""
 
+_WITHOUT_MOCK = ("dpo", "kto", "reward")
+"""Recipes whose data mock data cannot replace."""
+
 
 def check_settings(settings: Sequence[str]) -> None:
     """Raise UsageError for a setting that would have no effect."""
@@ -56,6 +59,12 @@ def check_settings(settings: Sequence[str]) -> None:
 def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps: int, out: Path) -> RunConfig:
     """The config of the run that measures a cell; raises UsageError as :func:`load_config`."""
     flags = {"model": model, "out": out}
+    given = load_settings(recipe, cell.file, cell.settings, check=False).given
+    if (name := recipe or given.get("recipe")) in _WITHOUT_MOCK:
+        raise UsageError(
+            f"isthmus bench trains on mock data, which has single texts, and the recipe is {name}. Measure the model "
+            "and layout with recipe sft."
+        )
     return load_config(recipe, cell.file, cell.settings, flags, replaced={**_REPLACED, "train.steps": steps})
 
 

@@ -57,7 +57,7 @@ def _sizes(
         return [given[name]] if name in given else [n for n in range(1, min(of, most) + 1) if of % n == 0]
 
     experts = 1 if arch.moe is None else arch.moe.num_experts
-    for tp in choices("tp", world_size, gpus_per_node):
+    for tp in choices("tp", gpus_per_node, gpus_per_node):
         for pp in choices("pp", max(1, world_size // tp), min(arch.num_layers, _MOST_STAGES)):
             left = max(1, world_size // (tp * pp))
             for cp in choices("cp", left, max(1, config.data.seq_length // _LEAST_TOKENS)):
@@ -78,7 +78,8 @@ def _sharded(
         return
     yield {**sizes, "fsdp": False}
     alone = sizes["pp"] == sizes["ep"] == 1 and sizes["etp"] is None and replicas > 1
-    if alone and not config.lora.enabled and config.train.precision in (None, "fp32", "bf16"):
+    alone = alone and not config.lora.enabled and not config.optim.offload
+    if alone and config.train.precision in (None, "fp32", "bf16"):
         yield {**sizes, "fsdp": True}
 
 

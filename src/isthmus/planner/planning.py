@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from isthmus.recipes.setup.parameter_counts import num_parameters
 
 _STEP_TOKENS = 1 << 22
 """Of a step, at most, if the batch size is not given."""
+_LEAST_BATCH = 16
 _MOST_RANKS = 1 << 14
 _LEAST_LENGTH = 512
 
@@ -89,8 +91,7 @@ def load_request(
         flags["data"] = ["data"]
     train, length = given.get("train") or {}, (given.get("data") or {}).get("seq_length", 2048)
     if "global_batch_size" not in train and isinstance(length, int) and length > 0:
-        sequences = min(machine.world_size, _STEP_TOKENS // length)
-        flags["train.global_batch_size"] = max(16, 1 << max(0, sequences.bit_length() - 1))
+        flags["train.global_batch_size"] = _batch_size(machine.world_size, length)
     if is_model_file(str((given.get("distill") or {}).get("teacher", ""))):
         flags["distill.teacher_init"] = "random"
     config = load_config(given.get("recipe") or recipe or "pretrain", file, overrides, flags)
@@ -98,6 +99,13 @@ def load_request(
         raise UsageError(f"--recipe {recipe}, but {file} is for {config.recipe}. Leave --recipe out.")
     sections = ((name, values) for name, values in given.items() if isinstance(values, dict))
     return config, frozenset(f"{name}.{setting}" for name, values in sections for setting in values)
+
+
+def _batch_size(world_size: int, seq_length: int) -> int:
+    """A sequence for each GPU within the limits, with the odd factor of their number: else few layouts divide it."""
+    odd = world_size // (world_size & -world_size)
+    sequences = min(world_size, _STEP_TOKENS // seq_length)
+    return odd << max((max(sequences, 1) // odd).bit_length() - 1, math.ceil(math.log2(_LEAST_BATCH / odd)), 0)
 
 
 def _model_flags(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +138,8 @@ def _precision(config: RunConfig, machine: PlannedGpus) -> str:
     chosen = config.train.precision or ("bf16" if peaks is None or "bf16" in peaks else "fp32")
     if peaks is not None and chosen not in peaks:
         assert machine.part is not None
-        raise UsageError(
-            f"train.precision={chosen}: {machine.part.name} has no {chosen} matrix cores. Use {' or '.join(peaks)}."
-        )
+        others = " or ".join(name for name in peaks if name != "tf32")  # which is no precision of a run
+        raise UsageError(f"train.precision={chosen}: {machine.part.name} has no {chosen} matrix cores. Use {others}.")
     return chosen
 
 
@@ -182,7 +189,7 @@ def _attempt(what: str, search: Search, config: RunConfig, machine: PlannedGpus,
         return None
     if not best:
         return None
-    return f"{what}: {describe(best[0], machine)}, {best[0].needed_bytes / 2**30:.1f} GiB"
+    return f"{what}: {describe(best[0], machine)}, {best[0].total_bytes / 2**30:.1f} GiB"
 
 
 def describe(candidate: Candidate, machine: PlannedGpus) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.planner.cost.step_time import FORMULAS
 from isthmus.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION
 from isthmus.planner.planning import Plans, describe
-from isthmus.planner.search import Candidate
+from isthmus.planner.search import Candidate, plan_of
 from isthmus.recipes.setup.activation_estimate import activations
 from isthmus.recipes.setup.memory_estimate import DTYPES, estimate_ranks
 
@@ -68,7 +67,7 @@ def as_json(plans: Plans) -> dict[str, Any]:
             "seconds": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu, "bound_by": time.binds,
             "parts_s": time.parts,
         }  # fmt: skip
-        memory = {**memory_parts(candidate), "total": candidate.needed_bytes + CONTEXT_BYTES}
+        memory = {**memory_parts(candidate), "total": candidate.total_bytes}
         host = {"host": candidate.memory.offloaded} if candidate.memory.offloaded else {}
         return {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
 
@@ -122,7 +121,7 @@ def _table(plans: Plans) -> list[str]:
         ]  # fmt: skip
         rows.append([
             str(number), each.config.parallel.describe(plans.machine.world_size) + offload, str(train.micro_batch_size),
-            train.recompute + layers, _gib(each.needed_bytes + CONTEXT_BYTES), *times,
+            train.recompute + layers, _gib(each.total_bytes), *times,
         ])  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -136,8 +135,8 @@ def _nearest(plans: Plans) -> Iterator[str]:
             f"{machine.world_size:,} GPUs in any layout. Change train.global_batch_size or train.micro_batch_size."
         )
         return
-    needed = closest.needed_bytes + CONTEXT_BYTES
-    yield f"does not fit: at least {_gib(needed)} GiB of a GPU are needed, and it has {_gib(machine.memory_bytes)} GiB"
+    needed, has = _gib(closest.total_bytes), _gib(machine.memory_bytes)
+    yield f"does not fit: at least {needed} GiB of a GPU are needed, and it has {has} GiB"
     yield f"closest: {describe(closest, machine)}"
     yield from _columns({name.replace("_", " "): _gib(number) for name, number in memory_parts(closest).items()})
     if plans.suggestions:
@@ -151,9 +150,7 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
     """The formulae of a plan's memory and time, with its numbers."""
     config, precision = candidate.config, plans.precision
     parallel, world = config.parallel, plans.machine.world_size
-    plan = replace(plans.plan, parallel=parallel, world_size=world)
-    if plan.teacher is not None:
-        plan = replace(plan, teacher=replace(plan.teacher, parallel=parallel, world_size=world))
+    plan = plan_of(plans.plan, parallel, world)
     ranks = estimate_ranks(plan, config, precision, gpu_bytes=plans.machine.memory_bytes, compiles=True)
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     found, kept = ranks[rank], activations(plan, config, precision, on_gpu=True)[rank]

@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from isthmus.config.load import load_config
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
 from isthmus.planner.cost.step_time import StepTime, step_time
 from isthmus.planner.cost.workload import Workload
 from isthmus.planner.layouts import layouts, micro_batch_sizes, recompute_choices
-from isthmus.planner.planned_gpus import FRAGMENTATION, PlannedGpus
-from isthmus.recipes.setup.layout_checks import check_async_layout
+from isthmus.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION, PlannedGpus
+from isthmus.recipes.setup.layout_checks import check_async_layout, check_offload
 from isthmus.recipes.setup.memory_estimate import MemoryEstimate, estimate_memory
 from isthmus.recipes.setup.model_plan import ModelPlan, check_training
 from isthmus.recipes.setup.parameter_counts import PlanCounts
@@ -40,6 +41,11 @@ class Candidate:
         return self.memory.total + self.fragmentation
 
     @property
+    def total_bytes(self) -> int:
+        """Of the GPU."""
+        return self.needed_bytes + CONTEXT_BYTES
+
+    @property
     def order(self) -> tuple[float, ...]:
         """Ascending from the best; without step times, from the least recomputation and communication."""
         train, parallel = self.config.train, self.config.parallel
@@ -47,6 +53,15 @@ class Candidate:
         share = {"none": 0.0, "selective": 0.1, "full": 1.0}[train.recompute]
         simple = (self.config.optim.offload, share, math.prod(ranks), *ranks, -train.micro_batch_size)
         return (0.0 if self.time is None else self.time.total_s, *simple)
+
+
+def plan_of(plan: ModelPlan, layout: ParallelConfig, world_size: int) -> ModelPlan:
+    """The plan in another layout; a teacher without experts has the rest of it."""
+    teacher = plan.teacher
+    if teacher is not None:
+        experts = {} if teacher.architecture.moe is not None else {"ep": 1, "etp": None}
+        teacher = replace(teacher, parallel=layout.model_copy(update=experts), world_size=world_size)
+    return replace(plan, parallel=layout, world_size=world_size, teacher=teacher)
 
 
 class Search:
@@ -79,7 +94,9 @@ class Search:
             if len(found) == number:
                 break
             try:
+                load_config(None, None, replaced=candidate.config.model_dump(mode="json", exclude_unset=True))
                 check_training(candidate.config, self._plan_of(candidate.config.parallel))
+                check_offload(candidate.config.optim, candidate.config.parallel, "cuda")
                 check_async_layout(
                     candidate.config.parallel, "cuda", self.precision, ranks_here=self.machine.gpus_per_node
                 )
@@ -99,11 +116,7 @@ class Search:
         )  # fmt: skip
 
     def _plan_of(self, layout: ParallelConfig) -> ModelPlan:
-        teacher = self.plan.teacher
-        if teacher is not None:
-            experts = {} if teacher.architecture.moe is not None else {"ep": 1, "etp": None}
-            teacher = replace(teacher, parallel=layout.model_copy(update=experts), world_size=self.machine.world_size)
-        return replace(self.plan, parallel=layout, world_size=self.machine.world_size, teacher=teacher)
+        return plan_of(self.plan, layout, self.machine.world_size)
 
     def _best(self, layout: ParallelConfig) -> Candidate | None:
         plan = self._plan_of(layout)

@@ -135,6 +135,9 @@ def test_errors_of_the_users_config_have_their_place(tmp_path: Path) -> None:
     (cell,) = cells(str(file))
     with pytest.raises(UsageError, match=r"sft\.yaml:4:\d+  data\.seqlength"):
         cell_config(cell, recipe=None, model=None, steps=7, out=tmp_path)
+    file.write_text("recipe: dpo\nmodel: m\ndata: {files: [pairs.jsonl]}\n")
+    with pytest.raises(UsageError, match=r"mock data.* the recipe is dpo\. Measure"):
+        cell_config(cell, recipe=None, model=None, steps=7, out=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
     assert {one.config.train.micro_batch_size for one in found.best} == {1}
     with pytest.raises(UsageError, match=r"tp=3 does not divide"):
         plans("parallel.tp=3")
-    with pytest.raises(UsageError, match=r"A100 80 GB has no fp8 matrix cores\. Use bf16"):
+    with pytest.raises(UsageError, match=r"A100 80 GB has no fp8 matrix cores\. Use bf16 or fp16 or fp32\."):
         plans("train.precision=fp8", gpus="8xA100")
     with pytest.raises(UsageError, match=r"lora with parallel\.fsdp=true"):
         plans("lora.rank=8", "parallel.fsdp=true")
@@ -83,6 +83,23 @@ def test_experts_latent_attention_and_long_sequences() -> None:
     assert long.best and all(one.config.parallel.cp > 1 or one.config.train.recompute == "full" for one in long.best)
     alone = plans("lora.rank=16", gpus=None, memory="80GiB")
     assert alone.best[0].time is None and "no step times" in as_text(alone, explained=True)
+
+
+@pytest.mark.parametrize("given", ["optim.offload=true", "parallel.overlap_grad_reduce=true"])
+def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(given: str) -> None:
+    assert any(one.config.parallel.fsdp for one in plans(model="llama3.2-1b", number=30).best)
+    assert not any(one.config.parallel.fsdp for one in plans(given, model="llama3.2-1b", number=30).best)
+    with pytest.raises(UsageError, match=r"fsdp=true"):
+        plans(given, "parallel.fsdp=true", model="llama3.2-1b")
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "batch"), [("6xH100", 2, 24), ("8xH100", 3, 24), ("4xGB200", 18, 72)])
+def test_numbers_of_gpus_that_are_no_powers_of_two(gpus: str, nodes: int, batch: int) -> None:
+    found = plans(model="llama3.2-1b", gpus=gpus, nodes=nodes, number=99)
+    assert found.config.train.global_batch_size == batch
+    layouts = [one.config.parallel for one in found.best]
+    assert any(layout.dp(found.machine.world_size) == found.machine.world_size for layout in layouts)
+    assert all(found.machine.gpus_per_node % layout.tp == 0 for layout in layouts)  # within a node
 
 
 def test_16384_ranks_need_few_estimates() -> None:
