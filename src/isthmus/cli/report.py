@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +34,5 @@ def report(
     """
     from isthmus.report.write_report import write_report
 
-    written = write_report(runs, out, num_samples=samples, verify=verify)
-    for note in () if json else written.notes:
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    show(written, as_json=json)
+    show(write_report(runs, out, num_samples=samples, verify=verify), as_json=json)
     return 0
