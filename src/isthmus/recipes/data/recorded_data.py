@@ -34,8 +34,17 @@ class RecordedData:
     """Of one data-parallel rank, so that its steps have all sequences."""
 
     def samples(self, first: int, count: int) -> Iterator[ShownSample]:
-        """``count`` training samples from sample ``first`` on, in the order of the steps, counted from 0."""
-        return islice(self._in_order(), first, first + count)
+        """``count`` training samples from sample ``first`` on, in the order of the steps, counted from 0.
+
+        Raises:
+            UsageError: there is no sample ``first``.
+        """
+        shown = 0
+        for sample in islice(self._in_order(), first, first + count):
+            shown += 1
+            yield sample
+        if count and not shown:
+            raise UsageError(f"no sample {first}. The samples of an epoch are counted from 0; lower --index.")
 
     def _in_order(self) -> Iterator[ShownSample]:
         for step in range(self.train.steps_per_epoch):

@@ -176,6 +176,9 @@ def test_a_run_folder_shows_its_samples_in_the_order_of_its_steps(
     )
     assert [sample.name.partition(",")[0] for sample in samples] == ["step 1"] * 2 + ["step 2"] * 2
     assert list(open_recorded(run).samples(2, 1)) == samples[2:3]
+    with pytest.raises(UsageError, match="no sample 4"):
+        list(open_recorded(run).samples(4, 1))
+    assert list(open_recorded(run).samples(0, 0)) == []
     assert isinstance(open_recorded(run).train, PairBatches)
     run.config.write_text(dump(config).replace(str(tokenizer.folder), "gone/away"))
     with pytest.raises(MissingInput, match="gone/away: no such model folder"):
