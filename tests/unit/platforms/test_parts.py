@@ -40,6 +40,13 @@ def test_every_part_is_found_by_its_own_name() -> None:
         ("rtx4090", "RTX 4090"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("AMD Radeon Graphics", None),
+        ("Tesla V100-SXM2-16GB", "V100 16 GB"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        # Others than those whose names theirs begin with.
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H800 PCIe", None),
+        ("Tesla V100-PCIE-32GB", None),
     ],
 )
 def test_names_of_torch_and_of_users(name: str, part: str | None) -> None:
