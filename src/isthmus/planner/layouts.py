@@ -90,7 +90,8 @@ def micro_batch_sizes(
     train = config.train
     sizes = [train.micro_batch_size]
     if "train.micro_batch_size" not in fixed:
-        most = max(1, _MOST_TOKENS * parallel.cp // config.data.seq_length)
+        tokens = min([_MOST_TOKENS * parallel.cp, *config.data.length_buckets[-1:]])
+        most = max(1, tokens // config.data.seq_length)
         sizes = [size for power in range(8) if (size := 1 << power) <= most]
     found = []
     for size in sizes:
