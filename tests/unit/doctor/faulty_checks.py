@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 from isthmus.doctor.findings import Finding, ok
@@ -24,3 +25,8 @@ def check_aborts(machine: Machine) -> Iterator[Finding]:
 def check_raises(machine: Machine) -> Iterator[Finding]:
     raise RuntimeError("HIP error: invalid device function")
     yield ok("raises", "never", "/x")
+
+
+def check_hangs(machine: Machine) -> Iterator[Finding]:
+    time.sleep(60)
+    yield ok("hangs", "never", "/x")

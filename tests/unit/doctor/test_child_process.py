@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.doctor import child_process
 from isthmus.doctor.child_process import run_in_child
-from unit.doctor.faulty_checks import check_aborts, check_good, check_raises
+from unit.doctor.faulty_checks import check_aborts, check_good, check_hangs, check_raises
 
 pytestmark = pytest.mark.processes
 
@@ -21,3 +22,10 @@ def test_checks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1].text.startswith("the check ended its process with SIGABRT: ")
     assert "Memory access fault by GPU node-1" in found[1].text
     assert "RuntimeError: HIP error: invalid device function" in found[2].text
+
+
+def test_checks_after_one_that_hangs_have_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{Path(__file__).parents[3] / 'src'}")
+    monkeypatch.setattr(child_process, "_SECONDS", 0.6)
+    first, second = run_in_child((check_hangs, check_hangs))
+    assert "within 0.6 s" in first.text and "within 0.05 s" in second.text
