@@ -57,7 +57,9 @@ def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
     found = plans("parallel.tp=4", "parallel.cp=2", "train.micro_batch_size=1", number=9)
     assert {(one.config.parallel.tp, one.config.parallel.cp) for one in found.best} == {(4, 2)}
     assert {one.config.train.micro_batch_size for one in found.best} == {1}
-    in_bucket = plans("data.length_buckets=[8192]", "train.global_batch_size=64", recipe="sft", number=99).best
+    in_bucket = plans(
+        "data.length_buckets=[8192]", "train.global_batch_size=64", model="llama3.2-1b", recipe="sft", number=99
+    ).best
     assert {1, 2} >= {one.config.train.micro_batch_size for one in in_bucket}
     assert any(one.config.parallel.dp(8) == 8 for one in in_bucket)
     with pytest.raises(UsageError, match=r"tp=3 does not divide"):
