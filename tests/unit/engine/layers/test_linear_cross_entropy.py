@@ -211,7 +211,7 @@ def test_another_loss_gradient_is_refused() -> None:
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(0, []), (9, [9]), (10, [10]), (11, [6, 5]), (37, [10, 10, 10, 7])])
 def test_chunks_have_similar_sizes(tokens: int, sizes: list[int]) -> None:
-    assert [end - start for start, end in module._chunks(tokens, VOCAB, 10 * VOCAB)] == sizes
+    assert [end - start for start, end in module.chunk_bounds(tokens, VOCAB, 10 * VOCAB)] == sizes
 
 
 @pytest.mark.usefixtures("small_chunks")
