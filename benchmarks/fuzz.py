@@ -3,7 +3,7 @@
 python benchmarks/fuzz.py --n 1000000 --state fuzz-state.json --record
 
 The inputs are functions of seed, reader and number. A reader runs in a process with limited memory, which is ended when
-one input takes 5 seconds; the campaign goes on with the next input, and from --state where it was interrupted.
+one input takes 5 seconds; the campaign continues with the next input, and with --state after an interruption.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def step_figures(rows: Sequence[Mapping[str, Any]], *, warmup: int, nproc: int) 
     def median(name: str) -> float | None:
         if any(row.get(name) is None for row in measured):
             return None
-        # Of a rate over the time that the run has measured, without what lies between two steps.
+        # Of a rate over the time that the run has measured, which excludes the time between two steps.
         shares = [row["step_time_s"] / time_s for row, time_s in zip(measured, times, strict=True)]
         return statistics.median(row[name] * share for row, share in zip(measured, shares, strict=True))
 

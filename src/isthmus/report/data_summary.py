@@ -65,7 +65,7 @@ class DataSummary:
 
 
 def data_summary(run: RunDir, config: RunConfig, num_samples: int) -> DataSummary:
-    """What is there of the data; the rest is in ``notes``, since data files are often elsewhere or removed."""
+    """The statistics of the data; ``notes`` names what is missing, since data files are often moved or removed."""
     summary = DataSummary()
     if config.data.mock:
         summary.notes.append("data.mock=true: random tokens")
