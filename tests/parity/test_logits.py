@@ -16,6 +16,7 @@ from isthmus.families.registry import all_families, family_for
 from isthmus.recipes.setup.model_source import open_source
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
+from ranks.tiny_families import TINY_FAMILIES
 
 LENGTHS = [97, 1, 40, 2]
 """Up to more than any window and any original context below."""
@@ -192,6 +193,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
         {"final_logit_softcapping": None},
     ),
+    **{
+        case: (family, settings, off)
+        for family, tiny in TINY_FAMILIES.items()
+        for case, (settings, off) in tiny.logits.items()
+    },
 }
 
 

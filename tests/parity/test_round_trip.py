@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
+from ranks.tiny_families import TINY_FAMILIES
 
 # Each in one layout, in which its special tensors are sharded.
 OTHERS: list[tuple[str, dict[str, int]]] = [
@@ -33,6 +34,7 @@ OTHERS: list[tuple[str, dict[str, int]]] = [
     ("gemma", {"pp": 2}),
     ("gemma2", {"pp": 2}),
     ("gemma3_text", {"tp": 2}),
+    *((family, layout) for family, tiny in TINY_FAMILIES.items() for layout in tiny.layouts),
 ]
 WITH_EXPERTS = [
     "mixtral",

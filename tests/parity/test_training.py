@@ -13,6 +13,7 @@ from ranks.rank_pool import RankPool
 from ranks.tasks import CLIP_GRAD
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import VOCAB, build_model_folder
+from ranks.tiny_families import TINY_FAMILIES
 
 CAPPED = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
 MULTIPLIERS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
@@ -27,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 6.0},
     "gemma2": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 5},
+    **{family: tiny.training for family, tiny in TINY_FAMILIES.items()},
 }
 """Settings for family features that are off by default."""
 
@@ -86,6 +88,11 @@ def test_twenty_steps_equal_plain_transformers(
         pytest.param("cohere", {"attention_bias": True}, {"tp": 2, "recompute": "selective"}, id="cohere"),
         pytest.param("smollm3", {}, {"pp": 2, "recompute": "full"}, id="smollm3"),
         pytest.param("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"tp": 2}, id="seed_oss"),
+        *(
+            pytest.param(family, tiny.training, layout, id=f"{family}-{layout}")
+            for family, tiny in TINY_FAMILIES.items()
+            for layout in tiny.layouts
+        ),
     ],
 )
 def test_first_steps_on_two_ranks_equal_plain_transformers(

@@ -17,6 +17,7 @@ from isthmus.families.models.isthmus import FAMILY as ISTHMUS
 from isthmus.families.registry import family_for
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
+from ranks.tiny_families import TINY_FAMILIES
 
 # Registered like a class of transformers; tests of exported model code unregister it.
 AutoConfig.register("isthmus", IsthmusConfig)
@@ -91,6 +92,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "expert_mlp_bias", "moe_output_bias"), True),
     },
     "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+    **{name: tiny.sizes for name, tiny in TINY_FAMILIES.items()},
 }
 """Additional sizes of some families."""
 

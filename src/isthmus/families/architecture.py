@@ -8,6 +8,8 @@ from typing import Literal
 from isthmus.errors import DataError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Mixer = Literal["attention"]
+"""What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 """Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
 
@@ -154,6 +156,12 @@ class Architecture:
     max_position_embeddings: int
     norm_epsilon: float
 
+    # Layer pattern.
+    mixers: tuple[tuple[Mixer, ...], ...] = ()
+    """Of each layer: one, none, or several whose outputs are added. Empty: attention in every layer."""
+    layers_without_mlp: tuple[int, ...] = ()
+    """Layers, counted from 0, without a feed-forward block."""
+
     # Positions.
     position: Literal["rope", "learned"] = "rope"
     rotary_base: float = 10000.0
@@ -215,6 +223,8 @@ class Architecture:
 
     def __post_init__(self) -> None:
         """Refuse senseless sizes, and reset fields without effect, so that equal models compare equal."""
+        if all(mixers == ("attention",) for mixers in self.mixers):
+            object.__setattr__(self, "mixers", ())
         experts = 0 if self.moe is None else self.moe.num_experts
         check_sizes(layers=self.num_layers + self.mtp_layers, heads=self.num_attention_heads, experts=experts)
         if self.sliding_window is None:
@@ -223,7 +233,17 @@ class Architecture:
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer, counted from 0, has experts. MTP layers follow the last layer and do."""
-        return self.moe is not None and layer not in self.moe.dense_layers
+        return self.moe is not None and layer not in self.moe.dense_layers and layer not in self.layers_without_mlp
+
+    def mixers_of(self, layer: int) -> tuple[Mixer, ...]:
+        """The mixers of a layer, counted from 0. MTP layers follow the last layer and have attention."""
+        return self.mixers[layer] if layer < len(self.mixers) else ("attention",)
+
+    def layer_kinds(self, layer: int) -> frozenset[str]:
+        """What rules can select layers by: the mixers, ``moe`` or ``dense``, and the ``windowed`` or ``full`` attention."""
+        feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else "dense",)
+        reach = "full" if self.window(layer) is None else "windowed"
+        return frozenset((*self.mixers_of(layer), *feed_forward, reach))
 
     def window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""

@@ -302,8 +302,8 @@ class Family:
             for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.mtp_layers}.get(axis, 1)):
                 # MTP layers are numbered from 0 in canonical names, and after the last layer in Hugging Face names.
                 hf_layer = arch.num_layers + layer
-                kind = "moe" if arch.is_moe(hf_layer if axis == "{mtp}" else layer) else "dense"
-                of_layer = [rule for rule in of_axis if rule.layers in ("all", kind)]
+                kinds = arch.layer_kinds(hf_layer if axis == "{mtp}" else layer)
+                of_layer = [rule for rule in of_axis if rule.applies_to_layer(kinds)]
                 for is_expert, same in itertools.groupby(of_layer, key=lambda rule: rule.is_expert):
                     experts = range(arch.moe.num_experts if is_expert and arch.moe is not None else 1)
                     for expert, rule in itertools.product(experts, list(same)):

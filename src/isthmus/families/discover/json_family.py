@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import MAX_LAYERS, Architecture, Moe
+from isthmus.families.architecture import MAX_LAYERS, Architecture, Mixer, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
-from isthmus.families.rules.rule import HfPart, Init, Layers, Rule, Shard
+from isthmus.families.rules.rule import HfPart, Init, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
 from isthmus.input_files import parse_json, read_bytes
 
@@ -37,7 +37,7 @@ _CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]
 _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "shard": get_args(Shard),
     "init": get_args(Init),
-    "layers": get_args(Layers),
+    "layers": ("all", "dense", "moe", *get_args(Mixer)),
     "dtype": ("float32",),
     "strands": ("1", "G", "N"),
     "when": ("tie_embeddings", "moe.shared_ffn_hidden_size"),

@@ -12,7 +12,7 @@ Parts with the same name are sections of one Hugging Face tensor. Shapes are tup
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from isthmus.families.architecture import Architecture
 
 Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up"]
 Init = Literal["normal", "ones", "zeros"]
-Layers = Literal["all", "dense", "moe"]
 Shape = tuple[int, ...]
 
 
@@ -71,7 +70,8 @@ class Rule:
     when: str | None = None
     """The rule applies only if this condition is true, see :func:`is_true`."""
     unless: str | None = None
-    layers: Layers = "all"
+    layers: str = "all"
+    """Kinds of the layers that have the tensor, separated by ``|``, see :meth:`Architecture.layer_kinds`."""
     alias: bool = False
     """Another rule exports the parts; this tensor is only imported from them."""
 
@@ -80,6 +80,10 @@ class Rule:
         if self.layers == "moe" and arch.moe is None:
             return False
         return (not self.when or is_true(arch, self.when)) and not (self.unless and is_true(arch, self.unless))
+
+    def applies_to_layer(self, kinds: Container[str]) -> bool:
+        """Whether a layer of these kinds has the tensor."""
+        return self.layers == "all" or any(kind in kinds for kind in self.layers.split("|"))
 
     @property
     def is_expert(self) -> bool:
@@ -211,3 +215,8 @@ def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ..
 def where(condition: str, *rules: Rule) -> tuple[Rule, ...]:
     """Add a condition to rules."""
     return tuple(replace(rule, when=" and ".join(filter(None, (rule.when, condition)))) for rule in rules)
+
+
+def in_layers(kinds: str, *rules: Rule) -> tuple[Rule, ...]:
+    """Restrict rules to layers of some kinds, such as ``attention`` or ``dense``."""
+    return tuple(replace(rule, layers=kinds) for rule in rules)

@@ -1,0 +1,7 @@
+"""Hybrid decoders with linear attention."""
+
+from __future__ import annotations
+
+from ranks.tiny_families.tiny_family import TinyFamily
+
+FAMILIES: dict[str, TinyFamily] = {}

@@ -1,0 +1,7 @@
+"""Language models of multimodal configs."""
+
+from __future__ import annotations
+
+from ranks.tiny_families.tiny_family import TinyFamily
+
+FAMILIES: dict[str, TinyFamily] = {}
