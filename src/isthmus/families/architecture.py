@@ -240,7 +240,7 @@ class Architecture:
         return self.mixers[layer] if layer < len(self.mixers) else ("attention",)
 
     def layer_kinds(self, layer: int) -> frozenset[str]:
-        """What rules can select layers by: the mixers, ``moe`` or ``dense``, and the ``windowed`` or ``full`` attention."""
+        """What rules can select layers by: mixers, ``moe`` or ``dense``, and ``windowed`` or ``full`` attention."""
         feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else "dense",)
         reach = "full" if self.window(layer) is None else "windowed"
         return frozenset((*self.mixers_of(layer), *feed_forward, reach))
