@@ -1,0 +1,1 @@
+"""Mixers of tokens besides attention."""
