@@ -48,9 +48,9 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, positions = ctx.saved_tensors
         trained = ctx.needs_input_grad[1]
-        grad_x, grad_weight, grad_bias = _backward(grads[0], *ctx.saved_tensors, ctx.activated, trained)
-        return grad_x, grad_weight, grad_bias, None, None
+        return *_backward(grads[0], x, weight, bias, positions, ctx.activated, trained), None, None
 
 
 @compiled_on_gpu
