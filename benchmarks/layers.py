@@ -88,7 +88,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **head_sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     config = transformer_config(arch, dtype=dtype)
-    spec = layer_spec(arch, MoeConfig(), moe=False)
+    spec = layer_spec(arch, 0, MoeConfig())
     ours: Any = build_module(spec, config=config, layer_number=1)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     tables = rotary_tables(arch, frequency_sets(arch), packed, dtype)
 
     def run_ours(x: Any) -> Any:
-        return ours(x, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=packed)[0]
+        return ours(x, rotary_pos_emb=tables, packed_seq_params=packed)[0]
 
     found = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
 

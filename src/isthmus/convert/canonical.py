@@ -61,12 +61,13 @@ def unique_placements(family: Family, arch: Architecture) -> dict[str, Placement
 
 
 def spelling_of(arch: Architecture) -> Spelling:
-    moe = arch.moe
+    moe, hybrid = arch.moe, bool(arch.mixers or arch.layers_without_mlp)
     return Spelling(
         num_layers=arch.num_layers,
         num_experts=moe.num_experts if moe is not None else 0,
         moe_layers=frozenset(layer for layer in range(arch.num_layers + arch.mtp_layers) if arch.is_moe(layer)),
         latent=arch.mla is not None,
+        mixers=tuple(arch.mixers_of(layer) for layer in range(arch.num_layers)) if hybrid else (),
     )
 
 

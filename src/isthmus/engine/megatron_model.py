@@ -18,12 +18,13 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
+from isthmus.engine.layers.decoder_layer import DecoderLayer
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
 from isthmus.engine.layers.linear_cross_entropy import (
@@ -101,13 +102,15 @@ class Decoder(GPTModel):
         """The blocks recompute themselves: Megatron-Core's layer fails for an MLP with a bias."""
         chosen = self.config.recomputed
         for layer in self._layers():
+            if layer.mlp is None:
+                continue
             is_moe = isinstance(layer.mlp, MoeBlock)
             layer.mlp.recomputed = ("moe" if is_moe else "mlp") in chosen
             activated = layer.mlp.experts if is_moe else layer.mlp
             activated.recompute_activation = ("moe_act" if is_moe else "mlp_act") in chosen
 
-    def _layers(self) -> list[TransformerLayer]:
-        return [module for module in self.modules() if isinstance(module, TransformerLayer)]
+    def _layers(self) -> list[DecoderLayer]:
+        return [module for module in self.modules() if isinstance(module, DecoderLayer)]
 
     def _mark_sharded_parameters(self) -> None:
         """Needed by the gradient norm; Megatron-Core marks them only when it initializes weights."""

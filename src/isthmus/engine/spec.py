@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isthmus.config.schema.moe import MoeConfig
-from isthmus.engine.checkpoint.checkpoint_names import FUSED_NORMS, LATENT_NORMS
+from isthmus.engine.checkpoint.checkpoint_names import fused_norms
 from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
 from isthmus.engine.layers.attention import CoreAttention, PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
@@ -23,13 +22,15 @@ from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.moe.moe_layer import MoeBlock
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Mixer
+
+MIXERS: dict[Mixer, tuple[str, type]] = {}
+"""Attribute of the layer and class of each mixer other than attention, see :func:`mixer_spec`."""
 
 
 def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
     """``layers`` are the layer numbers of one pipeline stage, from 0."""
-    kinds = {moe: layer_spec(architecture, settings, moe=moe) for moe in (False, True)}
-    specs = [kinds[architecture.is_moe(layer)] for layer in layers]
+    specs = [layer_spec(architecture, layer, settings) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
 
 
@@ -39,29 +40,37 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
 
 
-def layer_spec(architecture: Architecture, settings: MoeConfig, *, moe: bool) -> ModuleSpec:
-    norm, form = norm_spec(architecture), architecture.form
-    # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them: a norm is named after
-    # the projection behind it, except the norm before experts.
-    fused = FUSED_NORMS if architecture.mla is None else LATENT_NORMS
-    fused = {own: name for own, name in fused.items() if not (moe and own == "pre_mlp_layernorm.")}
-    parts: dict[str, Any] = {
-        "self_attention": attention_spec(architecture),
-        "mlp": ModuleSpec(
-            module=MoeBlock if moe else DenseMlp,
-            params={"moe": architecture.moe, "settings": settings} if moe else {},
-            submodules=mlp_modules(architecture, moe=moe),
-        ),
-        "sharded_state_dict_keys_map": fused,
-    }
-    if form != "post":
-        parts["input_layernorm"] = norm
-    if form not in ("post", "parallel"):
-        parts["pre_mlp_layernorm"] = norm
-    if form in ("post", "sandwich"):
-        parts |= {"post_self_attn_layernorm": norm, "post_mlp_layernorm": norm}
-    shape = {"form": form, "residual_multiplier": architecture.residual_multiplier}
-    return ModuleSpec(module=DecoderLayer, params=shape, submodules=LayerSubmodules(**parts))
+def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> ModuleSpec:
+    """``layer`` counts from 0; MTP layers follow the last layer."""
+    mixers, moe = architecture.mixers_of(layer), architecture.is_moe(layer)
+    mlp = ModuleSpec(
+        module=MoeBlock if moe else DenseMlp,
+        params={"moe": architecture.moe, "settings": settings} if moe else {},
+        submodules=mlp_modules(architecture, moe=moe),
+    )
+    blocks = LayerSubmodules(
+        form=architecture.form_of(layer),
+        norm=norm_spec(architecture),
+        mixers=dict(mixer_spec(mixer, architecture) for mixer in mixers),
+        mlp=None if layer in architecture.layers_without_mlp else mlp,
+        # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them.
+        fused_norms=fused_norms(mixers, latent=architecture.mla is not None, moe=moe),
+    )
+    multiplier = architecture.residual_multiplier
+    return ModuleSpec(module=DecoderLayer, params={"residual_multiplier": multiplier}, submodules=blocks)
+
+
+def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec]:
+    """The attribute of the layer, as Megatron-Core names it, and the module.
+
+    Modules take the arguments ``(config, layer_number, *, architecture, pg_collection)`` and are called as
+    ``(hidden_states, *, rotary_pos_emb, packed_seq_params)``; they return an output and a bias to add, or None.
+    ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+    """
+    if kind == "attention":
+        return "self_attention", attention_spec(architecture)
+    attribute, module = MIXERS[kind]
+    return attribute, ModuleSpec(module=module, params={"architecture": architecture})
 
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:

@@ -179,6 +179,8 @@ class Architecture:
     norm_zero_centered: bool = False
     """Norms multiply by one plus their weight."""
     form: Form = "pre"
+    form_without_attention: Form | None = None
+    """Of layers whose mixers do not include attention; None: ``form``."""
 
     # Attention.
     qkv_bias: bool = False
@@ -238,6 +240,10 @@ class Architecture:
     def mixers_of(self, layer: int) -> tuple[Mixer, ...]:
         """The mixers of a layer, counted from 0. MTP layers follow the last layer and have attention."""
         return self.mixers[layer] if layer < len(self.mixers) else ("attention",)
+
+    def form_of(self, layer: int) -> Form:
+        other = self.form_without_attention
+        return self.form if other is None or "attention" in self.mixers_of(layer) else other
 
     def layer_kinds(self, layer: int) -> frozenset[str]:
         """What rules can select layers by: mixers, ``moe`` or ``dense``, and ``windowed`` or ``full`` attention."""

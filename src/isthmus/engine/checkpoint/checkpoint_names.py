@@ -18,21 +18,22 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """Contains the step of the newest checkpoint."""
 RECORD = "latest_checkpointed_iteration.json"
 """Repeats the step in the tracker file, a plain number in which a damaged digit is another step."""
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+_FUSED_INPUT_NORMS = {
+    "attention": "self_attention.linear_qkv.layer_norm_",
+    "gated_delta_net": "self_attention.in_proj.layer_norm_",
+    "mamba2": "mixer.in_proj.layer_norm_",
 }
-"""Name of a norm in a layer -> in a checkpoint."""
-LATENT_NORMS = {
+"""Name in a checkpoint of the norm before a mixer that Megatron-Core fuses with the mixer's first projection."""
+_FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": FUSED_NORMS["pre_mlp_layernorm."],
 }
-"""FUSED_NORMS for latent attention, whose first norm is never fused."""
+"""Latent attention has these in place of a fused norm before its first projection."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj)|output_layer)\.weight")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.weight")
 
 
 def check_tracker(root: Path, step: int) -> None:
@@ -74,10 +75,15 @@ class Spelling:
     """From 0; MTP layers come last."""
     latent: bool = False
     """Multi-head latent attention."""
+    mixers: tuple[tuple[str, ...], ...] = ()
+    """Of each layer of a hybrid model, whose layers are never stacked; empty: attention in every layer."""
 
     @property
     def homogeneous(self) -> bool:
-        return len([layer for layer in self.moe_layers if layer < self.num_layers]) in (0, self.num_layers)
+        return not self.mixers and len([layer for layer in self.moe_layers if layer < self.num_layers]) in (
+            0,
+            self.num_layers,
+        )
 
     def slots(self, canonical: str) -> list[CheckpointSlot]:
         """Slots to write a tensor to, so that every layer class finds it: a norm may have two names."""
@@ -89,7 +95,7 @@ class Spelling:
         names = [
             *self._checkpoint_names(canonical),
             canonical,
-            *_renamed(canonical, FUSED_NORMS),
+            *_renamed(canonical, fused_norms(("attention",), latent=False, moe=False)),
             *_shared_with_mtp(canonical),
         ]
         names = list(dict.fromkeys(names))
@@ -117,11 +123,12 @@ class Spelling:
             layer = number
         else:
             return [canonical]
+        mixers = self.mixers[layer] if layer < len(self.mixers) else ("attention",)
+        latent = self.latent and "attention" in mixers
+        fused = _renamed(canonical, fused_norms(mixers, latent=latent, moe=False))
         if layer in self.moe_layers and "pre_mlp_layernorm." in canonical:
-            return [canonical] if self.latent else [canonical, *_renamed(canonical, FUSED_NORMS)]
-        if self.latent:
-            return [*_renamed(canonical, LATENT_NORMS), canonical]
-        return _renamed(canonical, FUSED_NORMS) or [canonical]
+            return [canonical] if latent else [canonical, *fused]
+        return [*fused, canonical] if latent else fused or [canonical]
 
     def _slot(self, name: str, *, stacked: bool) -> CheckpointSlot:
         index: tuple[int, ...] = ()
@@ -135,16 +142,23 @@ class Spelling:
         return CheckpointSlot(name, index, sizes)
 
 
+def fused_norms(mixers: tuple[str, ...], *, latent: bool, moe: bool) -> dict[str, str]:
+    """Name of a norm in a layer -> in a checkpoint, if TransformerEngine fuses it with the projection behind it."""
+    fused = {} if moe else dict(_FUSED_MLP_NORM)
+    if latent and "attention" in mixers:
+        fused |= _LATENT_NORMS
+    elif len(mixers) == 1 and mixers[0] in _FUSED_INPUT_NORMS:
+        fused["input_layernorm."] = _FUSED_INPUT_NORMS[mixers[0]]
+    return fused
+
+
 def live_names(canonical: str) -> list[str]:
     """Names with local modules and with TransformerEngine's (fused norms, grouped experts), numbers unchanged."""
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return [canonical, f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"]
-    names = [
-        canonical,
-        *_renamed(canonical, FUSED_NORMS),
-        *_renamed(canonical, LATENT_NORMS),
-        *_shared_with_mtp(canonical),
-    ]
+    mixers = [(mixer,) for mixer in _FUSED_INPUT_NORMS]
+    fused = [*(fused_norms(each, latent=False, moe=False) for each in mixers), _LATENT_NORMS]
+    names = [canonical, *(name for each in fused for name in _renamed(canonical, each)), *_shared_with_mtp(canonical)]
     return list(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""A decoder layer for any :data:`~isthmus.families.architecture.Form`, and its feed-forward block."""
+"""A decoder layer with any mixers and :data:`~isthmus.families.architecture.Form`, and its feed-forward block."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import tensor_parallel
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
+from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Form
 
 
@@ -43,68 +45,110 @@ class DenseMlp(MLP):
             return self.linear_fc2(inner)
 
 
-@dataclass
-class LayerSubmodules(TransformerLayerSubmodules):
-    """Adds norms after attention and after the feed-forward block."""
+@dataclass(kw_only=True)
+class LayerSubmodules:
+    """Blocks of a layer; it has at least one."""
 
-    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
-    post_mlp_layernorm: ModuleSpec | type = IdentityOp
+    form: Form
+    norm: ModuleSpec | type
+    mixers: dict[str, ModuleSpec]
+    """By their attribute of the layer. They share the norm before them, and their outputs are added."""
+    mlp: ModuleSpec | None
+    fused_norms: dict[str, str]
+    """Name of a norm -> in a checkpoint."""
 
 
-class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer with a forward pass for every form, norms after its blocks, and dropout.
+class DecoderLayer(MegatronModule):
+    """The mixers of a layer and its feed-forward block, with their norms, residuals and dropout.
 
-    The attention output is added to the residual stream in the kernel of the next norm.
+    The output of the mixers is added to the residual stream in the kernel of the next norm. Names of modules are those
+    of Megatron-Core, and so are the keys of checkpoints.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: DecoderConfig,
         submodules: LayerSubmodules,
-        *args: Any,
-        form: Form,
+        layer_number: int,
+        *,
         residual_multiplier: float,
-        **kwargs: Any,
+        pg_collection: Any = None,
+        vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config, submodules, *args, **kwargs)
-        self.form = form
+        """``layer_number`` counts from 1 within this stage."""
+        super().__init__(config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = groups.tp
+        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
+        self.form, self.mixers, self.fused_norms = submodules.form, tuple(submodules.mixers), submodules.fused_norms
+        self.parallel = bool(self.mixers) and self.form in ("parallel", "parallel_two_norms")
         self.residual_multiplier = residual_multiplier
-        shape = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, **shape)
-        self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **shape)
-        self.recompute_norms = "layernorm" in config.recomputed and form != "post"
+        has_mlp, pre, post = submodules.mlp is not None, self.form != "post", self.form in ("post", "sandwich")
+        self.recompute_norms = "layernorm" in config.recomputed and pre
+
+        def norm(exists: bool) -> Any:
+            shape = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            return build_module(submodules.norm, config=config, **shape) if exists else None
+
+        self.input_layernorm = norm(pre and bool(self.mixers))
+        for name, spec in submodules.mixers.items():
+            mixer = build_module(spec, config=config, layer_number=self.layer_number, pg_collection=groups)
+            self.add_module(name, mixer)
+        self.pre_mlp_layernorm = norm(pre and has_mlp and not (self.parallel and self.form == "parallel"))
+        self.mlp: Any = None
+        if submodules.mlp is not None:
+            self.mlp = build_module(submodules.mlp, config=config)
+            if hasattr(self.mlp, "set_layer_number"):
+                self.mlp.set_layer_number(self.layer_number)
+        self.post_self_attn_layernorm = norm(post and bool(self.mixers))
+        self.post_mlp_layernorm = norm(post and has_mlp)
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
         """``hidden_states`` are [T, 1, H], or [T / tp, 1, H] under sequence parallelism. The context is None."""
-        normed = self.input_layernorm(hidden_states)
-        with recompute_if(self.recompute_norms, [normed], lambda: [self.input_layernorm(hidden_states)]):
-            attended_with_bias = self.self_attention(
-                normed, attention_mask=None, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
-            )
-        attended = self._residual(
-            attended_with_bias, self.post_self_attn_layernorm, packed_seq_params, ATTENTION_OUTPUT
-        )
-        parallel = self.form in ("parallel", "parallel_two_norms")
-        norm = self.input_layernorm if self.form == "parallel" else self.pre_mlp_layernorm
-        if parallel:
-            stream = hidden_states
+        batch, normed, mixed = packed_seq_params, hidden_states, None
+        if self.mixers:
+            if self.input_layernorm is not None:
+                normed = self.input_layernorm(hidden_states)
+            with recompute_if(self.recompute_norms, [normed], lambda: [self.input_layernorm(hidden_states)]):
+                outputs = [
+                    getattr(self, name)(normed, rotary_pos_emb=rotary_pos_emb, packed_seq_params=batch)
+                    for name in self.mixers
+                ]
+            mixed = self._residual(outputs, self.post_self_attn_layernorm, batch, ATTENTION_OUTPUT)
+            if self.mlp is None:
+                return hidden_states + mixed, None
+        stream, norm = hidden_states, self.pre_mlp_layernorm or self.input_layernorm
+        if norm is None:
+            stream = mlp_input = stream if mixed is None else stream + mixed
+        elif self.parallel:
             mlp_input = normed if self.form == "parallel" else norm(stream)
-        elif self.form == "post":
-            stream = mlp_input = hidden_states + attended
+        elif mixed is None:
+            mlp_input = norm(stream)
         else:
-            stream, mlp_input = norm(attended, hidden_states)
+            stream, mlp_input = norm(mixed, stream)
         with recompute_if(self.recompute_norms, [mlp_input], lambda: [norm(stream)]):
-            output_with_bias = self.mlp(mlp_input)
-        output = self._residual(output_with_bias, self.post_mlp_layernorm, packed_seq_params, MLP_OUTPUT)
-        return stream + (attended + output if parallel else output), None
+            output = self.mlp(mlp_input)
+        added = self._residual([output], self.post_mlp_layernorm, batch, MLP_OUTPUT)
+        return stream + (mixed + added if mixed is not None and self.parallel else added), None
 
     def _residual(
-        self, output_with_bias: tuple[Tensor, Tensor | None], norm: nn.Module, batch: PackedBatch, place: int
+        self, outputs: list[tuple[Tensor, Tensor | None]], norm: nn.Module | None, batch: PackedBatch, place: int
     ) -> Tensor:
-        output, bias = output_with_bias
-        output = norm(output if bias is None else output + bias)
+        """What blocks of which each returns an output and a bias add to the residual stream."""
+        total, *others = (output if bias is None else output + bias for output, bias in outputs)
+        for other in others:
+            total = total + other
+        if norm is not None:
+            total = norm(total)
         if self.training:
-            output = hidden_dropout(output, batch, self.hidden_dropout, layer=self.layer_number, place=place)
-        return output if self.residual_multiplier == 1 else output * self.residual_multiplier
+            total = hidden_dropout(total, batch, self.config.hidden_dropout, layer=self.layer_number, place=place)
+        return total if self.residual_multiplier == 1 else total * self.residual_multiplier
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(found, {prefix + own: prefix + name for own, name in self.fused_norms.items()})
+        return found

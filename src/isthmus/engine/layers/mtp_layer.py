@@ -7,41 +7,81 @@ k + 1 positions later. As in Megatron-Core, the first depth takes the hidden sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.linear import ColumnParallelLinear
+from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.spec import layer_spec, norm_spec
 from isthmus.families.architecture import Architecture
 
 
-class MtpLayer(MultiTokenPredictionLayer):
-    """Megatron-Core's layer with a forward pass for packed samples."""
+class MtpLayer(MegatronModule):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        *,
+        architecture: Architecture,
+        settings: MoeConfig,
+        vp_stage: int | None = None,
+        **_unused: Any,
+    ) -> None:
+        """``layer_number`` is the depth, from 1."""
+        super().__init__(config)
+        self.layer_number = layer_number
 
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch
-    ) -> Tensor:
+        def norm() -> Any:
+            shape = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+            return build_module(norm_spec(architecture), config=config, **shape)
+
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = ColumnParallelLinear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+        )
+        spec = layer_spec(architecture, config.num_layers + layer_number - 1, settings)
+        before = get_transformer_layer_offset(config, vp_stage)
+        number = config.num_layers + layer_number - before
+        self.transformer_layer = build_module(spec, config=config, layer_number=number, vp_stage=vp_stage)
+        self.final_layernorm = norm()
+
+    def forward(self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch) -> Tensor:
         """Compute the input of the output layer and of the next depth, of the shape of ``hidden`` and ``embedded``.
 
         ``hidden`` comes from the previous depth, ``embedded`` from the tokens k positions later.
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
-            joined = self._concat_embeddings(hidden, embedded)
-            found, _ = self.transformer_layer(
-                hidden_states=joined, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch
-            )
-            return self.final_layernorm(found)
+            joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+            joined = gather_from_tensor_model_parallel_region(joined)
+            if self.config.sequence_parallel:
+                joined = scatter_to_sequence_parallel_region(joined)
+            found, _ = self.transformer_layer(joined, rotary_pos_emb=tables, packed_seq_params=batch)
+            output: Tensor = self.final_layernorm(found)
+            return output
 
         if self.config.recompute_granularity == "full" and self.training:
             return tensor_parallel.checkpoint(run, False, hidden, embedded)
@@ -49,22 +89,8 @@ class MtpLayer(MultiTokenPredictionLayer):
 
 
 def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
-    norm = norm_spec(architecture)
-    layers = [
-        ModuleSpec(
-            module=MtpLayer,
-            submodules=MultiTokenPredictionLayerSubmodules(
-                enorm=norm,
-                hnorm=norm,
-                eh_proj=ColumnParallelLinear,
-                transformer_layer=layer_spec(
-                    architecture, settings, moe=architecture.is_moe(architecture.num_layers + depth)
-                ),
-                layer_norm=norm,
-            ),
-        )
-        for depth in range(architecture.mtp_layers)
-    ]
+    layer = ModuleSpec(module=MtpLayer, params={"architecture": architecture, "settings": settings})
+    layers = [layer] * architecture.mtp_layers
     return ModuleSpec(
         module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     )

@@ -14,12 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from isthmus.engine.layers.decoder_layer import DecoderLayer
 from isthmus.engine.megatron_model import Decoder, build_model, freeze
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.parallel.sharded_params import init_empty_weights
@@ -93,7 +93,7 @@ def _shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     if policy.param_dtype is not None:
         for module in _of(model, TopKRouter):  # computes in float32 in any precision
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    for module in _of(model, TransformerLayer):
+    for module in _of(model, DecoderLayer):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in _of(model, FSDPModule):
