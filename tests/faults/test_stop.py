@@ -85,12 +85,15 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
     assert isthmus(*sft_args, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", [(), ("--nproc", "2"), ("--nproc", "2", "parallel.pp=2")], ids=" ".join)
 def test_long_step_is_abandoned_within_the_grace_period(
-    isthmus: ForkServer, sft_args: list[str], tmp_path: Path, ranks: int
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
-    """Between two micro batches; the resumed run equals one that was not stopped, and repeats the export."""
-    sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1", "--nproc", str(ranks)]
+    """Between two micro batches, or beside the step of pipeline stages.
+
+    The resumed run equals one that was not stopped, and repeats the export.
+    """
+    sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1", *layout]
     args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02", "--hf-every", "1"]
     process = isthmus.start(*args)
     wait_for_step(process, tmp_path / "out", 1)

@@ -20,11 +20,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, Preempted, explain, is_lost_rank
+from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
 from isthmus.platforms import rank_env
@@ -220,11 +221,18 @@ class Heartbeat:
             return self._first
 
 
-def _leave(failure: Failure) -> None:
+def leave(error: IsthmusError) -> NoReturn:
+    """End this rank with ``error``, which rank 0 prints, although its main thread may wait in a collective."""
+    _leave(Failure(exit_code=error.exit_code, message=str(error) if rank_env.rank() == 0 else ""))
+
+
+def _leave(failure: Failure) -> NoReturn:
     """End this process without its main thread, which may hang in a collective."""
     # The launcher finds the cause among the error files of all ranks, by time.
     replace(failure, rank=rank_env.rank(), machine=this_machine(), time_s=time.time()).write()
     if rank_env.stop_file() is None and (line := failure.line()):
         with suppress(OSError):
             print(f"isthmus: {line}", file=sys.stderr, flush=True)
-    os._exit(failure.exit_code)
+    # A rank of --nproc that saved counts as successful, or torch elastic would stop the others while they save.
+    saved = failure.exit_code == Preempted.exit_code and rank_env.stop_file() is not None
+    os._exit(0 if saved else failure.exit_code)

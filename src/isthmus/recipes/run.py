@@ -214,6 +214,7 @@ def _build_loop(training: Training) -> Loop:
         answer=training.answer,
         save=training.save,
         saves=training.saves,
+        beside=training.beside,
         export=training.export,
         grace=training.grace,
     )

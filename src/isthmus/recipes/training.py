@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,8 +21,9 @@ from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.parallel.process_groups import Position, on_rank_0, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import Preempted, disk_errors
+from isthmus.errors import IsthmusError, Preempted, disk_errors
 from isthmus.hf.hub import push
+from isthmus.launch.heartbeat import leave
 from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.model_card import model_card
 from isthmus.recipes.run_dir import write_record
@@ -31,9 +33,10 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.parameter_counts import num_parameters
 from isthmus.recipes.setup.rank_model import RankModel
 from isthmus.recipes.setup.validation import RunContext
-from isthmus.train.grace_period import GracePeriod
+from isthmus.train.grace_period import GracePeriod, preempted
 from isthmus.train.loop import RunData, is_due
 from isthmus.train.reporter import Reporter
+from isthmus.train.save_beside_step import SaveBesideStep
 
 
 def exports_model(config: RunConfig) -> bool:
@@ -76,6 +79,10 @@ class Training:
 
     def save(self, step: int, *, wait: bool = False) -> None:
         """Write a checkpoint; a collective. See :meth:`Saves.save`."""
+        with trace_region("checkpoint"):
+            self.saves.save(self.stepper, *self._saved(step), wait=wait)
+
+    def _saved(self, step: int) -> tuple[Progress, SaveOptions]:
         settings = self.context.config.checkpoint
         options = SaveOptions(
             keep=settings.keep,
@@ -83,9 +90,25 @@ class Training:
             args=checkpoint_args(self.model, step),
             write_beside=self._write_beside,
         )
-        progress = Progress(step=step, data=self.data.fingerprint, best=self.best)
-        with trace_region("checkpoint"):
-            self.saves.save(self.stepper, progress, options, wait=wait)
+        return Progress(step=step, data=self.data.fingerprint, best=self.best), options
+
+    def beside(self, done: int) -> AbstractContextManager[SaveBesideStep | None]:
+        """Around the step after ``done`` others: what saves the state if the step is too long after a stop request."""
+        dequantized = self.context.config.optim.optimizer == "adamw_8bit"  # a copy of the state for each save
+        if not self.grace.has_stages or self.grace.fits_step or dequantized:
+            return nullcontext()
+        part = f"step {done + 1}"
+        group, write = self.saves.prepare(self.stepper, *self._saved(done))
+
+        def save() -> None:
+            self.reporter.stopped(done, part)
+            if done:
+                write()
+
+        def leave_with(failure: IsthmusError | None) -> NoReturn:
+            leave(preempted(done, self.data.steps, part) if failure is None else failure)
+
+        return SaveBesideStep(group, is_late=self.grace.late_in_step(), save=save, leave=leave_with)
 
     def _write_beside(self, folder: Path) -> None:
         """What a checkpoint has besides the state; the rows of its steps are on the disk before it is published."""

@@ -82,6 +82,11 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
         best_step = progress.best.step if config.checkpoint.keep_best else None
         remove_old(run_dir.checkpoints, progress.step, config.checkpoint.keep, best_step)
     has_stages = context.plan.parallel.pp > 1
+    if has_stages and config.optim.optimizer == "adamw_8bit":
+        reporter.log(
+            "optim.optimizer=adamw_8bit with parallel.pp: after a stop request the run saves when its step has ended, "
+            f"also if that takes longer than checkpoint.grace_s={config.checkpoint.grace_s:g}"
+        )
     grace = GracePeriod(stop, config.checkpoint.grace_s, stepper.device, has_stages)
     start, best = progress.step, progress.best
     return Training(context, position, data, model, stepper, reporter, start, best, record, saves, grace)

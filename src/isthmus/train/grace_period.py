@@ -1,4 +1,4 @@
-"""What a run does not wait for after a stop request: a long step or evaluation is abandoned, on all ranks at once."""
+"""What a run does not wait for after a stop request: a long step or evaluation is abandoned, on all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.parallel.process_groups import sum_over_ranks
+from isthmus.errors import Preempted
 from isthmus.train.stop import StopFlag
 
 
@@ -21,6 +22,17 @@ class Abandoned(Exception):
         self.done, self.part = done, part
 
 
+def preempted(done: int, steps: int, part: str) -> Preempted:
+    """The error of a run that was stopped after ``done`` of ``steps`` steps; ``part`` as in :class:`Abandoned`."""
+    incomplete = f" ({part} was not completed)" if part else ""
+    if done == 0:
+        return Preempted(f"stopped before the first step, as requested{incomplete}. The same command starts again.")
+    return Preempted(
+        f"stopped after step {done} of {steps} as requested{incomplete}; the state is saved. The same command resumes "
+        "from there."
+    )
+
+
 @dataclass(slots=True)
 class GracePeriod:
     """Decisions are the same on all ranks, of which one may have received the signal."""
@@ -29,7 +41,7 @@ class GracePeriod:
     seconds: float
     device: torch.device
     has_stages: bool
-    """Pipeline stages work on different micro batches at the same time, so they complete their step."""
+    """Pipeline stages cannot abandon a step together, see :mod:`isthmus.train.save_beside_step`."""
     step_s: float | None = None
     """Of the step before, mean over ranks; None before the first."""
     save_s: float = 0.0
@@ -51,6 +63,18 @@ class GracePeriod:
             self._abandon_if(late, done, f"step {done + 1}")
 
         return check
+
+    def late_in_step(self) -> Callable[[], bool]:
+        """To be asked during the step that begins now: whether its rest and a save exceed the grace period."""
+        started_s = time.monotonic()
+
+        def is_late() -> bool:
+            elapsed_s = time.monotonic() - started_s
+            remaining_s = 0.0 if self.step_s is None else max(0.0, self.step_s - elapsed_s)
+            save_s = self.save_s or self.seconds / 2  # none was measured
+            return self.stop.requested and self.stop.waiting_s + remaining_s + save_s > self.seconds
+
+        return is_late
 
     def evaluated(self, batches: Iterator[Sequence[PackedBatch]], done: int) -> Iterator[Sequence[PackedBatch]]:
         """The batches of an evaluation, which has half of the time: a save follows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,10 +22,11 @@ from isthmus.errors import Diverged, Preempted
 from isthmus.families.architecture import Architecture
 from isthmus.platforms.base import Platform
 from isthmus.train.flops import flops_per_batch
-from isthmus.train.grace_period import Abandoned, GracePeriod
+from isthmus.train.grace_period import Abandoned, GracePeriod, preempted
 from isthmus.train.metrics import StepMetrics
 from isthmus.train.rank_reports import RankReports
 from isthmus.train.reporter import Reporter
+from isthmus.train.save_beside_step import SaveBesideStep
 from isthmus.train.step_explainer import StepExplainer
 from isthmus.train.step_profile import StepProfile
 
@@ -76,6 +77,9 @@ class Loop:
     save: Callable[..., None]
     """Of the state after a step; ``wait=True`` returns when it is published."""
     saves: Saves
+    beside: Callable[[int], AbstractContextManager[SaveBesideStep | None]]
+    """Around a step that pipeline stages cannot abandon: saves the state after so many steps if the step takes too
+    long after a stop request."""
     export: Callable[[int], None]
     grace: GracePeriod
 
@@ -109,17 +113,12 @@ class Loop:
                 self._export(start)
             return before, self._run(start)
         except Abandoned as abandoned:
-            done = abandoned.done
-            incomplete = f" ({abandoned.part} was not completed)" if abandoned.part else ""
+            done, part = abandoned.done, abandoned.part
         self.profile.finish()  # the checkpoint is not part of a step
-        self.reporter.event(done, "stop", f"stopped after step {done} as requested{incomplete}", prints=False)
-        if done == 0:
-            raise Preempted(f"stopped before the first step, as requested{incomplete}. The same command starts again.")
-        self.save(done, wait=True)
-        raise Preempted(
-            f"stopped after step {done} of {self.data.steps} as requested{incomplete}; the state is saved. The same "
-            "command resumes from there."
-        )
+        self.reporter.stopped(done, part)
+        if done:
+            self.save(done, wait=True)
+        raise preempted(done, self.data.steps, part)
 
     def _run(self, start: int) -> Outcome:
         steps = self.data.steps
@@ -196,19 +195,24 @@ class Loop:
         own = [sum(lengths), sum(length**2 for length in lengths), padded_length]
         counts = self.position.tp_rank == self.position.pp_rank == self.position.cp_rank == 0
         self.explainer.watch(step + 1, micro_batches)
+
+        def host_numbers() -> list[float]:
+            if beside is not None:
+                beside.before_update()
+            return [
+                *(float(number) if counts else 0.0 for number in own),
+                float(self.grace.stop.requested),
+                self.saves.ended(),
+                time.monotonic() - started_s,
+                self.saves.duration_s,
+                *self.ranks.numbers(step + 1),
+            ]
+
         try:
-            result = self.stepper.train_step(
-                micro_batches,
-                lambda: [
-                    *(float(number) if counts else 0.0 for number in own),
-                    float(self.grace.stop.requested),
-                    self.saves.ended(),
-                    time.monotonic() - started_s,
-                    self.saves.duration_s,
-                    *self.ranks.numbers(step + 1),
-                ],
-                self.grace.between_micro_batches(step, len(micro_batches)),
-            )
+            with self.beside(step) as beside:
+                result = self.stepper.train_step(
+                    micro_batches, host_numbers, self.grace.between_micro_batches(step, len(micro_batches))
+                )
         except NotFinite as error:
             raise self.explainer.explained(step + 1, micro_batches, error) from error
         num_tokens, sum_squared, num_positions, stops, saves_ended, *seconds = result.host_sums[:7]
@@ -236,14 +240,7 @@ class Loop:
         """Report a save that has ended on all ranks, or failed on one. The arguments are sums over ranks."""
         if saves_ended >= self.world_size:
             self.saves.conclude()
-        grace, fitted = self.grace, self.grace.fits_step
-        grace.step_s, grace.save_s = step_s / self.world_size, save_s / self.world_size
-        if grace.has_stages and fitted and not grace.fits_step:
-            self.reporter.log(
-                f"warning: a step takes {grace.step_s:.0f} s and a checkpoint {grace.save_s:.0f} s, which is more than "
-                f"checkpoint.grace_s={grace.seconds:g}. With pipeline stages a run stops only after its step: a batch "
-                "system that kills it earlier loses the steps since the last checkpoint."
-            )
+        self.grace.step_s, self.grace.save_s = step_s / self.world_size, save_s / self.world_size
 
     def _metrics(
         self, step: int, result: StepResult, num_tokens: int, sum_squared_lengths: int, padding: float, elapsed_s: float

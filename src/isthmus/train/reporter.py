@@ -121,6 +121,11 @@ class Reporter:
         self.event(step, "export", f"exported {model}", path=str(model))
         self._callbacks.call("export", step, model)
 
+    def stopped(self, done: int, part: str) -> None:
+        """After a stop request; ``part`` of the run was not completed, or is empty."""
+        incomplete = f" ({part} was not completed)" if part else ""
+        self.event(done, "stop", f"stopped after step {done} as requested{incomplete}", prints=False)
+
     def event(self, step: int, kind: str, text: str, *, prints: bool = True, **details: Any) -> None:
         """Record in ``events.jsonl`` what happened in or after ``step``, with a ``text`` for people, and print it.
 

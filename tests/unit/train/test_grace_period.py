@@ -40,3 +40,23 @@ def test_short_steps_and_pipeline_stages_are_not_checked() -> None:
     assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=15.0, save_s=11.0).between_micro_batches(1, 8)
     assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=None).between_micro_batches(0, 1) is None
     assert GracePeriod(stop, 25.0, cpu, has_stages=True, step_s=90.0).between_micro_batches(1, 8) is None
+
+
+def test_a_stage_is_late_if_the_rest_of_its_step_and_a_save_do_not_fit(monkeypatch: MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    stop = StopFlag()
+    period = GracePeriod(stop, 25.0, torch.device("cpu"), has_stages=True, step_s=100.0, save_s=5.0)
+    is_late = period.late_in_step()
+    now_s = 50.0
+    assert not is_late()  # no request
+    stop.request()
+    assert is_late()  # 50 s are left
+    now_s = 90.0
+    period.stop = StopFlag()
+    period.stop.request()
+    assert not is_late()  # 10 s and the save fit
+    now_s = 105.0
+    assert not is_late()  # the step takes longer than the one before
+    now_s = 111.0
+    assert is_late()

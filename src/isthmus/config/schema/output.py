@@ -30,7 +30,7 @@ class CheckpointConfig(_WithAsync):
     """Steps between checkpoints; null or 0: only at the end."""
     grace_s: Annotated[float, Field(gt=0)] = 25.0
     """Seconds between a stop signal and the end of the run. A step or evaluation that does not fit is abandoned, and
-    the state after the step before is saved; pipeline stages finish their step."""
+    the state after the step before is saved."""
     keep: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
     keep_best: bool = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
@@ -44,6 +46,17 @@ class _Write:
             raise self.error
 
 
+@contextmanager
+def copies_beside(device: torch.device) -> Iterator[None]:
+    """Copies of a thread from a GPU do not wait for the kernels of training."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
 class Saves:
     """Saves of one rank. With ``asynchronous`` a save only copies the state to host memory before it returns.
 
@@ -64,6 +77,7 @@ class Saves:
         self._asynchronous = asynchronous
         self._host = HostBuffer()
         self._group: dist.ProcessGroup | None = None
+        self._group_beside: dist.ProcessGroup | None = None
         self._write: _Write | None = None
         self.last_step: int | None = None
         """Of the newest state that was saved, or is being written."""
@@ -92,12 +106,42 @@ class Saves:
             self._saved(progress.step, writer.final)
             return None
         if self._group is None:
-            timeout = timedelta(seconds=self._parallel.timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = self._new_group()
         self._write = _Write(writer, started_s)
         # A daemon: a write that hangs does not keep the process alive.
         threading.Thread(target=self._write.run, args=(self._group,), name="checkpoint", daemon=True).start()
         return None
+
+    def prepare(
+        self, stepper: Stepper, progress: Progress, options: SaveOptions
+    ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
+        """Refer to the present state, to save it beside the next step; a collective.
+
+        Returns a group of all ranks, and a function that saves the state before the weights change: a collective of the
+        group for another thread than that of training, which raises NoSpace or IOFailure on every rank if any rank
+        failed to write.
+        """
+        if self._group_beside is None:
+            self._group_beside = self._new_group()
+        group, device = self._group_beside, stepper.device
+        writer: CheckpointWriter | None = None
+        if self.last_step != progress.step:
+            writer = take_state(self._root, stepper, progress, self._parallel, options)
+
+        def save() -> None:
+            if self._write is not None:
+                self._write.ended.wait()
+                agree(self._write.result if writer is None else lambda: None, group)
+            if writer is not None:
+                with copies_beside(device):
+                    writer.complete(group)
+
+        return group, save
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """All ranks, on the host, for collectives of another thread than that of training; a collective."""
+        timeout = timedelta(seconds=self._parallel.timeout_s)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     def ended(self) -> float:
         """1 if the write on this rank has ended, the number of ranks if it failed, else 0.

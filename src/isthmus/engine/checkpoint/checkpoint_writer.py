@@ -86,6 +86,7 @@ class CheckpointWriter:
             NoSpace, IOFailure: on every rank, if any rank fails to write; nothing is published.
         """
         try:
+            on_main(self._begin, self.staging, group)
             agree(lambda: self._write(group), group)
             parts = gather_objects(self.written.parts(), group)
             on_main(lambda: self._publish(parts), self.staging, group)
@@ -93,6 +94,10 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.staging, ignore_errors=True)
             raise
+
+    def _begin(self) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir(parents=True)
 
     def _write(self, group: dist.ProcessGroup | None) -> None:
         storage = dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=True)
@@ -121,22 +126,13 @@ def take_state(
     options: SaveOptions,
     host: HostBuffer | None = None,
 ) -> CheckpointWriter:
-    """Begin a checkpoint with the present state; a collective.
+    """Begin a checkpoint with the present state; a collective. No file is written yet.
 
     Args:
         host: copy the tensors there, so that training may change them before they are written.
-
-    Raises:
-        NoSpace, IOFailure: on every rank, if any rank fails to write.
     """
     final = checkpoint_dir(root, progress.step)
     staging = root / f"{TEMPORARY}{final.name}"
-
-    def prepare() -> None:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-
-    on_main(prepare, staging)
     content = {name: value for name, value in sharding_metadata().items() if name != "dp_cp_group"}
     # As dist_checkpointing.save, which writes files between its collectives: a failed rank would block the others.
     # Megatron-Core's own asynchronous writer forks, and can publish a file that a failed thread left incomplete.

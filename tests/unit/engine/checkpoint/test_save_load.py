@@ -15,9 +15,8 @@ from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint import background_saves, checkpoint_folder
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import latest, publish, read_errors, write_errors
-from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
+from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
 from isthmus.engine.checkpoint.run_state import BestLoss, Progress
-from isthmus.engine.checkpoint.save_load import save
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
@@ -71,9 +70,10 @@ def test_damaged_index_is_a_data_error(index: bytes, tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_created_is_an_io_failure_on_every_rank(tmp_path: Path) -> None:
     (root := tmp_path / "checkpoints").write_text("a file")
-    unused: Any = None
+    progress, options = Progress(step=1, data=""), SaveOptions(keep=1)
+    writer = CheckpointWriter(root / ".tmp-1", root / "1", progress, None, options, state={}, common={}, copied=False)
     with single_process_groups(), pytest.raises(IOFailure, match="the checkpoint could not be written to"):
-        save(root, unused, Progress(step=1, data=""), ParallelConfig(), SaveOptions(keep=1))
+        writer.complete()
 
 
 class FailingWriter:
