@@ -73,7 +73,7 @@ def transformer_config(
     """
     if attention is None:
         needs = attention_needs(architecture, parallel, dtype=dtype, device=device, dropout=dropout)
-        attention = select_backend(train.attention, needs).name
+        attention = select_backend(train.attention, *needs).name
     return DecoderConfig(
         attention=attention,
         experts=moe,
@@ -114,8 +114,18 @@ def transformer_config(
 
 def attention_needs(
     architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, device: torch.device, dropout: Dropout
+) -> tuple[AttentionNeeds, ...]:
+    """What the attention backend of a rank has to compute, in each kind of layer."""
+
+    def of_kind(kind: Architecture) -> AttentionNeeds:
+        return _needs_of(kind, parallel, dtype=dtype, device=device, dropout=dropout)
+
+    return tuple(dict.fromkeys(map(of_kind, architecture.attention_kinds)))
+
+
+def _needs_of(
+    architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, device: torch.device, dropout: Dropout
 ) -> AttentionNeeds:
-    """What the attention backend of a rank has to compute."""
     heads, mla = architecture.num_attention_heads // parallel.tp, architecture.mla
     groups = max(1, architecture.num_query_groups // parallel.tp) if mla is None else heads
     return AttentionNeeds(
@@ -124,7 +134,7 @@ def attention_needs(
         groups=groups,
         repeat=heads // groups,
         key_width=architecture.kv_channels,
-        value_width=architecture.kv_channels if mla is None else mla.v_head_dim,
+        value_width=architecture.value_width,
         scale=architecture.attention_scale,
         window=architecture.sliding_window is not None,
         softcap=architecture.attention_softcap,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
 from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
-from isthmus.engine.layers.attention import CoreAttention, PackedSelfAttention
+from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
@@ -75,21 +73,9 @@ def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec
 
 def attention_spec(architecture: Architecture) -> ModuleSpec:
     if architecture.mla is not None:
-        params = {"attn_mask_type": AttnMaskType.causal, "architecture": architecture}
-        return ModuleSpec(module=LatentAttention, params=params)
-    per_head = architecture.qk_norm and architecture.qk_norm_over == "head"
-    qk_norm = norm_spec(architecture) if per_head else None
-    return ModuleSpec(
-        module=PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=with_bias(ColumnParallelLinear, architecture.qkv_bias),
-            core_attention=ModuleSpec(module=CoreAttention, params={"softcap": architecture.attention_softcap}),
-            linear_proj=with_bias(RowParallelLinear, architecture.proj_bias),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
-    )
+        return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
+    params = {"architecture": architecture, "norm": norm_spec(architecture)}
+    return ModuleSpec(module=PackedSelfAttention, params=params)
 
 
 def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from isthmus.errors import DataError
 
@@ -61,6 +61,18 @@ class RopeScaling:
     """Multiplier of cosines and sines; None: derived from the factor."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowAttention:
+    """Sizes of the attention in sliding-window layers. None: the same as in layers with full attention."""
+
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    value_channels: int | None = None
+    rotary_percent: float | None = None
+    attention_sinks: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +162,7 @@ class Architecture:
     num_query_groups: int
     """Key/value heads (``num_key_value_heads`` in Hugging Face configs)."""
     kv_channels: int
-    """Width of one head (``head_dim`` in Hugging Face configs)."""
+    """Width of one head's queries and keys (``head_dim`` in Hugging Face configs)."""
     vocab_size: int
     """Rows of the embedding, without tensor-parallel padding."""
     max_position_embeddings: int
@@ -195,6 +207,11 @@ class Architecture:
     """Layers, counted from 0, to which the window does not apply."""
     window_rotary_base: float | None = None
     """Rotary base of sliding-window layers, which have no rope scaling; None: the same as in other layers."""
+    window_attention: WindowAttention | None = None
+    """Sizes of sliding-window layers, if they differ."""
+    value_channels: int | None = None
+    """Width of one head's values; None: ``kv_channels``."""
+    value_multiplier: float = 1.0
     attention_scale: float | None = None
     """Multiplier of attention scores; None: 1/sqrt(head dim)."""
     attention_softcap: float | None = None
@@ -254,3 +271,38 @@ class Architecture:
     def window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's values."""
+        return self.mla.v_head_dim if self.mla is not None else self.value_channels or self.kv_channels
+
+    @property
+    def windowed(self) -> Architecture:
+        """This model with the attention sizes and the rotary embedding of sliding-window layers in every layer."""
+        if self.sliding_window is None or (self.window_attention is None and self.window_rotary_base is None):
+            return self
+        changed: dict[str, Any] = {"window_attention": None, "window_rotary_base": None}
+        if self.window_rotary_base is not None:
+            changed |= {"rotary_base": self.window_rotary_base, "rope_scaling": None}
+        for own in fields(WindowAttention) if self.window_attention is not None else ():
+            if (value := getattr(self.window_attention, own.name)) is not None:
+                changed[own.name] = value
+        return replace(self, **changed)
+
+    def attention_of(self, layer: int) -> Architecture:
+        """This model with the attention sizes and the rotary embedding of one layer, from 0, in every layer."""
+        return self if self.window(layer) is None else self.windowed
+
+    @property
+    def attention_kinds(self) -> tuple[Architecture, ...]:
+        """This model with the attention of each kind of layer: full, and sliding-window if it differs."""
+        return tuple(dict.fromkeys((self, self.windowed)))
+
+    @property
+    def rotary_kinds(self) -> tuple[Architecture, ...]:
+        """Those of ``attention_kinds`` whose rotary embeddings differ: one or two."""
+        names = ("rotary_base", "rope_scaling", "rotary_percent", "kv_channels")
+        first, *others = self.attention_kinds
+        differ = (other for other in others if any(getattr(first, n) != getattr(other, n) for n in names))
+        return first, *differ

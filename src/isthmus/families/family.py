@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, check_sizes
+from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, WindowAttention, check_sizes
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
@@ -327,7 +327,7 @@ class Family:
 
 _TYPE_NAMES = {int: "positive integer", float: "non-negative number", bool: "boolean"}
 _SHARED_KEYS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-_INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla}
+_INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla, "window_attention": WindowAttention}
 
 
 def _layer_axis(rule: Rule) -> str:

@@ -8,18 +8,21 @@ from isthmus.families.architecture import Architecture
 def matmul_parameters(architecture: Architecture, layer: int) -> int:
     """Weights of decoder layer ``layer`` in a token's matmuls, without norms and biases."""
     a, moe = architecture, architecture.moe
+    attention = _attention_parameters(a.attention_of(layer))
     matrices = 3 if a.gated else 2
     if moe is None or not a.is_moe(layer):
-        return _attention_parameters(a) + matrices * a.hidden_size * a.ffn_hidden_size
+        return attention + matrices * a.hidden_size * a.ffn_hidden_size
     expert_width = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
     router_width = moe.num_experts + moe.shared_gate
-    return _attention_parameters(a) + a.hidden_size * (matrices * expert_width + router_width)
+    return attention + a.hidden_size * (matrices * expert_width + router_width)
 
 
 def _attention_parameters(a: Architecture) -> int:
+    """``a`` has the attention of the layer."""
     width = a.num_attention_heads * a.kv_channels
     if (mla := a.mla) is None:
-        return a.hidden_size * (2 * width + 2 * a.num_query_groups * a.kv_channels)
+        values = (a.num_attention_heads + a.num_query_groups) * a.value_width
+        return a.hidden_size * (width + a.num_query_groups * a.kv_channels + values)
     queries = a.hidden_size * width if mla.q_lora_rank is None else mla.q_lora_rank * (a.hidden_size + width)
     down = a.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     up = mla.kv_lora_rank * a.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -42,14 +45,14 @@ def flops_per_batch(
         loss_tokens: tokens whose logits are computed; None: all of them.
     """
     a = architecture
-    value_width = a.kv_channels if a.mla is None else a.mla.v_head_dim
     layers = attention = 0.0
     for layer in range(a.num_layers + a.mtp_layers):  # MTP layers come last
         window = a.window(layer)
         pairs = sum_squared_lengths / 2
         pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
-        attention += 2.0 * a.num_attention_heads * (a.kv_channels + value_width) * pairs
+        own = a.attention_of(layer)
+        attention += 2.0 * own.num_attention_heads * (own.kv_channels + own.value_width) * pairs
     rows = 1 if a.score_head else a.vocab_size
     head = 2.0 * a.hidden_size * rows * (num_tokens if loss_tokens is None else loss_tokens)
     mtp_projection = 2.0 * 2 * a.hidden_size**2 * num_tokens

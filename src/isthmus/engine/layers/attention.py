@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
+from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.layers.norm import ProjectionNorm
 from isthmus.engine.layers.recompute import recompute_if
-from isthmus.engine.layers.rope import rotate
+from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
 
@@ -27,20 +31,18 @@ class CoreAttention(nn.Module):
         self,
         config: Any,
         layer_number: int = 1,
-        softmax_scale: float | None = None,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
         softcap: float | None = None,
-        pg_collection: Any = None,
-        **_kwargs: Any,
+        sinks: int = 0,
     ) -> None:
+        """``sinks`` is the number of this rank's query heads if they have attention sinks."""
         super().__init__()
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else None
-        self.scale = softmax_scale
-        self.softcap = softcap
+        self.window, self.scale, self.softcap = window, scale, softcap
         self.softmax_offset: nn.Parameter | None = None
-        if config.softmax_type == "learnable":
-            heads = config.num_attention_heads // pg_collection.tp.size()
-            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        if sinks:
+            self.softmax_offset = nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.layer_number = layer_number
         self.backend = BACKENDS[config.attention]
@@ -79,23 +81,58 @@ class CoreAttention(nn.Module):
         return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
 
 
-class PackedSelfAttention(SelfAttention):
-    """Megatron-Core's self-attention with a forward pass for packed samples."""
+class PackedSelfAttention(MegatronModule):
+    """Self-attention over packed samples, with Megatron-Core's parameter names.
 
-    def __init__(self, config: Any, *args: Any, architecture: Architecture, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        layer = self.layer_number - 1
+    Its own class has neither values of another width than keys, nor layers of different sizes.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        architecture: Architecture,
+        pg_collection: Any,
+        norm: ModuleSpec | type,
+        **_unused: Any,
+    ) -> None:
+        """``norm`` is that of single heads."""
+        super().__init__(config)
+        layer = layer_number - 1
+        own = architecture.attention_of(layer)
+        tp, groups, all_heads = pg_collection.tp, own.num_query_groups, own.num_attention_heads
         self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
-        # A separate rotary table for layers with a window comes last.
-        self.num_tables = 1 if architecture.window_rotary_base is None else 2
-        self.table = 0 if architecture.window(layer) is None else self.num_tables - 1
-        if architecture.qk_norm and architecture.qk_norm_over == "projection":
-            ranks = {"rank": self.tp_group.rank(), "ranks": self.tp_group.size()}
-            shape = (architecture.kv_channels, architecture.norm_epsilon)
-            self.q_layernorm = ProjectionNorm(config, architecture.num_attention_heads, *shape, **ranks)
-            self.k_layernorm = ProjectionNorm(config, architecture.num_query_groups, *shape, **ranks)
+        self.channels = rotated_channels(architecture, layer)
+        self.ranks_per_group = max(1, tp.size() // groups)
+        self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
+        """With several ranks for each group: this rank's group, and its part of the group's queries."""
+        self.groups = max(1, groups // tp.size())
+        self.widths = (own.kv_channels * all_heads // groups, own.kv_channels, own.value_width)
+        """Of a group's queries, its keys and its values."""
+        self.value_multiplier = own.value_multiplier
+        self.core_attention = CoreAttention(
+            config, layer_number, window=architecture.window(layer), scale=own.attention_scale,
+            softcap=own.attention_softcap, sinks=all_heads // tp.size() if own.attention_sinks else 0,
+        )  # fmt: skip
+        parallel: dict[str, Any] = {
+            "config": config, "init_method": config.init_method, "is_expert": False, "tp_group": tp,
+        }  # fmt: skip
+        self.linear_proj = RowParallelLinear(
+            all_heads * own.value_width, config.hidden_size, bias=own.proj_bias, input_is_parallel=True,
+            skip_bias_add=True, **parallel,
+        )  # fmt: skip
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size, groups * sum(self.widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
+            **parallel,
+        )  # fmt: skip
+        self.q_layernorm = self.k_layernorm = None
+        if own.qk_norm:
+            self.q_layernorm, self.k_layernorm = (
+                _qk_norm(config, own, norm, heads, tp) for heads in (all_heads, groups)
+            )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attend and project; returns the output and the bias that the caller adds, or None.
@@ -106,32 +143,40 @@ class PackedSelfAttention(SelfAttention):
         q, k, v = self._project(hidden_states)
         table = None
         if self.rotated and rotary_pos_emb is not None:
-            table = rotary_pos_emb.chunk(self.num_tables, dim=-1)[self.table]
+            table = rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
         heads = self._normed_and_rotated(q, k, table)
         recomputed = "rope" in self.config.recomputed and table is not None
         with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table)):
-            attended = self.core_attention(*heads, v.squeeze(2), packed_seq_params)
+            attended = self.core_attention(*heads, v, packed_seq_params)
         return self.linear_proj(attended[:, None])
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, G, R, D], keys and values [T, G, 1, D], before their norms."""
-        if self._has_part_of_a_group:
-            return self.get_query_key_value_tensors(hidden_states, None)  # after their norms
+        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]."""
         mixed, _ = self.linear_qkv(hidden_states)
-        groups = self.num_query_groups_per_partition
-        heads_per_group = self.num_attention_heads_per_partition // groups
-        mixed = mixed.view(mixed.size(0), groups, heads_per_group + 2, self.hidden_size_per_attention_head)
-        return mixed.split((heads_per_group, 1, 1), dim=2)
+        if self.ranks_per_group > 1:
+            group, width = self.part_of_group[0], sum(self.widths)
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
+        q, k, v = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
+        q = q.unflatten(-1, (-1, self.widths[1]))
+        if self.ranks_per_group > 1:
+            q = q.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]]
+        return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None) -> list[Tensor]:
         """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
-        if self.q_layernorm is not None and not self._has_part_of_a_group:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        heads = [q, k.squeeze(2)]  # an index would have a gradient of zeros to copy into
         if table is None:
-            return heads
-        return [rotate(each, table, interleaved=self.config.rotary_interleaved) for each in heads]
+            return [q, k]
+        return [rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k)]
 
-    @property
-    def _has_part_of_a_group(self) -> bool:
-        return bool(self.config.num_query_groups < self.world_size)
+
+def _qk_norm(
+    config: TransformerConfig, architecture: Architecture, norm: ModuleSpec | type, heads: int, tp: Any
+) -> nn.Module:
+    """The norm of queries or of keys; ``heads`` are those of all ranks."""
+    width, eps = architecture.kv_channels, architecture.norm_epsilon
+    if architecture.qk_norm_over == "projection":
+        return ProjectionNorm(config, heads, width, eps, rank=tp.rank(), ranks=tp.size())
+    built: nn.Module = build_module(norm, config=config, hidden_size=width, eps=eps)
+    return built

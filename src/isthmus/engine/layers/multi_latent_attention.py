@@ -72,8 +72,9 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
         self.core_attention = CoreAttention(
-            config, layer_number, softmax_scale=latent_scale(architecture), pg_collection=pg_collection
-        )
+            config, layer_number, window=architecture.window(layer_number - 1), scale=latent_scale(architecture),
+            softcap=architecture.attention_softcap, sinks=self.heads if architecture.attention_sinks else 0,
+        )  # fmt: skip
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(

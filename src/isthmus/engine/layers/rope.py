@@ -6,7 +6,6 @@ the model's config (Megatron-Core hard-codes three of them). YaRN is that of arX
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -21,25 +20,40 @@ from isthmus.families.architecture import Architecture, RopeScaling
 
 
 def frequency_sets(architecture: Architecture) -> Tensor:
-    """All frequencies of the model, float32 [sets, R / 2], for R rotated channels of a head.
+    """All frequencies of the model, float32, joined: R / 2 for each set, for R rotated channels of a head.
 
-    The second set is for layers with a window and another base, or for samples beyond the original context (LongRoPE).
+    A set for each kind of attention with its own rotation, and a second one for samples beyond the original context
+    (LongRoPE).
     """
-    sets = [inverse_frequencies(architecture)]
+    return torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
+
+
+def _sets(architecture: Architecture) -> list[Tensor]:
     scaling = architecture.rope_scaling
-    if architecture.window_rotary_base is not None:
-        own = replace(architecture, rotary_base=architecture.window_rotary_base, rope_scaling=None)
-        sets.append(inverse_frequencies(own))
-    elif scaling is not None and scaling.kind == "longrope":
-        long = replace(scaling, short_factor=scaling.long_factor)
-        sets.append(inverse_frequencies(replace(architecture, rope_scaling=long)))
-    return torch.stack(sets)
+    if scaling is None or scaling.kind != "longrope":
+        return [inverse_frequencies(architecture)]
+    long = replace(architecture, rope_scaling=replace(scaling, short_factor=scaling.long_factor))
+    return [inverse_frequencies(architecture), inverse_frequencies(long)]
+
+
+def rotary_width(architecture: Architecture) -> int:
+    """Rotated channels of a head."""
+    if architecture.mla is not None:
+        return architecture.mla.qk_rope_head_dim
+    return int(architecture.kv_channels * architecture.rotary_percent)
+
+
+def rotated_channels(architecture: Architecture, layer: int) -> slice | None:
+    """The columns of :func:`rotary_tables` for a layer, from 0; None: all."""
+    first, *windowed = map(rotary_width, architecture.rotary_kinds)
+    if not windowed:
+        return None
+    return slice(first) if architecture.window(layer) is None else slice(first, None)
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
     """Angle per position of each pair of rotated channels, float32 [R / 2]."""
-    mla = architecture.mla
-    width = int(architecture.kv_channels * architecture.rotary_percent) if mla is None else mla.qk_rope_head_dim
+    width = rotary_width(architecture)
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies = 1.0 / (architecture.rotary_base**exponent)
     scaling = architecture.rope_scaling
@@ -102,20 +116,21 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
-    """The :func:`rotation_table` of a packed batch, [T, R].
+    """The :func:`rotation_table` of a packed batch, [T, R], with the :func:`frequency_sets` of the model.
 
-    [T, 2 R] if layers with a window have other frequencies; their table comes last.
+    The table of layers with a window comes last if they are rotated otherwise; see :func:`rotated_channels`.
     """
-    scaling, position_ids = architecture.rope_scaling, batch.position_ids
-    table = functools.partial(rotation_table, position_ids=position_ids, dtype=dtype)
-    if architecture.window_rotary_base is not None:
-        return torch.cat((table(sets[0], magnitude=magnitude(scaling)), table(sets[1])), dim=-1)
-    if scaling is not None and scaling.kind == "longrope":
-        samples = torch.tensor(batch.lengths, device=position_ids.device)
-        beyond = samples > scaling.original_max_position_embeddings
-        of_token = local_tokens(beyond.long().repeat_interleave(samples), batch.spans)
-        return table(sets[of_token], magnitude=magnitude(scaling))
-    return table(sets[0], magnitude=magnitude(scaling))
+    tables = []
+    for kind in architecture.rotary_kinds:
+        scaling, pairs = kind.rope_scaling, rotary_width(kind) // 2
+        frequencies, sets = sets[:pairs], sets[pairs:]
+        if scaling is not None and scaling.kind == "longrope":
+            frequencies, sets = torch.stack((frequencies, sets[:pairs])), sets[pairs:]
+            samples = torch.tensor(batch.lengths, device=batch.position_ids.device)
+            beyond = samples > scaling.original_max_position_embeddings
+            frequencies = frequencies[local_tokens(beyond.long().repeat_interleave(samples), batch.spans)]
+        tables.append(rotation_table(frequencies, batch.position_ids, dtype, magnitude=magnitude(scaling)))
+    return tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)
 
 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:

@@ -64,7 +64,7 @@ def mlp(canonical: str, hf: str, width: str, *, bias: str | None = None, **field
 
 EMBEDDING = (copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V", "H", shard="vocab"),)
 INPUT_NORM = layer_norm("input_layernorm")
-PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "H", "N*D", shard="cols")
+PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "H", "N*Vh", shard="cols")
 PROJECTION_BIAS = in_layer(
     "self_attention.linear_proj.bias", "self_attn.o_proj.bias", "H", init="zeros", when="proj_bias"
 )

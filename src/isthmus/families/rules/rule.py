@@ -22,6 +22,9 @@ from isthmus.families.architecture import Architecture
 Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up"]
 Init = Literal["normal", "ones", "zeros"]
 Shape = tuple[int, ...]
+WINDOWED = "w"
+"""Suffix of the symbols of sliding-window layers."""
+_ATTENTION = ("N", "G", "D", "Vh", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +134,21 @@ class Rule:
 def symbol_sizes(arch: Architecture) -> dict[str, int]:
     """The size of each symbol.
 
-    V vocabulary, H hidden size, F feed-forward width, P learned positions, N heads, G query groups, D head dim, W rows
-    of QKV, E experts, X width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries
-    and of keys and values, Kd is Rk plus the rotary dim, Qh and Vh are the head dims of queries and values, Kv is a
-    head's non-rotary key dim plus its value dim.
+    V vocabulary, H hidden size, F feed-forward width, P learned positions, N heads, G query groups, D head dim, Vh head
+    dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts, X width of an
+    expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and values, Kd is Rk
+    plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its value dim.
     """
     sizes = {
         "V": arch.vocab_size,
         "H": arch.hidden_size,
         "F": arch.ffn_hidden_size,
         "P": arch.max_position_embeddings,
-        "N": arch.num_attention_heads,
-        "G": arch.num_query_groups,
-        "D": arch.kv_channels,
-        "W": (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.kv_channels,
         "1": 1,
         "2": 2,
     }
+    for kind, of_kind in (("", arch), (WINDOWED, arch.windowed)):
+        sizes |= {symbol + kind: size for symbol, size in _attention_sizes(of_kind).items()}
     if (moe := arch.moe) is not None:
         sizes |= {"E": moe.num_experts, "X": moe.ffn_hidden_size, "S": moe.shared_ffn_hidden_size}
     if (mla := arch.mla) is not None:
@@ -156,10 +157,16 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
             "Rk": mla.kv_lora_rank,
             "Kd": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "Qh": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-            "Vh": mla.v_head_dim,
             "Kv": mla.qk_nope_head_dim + mla.v_head_dim,
         }
     return sizes
+
+
+def _attention_sizes(arch: Architecture) -> dict[str, int]:
+    heads, groups, width, values = (
+        arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, arch.value_width,
+    )  # fmt: skip
+    return {"N": heads, "G": groups, "D": width, "Vh": values, "W": (heads + groups) * width + groups * values}
 
 
 def symbol_size(symbol: str, sizes: Mapping[str, int]) -> int:
@@ -193,7 +200,7 @@ def copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
 
 def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Rule:
     """Fused QKV weights or biases, grouped by query group."""
-    parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*D", *tail)))
+    parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*Vh", *tail)))
     return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
 
 
@@ -210,6 +217,23 @@ def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ..
         return HfPart(reduce(lambda name, pair: name.replace(*pair), names.items(), part.name), part.symbols)
 
     return tuple(replace(rule, parts=tuple(map(rename, rule.parts))) for rule in rules)
+
+
+def by_window(*rules: Rule) -> tuple[Rule, ...]:
+    """Rules of attention for layers with full attention, then with the sizes of sliding-window layers for those."""
+
+    def of_windows(symbol: str) -> str:
+        return "*".join(name + WINDOWED if name in _ATTENTION else name for name in symbol.split("*"))
+
+    windowed = (
+        replace(
+            rule,
+            strands=of_windows(rule.strands),
+            parts=tuple(HfPart(part.name, tuple(map(of_windows, part.symbols))) for part in rule.parts),
+        )
+        for rule in rules
+    )
+    return (*in_layers("full", *rules), *in_layers("windowed", *windowed))
 
 
 def where(condition: str, *rules: Rule) -> tuple[Rule, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.rules.rule import RowBlock, Rule, Shape
+from isthmus.families.rules.rule import RowBlock, Rule, Shape, symbol_sizes
 
 Index = tuple[slice, ...]
 Read = Callable[[int, Index], Tensor]
@@ -170,19 +170,19 @@ def _one_of(sizes: list[int]) -> str:
 def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
     moe = arch.moe
     has_dense = moe is None or bool(moe.dense_layers)
-    divisible = {"num_attention_heads": arch.num_attention_heads}
-    divisible |= {"ffn_hidden_size": arch.ffn_hidden_size} if has_dense else {}
-    divisible |= {"shared_ffn_hidden_size": moe.shared_ffn_hidden_size} if moe is not None else {}
-    for name, size in divisible.items():
+    divisible = [("num_attention_heads", kind.num_attention_heads) for kind in arch.attention_kinds]
+    divisible += [("ffn_hidden_size", arch.ffn_hidden_size)] if has_dense else []
+    divisible += [("shared_ffn_hidden_size", moe.shared_ffn_hidden_size)] if moe is not None else []
+    for name, size in divisible:
         if tp < 1 or size % tp:
             return f"does not divide {name}={size}"
-    if arch.mla is not None:
-        return None
-    groups = arch.num_query_groups
-    if groups % tp and tp % groups:
-        return f"does not divide num_query_groups={groups}"
-    qkv_rows = (arch.num_attention_heads + 2 * groups) * arch.kv_channels
-    return f"does not divide the {qkv_rows} rows of query, key and value" if qkv_rows % tp else None
+    for kind in arch.attention_kinds if arch.mla is None else ():
+        groups = kind.num_query_groups
+        if groups % tp and tp % groups:
+            return f"does not divide num_query_groups={groups}"
+        if (qkv_rows := symbol_sizes(kind)["W"]) % tp:
+            return f"does not divide the {qkv_rows} rows of query, key and value"
+    return None
 
 
 def _bounded(index: Index, shape: Shape) -> list[slice]:

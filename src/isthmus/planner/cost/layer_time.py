@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from isthmus.config.schema import ParallelConfig
+from isthmus.families.architecture import Architecture
 from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.planner.cost.kernels import Kernels
 from isthmus.planner.cost.workload import Workload
@@ -83,9 +84,10 @@ class LayerModel:
         found = LayerTime()
         attention, feed_forward = LayerTime(), LayerTime()
         self._norms(found)
-        self._projections(attention)
-        core = self._core_attention(window)
-        self._rope(attention)
+        arch = self.arch if window is None else self.arch.windowed
+        self._projections(attention, arch)
+        core = self._core_attention(arch, window)
+        self._rope(attention, arch)
         if is_moe:
             self._experts(feed_forward)
         else:
@@ -185,13 +187,13 @@ class LayerModel:
         if self.work.recomputes("layernorm"):
             to.recomputed.memory += norm
 
-    def _projections(self, to: LayerTime) -> None:
-        arch, tp = self.arch, self.tp
+    def _projections(self, to: LayerTime, arch: Architecture) -> None:
+        tp = self.tp
         width = arch.num_attention_heads * arch.kv_channels / tp
         if (mla := arch.mla) is None:
-            keys = max(1.0, arch.num_query_groups / tp) * arch.kv_channels
-            self._linear(to, width + 2 * keys, arch.hidden_size, split="column")
-            self._linear(to, arch.hidden_size, width, split="row")
+            keys = max(1.0, arch.num_query_groups / tp) * (arch.kv_channels + arch.value_width)
+            self._linear(to, width + keys, arch.hidden_size, split="column")
+            self._linear(to, arch.hidden_size, arch.num_attention_heads * arch.value_width / tp, split="row")
             return
         values = arch.num_attention_heads * mla.v_head_dim / tp
         if mla.q_lora_rank is None:
@@ -204,9 +206,9 @@ class LayerModel:
         self._linear(to, up, mla.kv_lora_rank, split="column")
         self._linear(to, arch.hidden_size, values, split="row")
 
-    def _rope(self, to: LayerTime) -> None:
+    def _rope(self, to: LayerTime, arch: Architecture) -> None:
         """Queries and keys are split off, rotated and, with QK norm, normalized: each read and written."""
-        arch, kernels = self.arch, self.kernels
+        kernels = self.kernels
         groups = arch.num_attention_heads if arch.mla is not None else arch.num_query_groups
         width = (arch.num_attention_heads + max(groups, self.tp)) * arch.kv_channels / self.tp
         number = kernels.memory((4 if arch.qk_norm else 2) * self.tokens * width * kernels.element, 2)
@@ -215,17 +217,16 @@ class LayerModel:
         if self.work.recomputes("rope"):
             to.recomputed.memory += number
 
-    def _core_attention(self, window: int | None) -> LayerTime:
+    def _core_attention(self, arch: Architecture, window: int | None) -> LayerTime:
         """Causal within a sample: L tokens have L^2 / 2 pairs of query and key, a window of W at most L W.
 
         With context parallelism each rank has an equal part of the pairs, gathers keys and values, and reduces their
         gradients.
         """
-        found, arch, work = LayerTime(), self.arch, self.work
+        found, work = LayerTime(), self.work
         length = work.seq_length / work.samples_per_sequence
         pairs = self.tokens * (length / 2 if window is None else min(length / 2, float(window)))
-        value_width = arch.kv_channels if arch.mla is None else arch.mla.v_head_dim
-        heads, width = arch.num_attention_heads / self.tp, arch.kv_channels + value_width
+        heads, width = arch.num_attention_heads / self.tp, arch.kv_channels + arch.value_width
         found.forward.attention = self.kernels.attention(heads, pairs, width)
         found.backward.attention = self.kernels.attention(heads, pairs, width, backward=True)
         if self.parallel.cp > 1:

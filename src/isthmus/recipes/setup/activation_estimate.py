@@ -34,7 +34,7 @@ class Activations:
     tokens: int
     """Of a micro batch on this rank."""
     layers: dict[str, dict[str, int]]
-    """Parts of what a layer of each kind (``dense``, ``moe``) keeps of a micro batch."""
+    """Parts of what a layer of each kind (:func:`_layer_kinds`) keeps of a micro batch."""
     kept: Counter[str]
     """Layers of each kind that are not recomputed as a whole."""
     recomputed: int = 0
@@ -63,7 +63,7 @@ def activations(plan: ModelPlan, config: RunConfig, precision: str, *, on_gpu: b
     parallel, arch = plan.parallel, plan.architecture
     settings = _Settings(plan, config, precision)
     kinds = _layer_kinds(arch)
-    terms = {kind: _layer_terms(arch, settings, is_moe=kind == "moe", fused=on_gpu) for kind in set(kinds)}
+    terms = {kind: _layer_terms(arch, kinds.index(kind), settings, fused=on_gpu) for kind in set(kinds)}
     number, dense = micro_batches(plan, config), _as_dense(arch, is_moe=False)
     input_bytes = settings.outside * arch.hidden_size * settings.element
     in_flight = [_in_flight(parallel, rank, number) for rank in range(parallel.pp)]
@@ -89,7 +89,7 @@ def _add_mtp_layers(last: Activations, arch: Architecture, settings: _Settings, 
     """MTP layers: each is a layer with 6 T H more, of norms and of the projection of hidden states and embeddings."""
     if not arch.mtp_layers:
         return
-    terms = _layer_terms(arch, settings, is_moe=arch.is_moe(arch.num_layers), fused=on_gpu)
+    terms = _layer_terms(arch, arch.num_layers, settings, fused=on_gpu)
     last.layers = last.layers | {"MTP": terms | {"6 T H of joined embeddings": 6 * last.input_bytes}}
     last.outside += arch.mtp_layers * last.input_bytes  # the gradient of its hidden states in the loss
     if settings.recomputed_layers(1):
@@ -150,7 +150,7 @@ def _layer_buffers(arch: Architecture, settings: _Settings, *, fp8: bool, on_gpu
     eager = 0 if on_gpu else 2
     dense = arch.ffn_hidden_size // parallel.tp
     found = [settings.tokens * 2 * hidden]  # the gathered input of a block and its gradient
-    if "dense" in _layer_kinds(arch):
+    if any(kind.startswith("dense") for kind in _layer_kinds(arch)):
         found.append(settings.tokens * (gated + eager) * dense + 2 * settings.outside * hidden)
         if fp8:  # a float32 weight gradient, and FP8 copies of its factors and of the weight
             found.append(gated * dense * (5 * hidden + settings.tokens) // settings.element)
@@ -194,9 +194,10 @@ class _Settings:
         return of_stage if self._full is None else min(self._full, of_stage)
 
 
-def _layer_terms(arch: Architecture, settings: _Settings, *, is_moe: bool, fused: bool) -> dict[str, int]:
-    """Bytes by part; rows are tokens that are routed to an expert of this rank."""
-    parallel, element = settings.parallel, settings.element
+def _layer_terms(arch: Architecture, layer: int, settings: _Settings, *, fused: bool) -> dict[str, int]:
+    """Bytes by part of a layer, from 0; rows are tokens that are routed to an expert of this rank."""
+    parallel, element, is_moe = settings.parallel, settings.element, arch.is_moe(layer)
+    arch = arch.attention_of(layer)
     dense = _as_dense(arch, is_moe=is_moe)
     # The dense layer's names of what an MoE layer recomputes.
     names = {"moe": "mlp", "moe_act": "mlp_act"} if is_moe else {"mlp": "mlp", "mlp_act": "mlp_act"}
@@ -207,8 +208,8 @@ def _layer_terms(arch: Architecture, settings: _Settings, *, is_moe: bool, fused
         terms |= _latent_terms(arch, settings, recomputed="core_attn" in recomputed, on_gpu=fused)
     if parallel.cp > 1 and "core_attn" not in recomputed:
         # Gathered keys and values, and the joined outputs of the spans.
-        gathered = 2 * dense.num_query_groups * parallel.cp + dense.num_attention_heads
-        width = gathered * dense.kv_channels
+        gathered = dense.num_query_groups * parallel.cp
+        width = gathered * dense.kv_channels + (gathered + dense.num_attention_heads) * dense.value_width
         terms["gathered keys and values, joined outputs"] = settings.tokens * width * element // parallel.tp
     if not is_moe or "mlp" in recomputed or arch.moe is None:
         return terms
@@ -250,7 +251,11 @@ def _as_dense(arch: Architecture, *, is_moe: bool) -> Architecture:
 
 @functools.lru_cache(maxsize=8)
 def _layer_kinds(arch: Architecture) -> tuple[str, ...]:
-    return tuple("moe" if arch.is_moe(layer) else "dense" for layer in range(arch.num_layers))
+    """Layers with equal activations have equal kinds, which start with ``dense`` or ``moe``."""
+    return tuple(
+        ("moe" if arch.is_moe(layer) else "dense") + ("" if arch.attention_of(layer) is arch else ", windowed")
+        for layer in range(arch.num_layers)
+    )
 
 
 def _compiles(config: RunConfig, compiles: bool | None) -> bool:

@@ -76,7 +76,7 @@ def _changed_tensors(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
     if families[0].name != families[1].name:
         return f"model_type is {families[0].name}, with model.config {families[1].name}"
     old, new = (families[0].to_architecture(config) for config in (before, after))
-    for name in ("num_attention_heads", "num_query_groups", "kv_channels"):
+    for name in ("num_attention_heads", "num_query_groups", "kv_channels", "window_attention"):
         if getattr(old, name) != getattr(new, name):
             key = families[0].keys[name].hf if name in families[0].keys else name
             return f"{key} is {getattr(old, name)}, with model.config {getattr(new, name)}"

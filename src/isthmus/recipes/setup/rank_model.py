@@ -186,7 +186,7 @@ def select_attention(
 
     arch, parallel = plan.architecture, plan.parallel
     needs = attention_needs(arch, parallel, dtype=DTYPES[precision], device=device, dropout=plan.dropout)
-    return select_backend(config.train.attention, needs, verified=verified)
+    return select_backend(config.train.attention, *needs, verified=verified)
 
 
 def _weight_source(config: RunConfig, plan: ModelPlan) -> tuple[WeightSource, tuple[str, ...]]:
