@@ -37,15 +37,12 @@ def attend(*, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict[str, float]:
     config = SimpleNamespace(
-        window_size=None if window is None else (window - 1, 0),
-        window_attn_skip_freq=None,
-        softmax_type="vanilla",
         attention="blocks",
         attention_dropout=0.0,
         recomputed=frozenset(["core_attn"] if recompute else []),
         params_dtype=torch.float64,
     )
-    layer = CoreAttention(config)
+    layer = CoreAttention(config, window=window)
     random = torch.Generator().manual_seed(0)
     tokens, spans = sum(lengths), local_spans(sum(lengths))
     shapes = {"q": (2, 3, 8), "k": (2, 8), "v": (2, 6), "upstream": (36,)}

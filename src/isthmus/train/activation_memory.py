@@ -38,8 +38,8 @@ def layer_terms(
 
     - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and
       one float32 number per token (LayerNorm: two), the projection its input; 4 T H for the form ``pre``;
-    - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V. Scores
-      are not saved. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
+    - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V.
+      Scores are not saved. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
     - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
       saves another T F.
 

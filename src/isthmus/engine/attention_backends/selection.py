@@ -24,7 +24,8 @@ def select_backend(
 ) -> Selection:
     """The requested backend, or with ``auto`` the first of the candidates that can compute all of ``needs``.
 
-    ``needs`` are those of each kind of layer on one device. ``verified`` compares it with float32 on a GPU, and takes the next one if its errors are large.
+    ``needs`` are those of each kind of layer, on one device. ``verified`` compares it with float32 on a GPU, and takes
+    the next one if its errors are large.
 
     Raises:
         UsageError: the requested backend cannot compute this, or is wrong on this device.

@@ -126,11 +126,11 @@ class PackedSelfAttention(MegatronModule):
             config.hidden_size, groups * sum(self.widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
             **parallel,
         )  # fmt: skip
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if own.qk_norm:
-            self.q_layernorm, self.k_layernorm = (
-                _qk_norm(config, own, norm, heads, tp) for heads in (all_heads, groups)
-            )
+            self.q_layernorm = _qk_norm(config, own, norm, all_heads, tp)
+            self.k_layernorm = _qk_norm(config, own, norm, groups, tp)
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any

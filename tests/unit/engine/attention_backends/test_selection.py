@@ -228,7 +228,7 @@ def test_needs_are_those_of_one_rank(tp: int, groups: int, repeat: int) -> None:
     config = {"model_type": "qwen3", **SIZES, **HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     arch = family_for(config).to_architecture(config)
     device = torch.device("cuda")
-    needs = attention_needs(arch, ParallelConfig(tp=tp), dtype=torch.bfloat16, device=device, dropout=Dropout())
+    (needs,) = attention_needs(arch, ParallelConfig(tp=tp), dtype=torch.bfloat16, device=device, dropout=Dropout())
     assert (needs.groups, needs.repeat, needs.key_width, needs.cp) == (groups, repeat, 16, False)
     assert transformer_config(arch, dtype=torch.bfloat16, device=device).attention == "varlen"
     assert transformer_config(arch, dtype=torch.bfloat16).attention == "blocks"

@@ -191,18 +191,15 @@ def test_values_wider_than_keys() -> None:
 
 
 @pytest.mark.parametrize("backend", ["blocks", "sdpa"])
-def test_the_layer_takes_window_and_backend_from_the_config(backend: str) -> None:
+def test_the_layer_has_its_window_and_the_backend_of_the_config(backend: str) -> None:
     given = inputs(20, 2)
     config = SimpleNamespace(
-        window_size=(3, 0),
-        window_attn_skip_freq=[1, 0],
-        softmax_type="vanilla",
         attention=backend,
         recomputed=frozenset(),
         attention_dropout=0.0,
     )
-    for number, window in ((1, 4), (2, None)):
-        layer = CoreAttention(config, number)
+    for window in (4, None):
+        layer = CoreAttention(config, window=window)
         assert layer.backend is BACKENDS[backend]
         assert torch.allclose(
             layer(*given, PackedBatch.for_inference([torch.zeros(20, dtype=torch.int64)])),
