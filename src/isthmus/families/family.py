@@ -153,6 +153,9 @@ class Family:
     """Defaults of the rotary settings."""
     rope_names: Mapping[str, str] = field(default_factory=dict)
     """The family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ."""
+    flat_rope: bool = True
+    """Exports also have the rotary keys from before ``rope_parameters``, which classes with settings for each kind of
+    layer misread."""
     ignorable: tuple[str, ...] = IGNORABLE
     """Suffixes of Hugging Face tensors that are not weights and may be present."""
     module_names: Mapping[str, str] = field(default_factory=dict)
@@ -182,7 +185,8 @@ class Family:
         if values.get("position", "rope") == "rope":
             context = {"max_position_embeddings": values["max_position_embeddings"]}
             head = values.get("mla.qk_rope_head_dim", values["kv_channels"])
-            values |= read_rotary(context | dict(hf), self.rope_defaults, self.rope_names, head)
+            windowed = values.get("window_attention.kv_channels") or head
+            values |= read_rotary(context | dict(hf), self.rope_defaults, self.rope_names, head, windowed)
         values["score_head"] = is_scored(hf)
         if values["score_head"]:
             values["tie_embeddings"] = False
@@ -285,7 +289,11 @@ class Family:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
         if arch.position == "rope":
             context = {"max_position_embeddings": arch.max_position_embeddings}
-            config |= write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
+            rotary = write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
+            if not self.flat_rope:
+                config.pop("rope_scaling", None)
+                rotary = {key: rotary[key] for key in rotary if key == "rope_parameters" or key in config}
+            config |= rotary
         if self.auto_map:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))

@@ -104,6 +104,26 @@ SPARSE_STEP = Derived(
 """Every nth layer has experts, except the listed ones."""
 
 
+def mlp_layer_types(dense: int) -> Derived:
+    """``mlp_layer_types`` lists ``dense`` and ``sparse`` layers; without it the first ``dense`` ones are dense."""
+
+    def read(hf: Mapping[str, Any]) -> tuple[int, ...]:
+        layers = _int(hf, "num_hidden_layers")
+        kinds = hf.get("mlp_layer_types")
+        if kinds is None:
+            return tuple(range(min(dense, layers)))
+        if not isinstance(kinds, Sequence) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+            raise DataError(
+                f"config.json: mlp_layer_types must be a list of dense or sparse for {layers} layers, got {kinds!r}."
+            )
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+    def write(dense: Sequence[int], arch: Architecture) -> dict[str, Any]:
+        return {"mlp_layer_types": ["dense" if layer in dense else "sparse" for layer in range(arch.num_layers)]}
+
+    return Derived(read, write)
+
+
 def _read_interval(hf: Mapping[str, Any]) -> tuple[int, ...]:
     layers, last = _int(hf, "num_hidden_layers"), _int(hf, "moe_layer_end_index", -1)
     first, step = _int(hf, "moe_layer_start_index", 1), _int(hf, "moe_layer_interval", 1)

@@ -15,7 +15,7 @@ from isthmus.families.architecture import Architecture, RopeScaling
 _DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e38
 _CONTEXT = "original_max_position_embeddings"
-_SHARE = "partial_rotary_factor"
+_SHARE, _WIDTH = "partial_rotary_factor", "rotary_dim"
 _LISTS = ("short_factor", "long_factor")
 _NEEDED = {
     "default": (),
@@ -37,32 +37,44 @@ _WINDOW_THETA = "rope_local_base_freq"
 
 
 def read_rotary(
-    hf: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str], head_width: int
+    hf: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str], head_width: int, window_width: int
 ) -> dict[str, Any]:
     """The rotary fields of the Architecture.
 
     ``names``: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ. A default for
-    ``rope_local_base_freq`` means that sliding-window layers have another base.
+    ``rope_local_base_freq`` means that sliding-window layers have another base, and fraction if there is a default for
+    it. The widths are those of heads, in layers with full attention and with a window.
     """
     hf = {**hf, **{plain: hf[name] for plain, name in names.items() if hf.get(name) is not None}}
     window: dict[str, Any] = {}
     if _WINDOW_THETA in defaults:
-        hf, window["window_rotary_base"] = _by_layer(hf, defaults)
+        hf, windowed = _by_layer(hf, defaults)
+        window["window_rotary_base"] = windowed["rope_theta"]
+        if _SHARE in defaults:
+            share = window["window_attention.rotary_percent"] = windowed[_SHARE]
+            _rotated(share, window_width)
     base, scaling = _read_rope(hf, defaults)
-    share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
+    of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _SHARE in defaults else None
+    share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), of_width, defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
-    width = int(head_width * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
-    if not 0 < width <= head_width or width % 2:
-        raise DataError(f"config.json: {_SHARE}={share!r} of head_dim {head_width} must be an even number of channels.")
+    width = _rotated(share, head_width)
     for name in _LISTS:
         if scaling is not None and (factors := getattr(scaling, name)) and len(factors) != width // 2:
             raise DataError(f"config.json: {name} must have {width // 2} numbers, got {len(factors)}.")
     return {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": float(share), **window}
 
 
-def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """The config with the rotary settings of full-attention layers only, and the base of sliding-window layers."""
+def _rotated(share: Any, head_width: int) -> int:
+    """Rotated channels of a head."""
+    width = int(head_width * share) if isinstance(share, int | float) and 0 < share <= 1 else 0
+    if not 0 < width <= head_width or width % 2:
+        raise DataError(f"config.json: {_SHARE}={share!r} of head_dim {head_width} must be an even number of channels.")
+    return width
+
+
+def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """The config with the rotary settings of full-attention layers only, and those of sliding-window layers."""
     nested = hf.get("rope_parameters") or {}
     if unknown := [key for key in nested if key not in _LAYERED] if isinstance(nested, Mapping) else []:
         raise UsageError(f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
@@ -70,13 +82,17 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
         raise DataError(f"config.json: rope_parameters must have an object for each kind of layer, got {nested!r}.")
     full, windowed = (dict(nested.get(kind) or {}) for kind in _LAYERED)
     theta = _first(windowed.pop("rope_theta", None), hf.get(_WINDOW_THETA), defaults[_WINDOW_THETA])
+    share = _first(windowed.pop(_SHARE, None), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
+    if share != 1 and _SHARE not in defaults:
+        raise UsageError(f"rope_parameters: {_SHARE}={share} is not supported for this family; it must be 1.")
     if windowed.pop("rope_type", "default") != "default" or windowed:
         raise UsageError(
             "rope_parameters: rope scaling is not supported in sliding_attention layers; use rope_type default."
         )
     if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: {_WINDOW_THETA} must be a positive number, got {theta!r}.")
-    return {**hf, "rope_parameters": full | dict(hf.get("rope_scaling") or {}), "rope_scaling": None}, float(theta)
+    rope = {"rope_parameters": full | dict(hf.get("rope_scaling") or {}), "rope_scaling": None}
+    return {**hf, **rope}, {"rope_theta": float(theta), _SHARE: share}
 
 
 def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -131,6 +147,7 @@ def write_rotary(
     if _WINDOW_THETA in defaults:
         theta = _first(arch.window_rotary_base, defaults[_WINDOW_THETA])
         windowed = {"rope_type": "default", "rope_theta": theta}
+        windowed |= {_SHARE: arch.windowed.rotary_percent} if _SHARE in defaults else {}
         settings["rope_parameters"] = dict(zip(_LAYERED, (settings["rope_parameters"], windowed), strict=True))
         settings[_WINDOW_THETA] = theta
     return {names.get(key, key): value for key, value in settings.items()}

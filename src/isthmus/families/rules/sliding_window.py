@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
 
-Window = Literal["never", "always", "by_layer", "pattern"]
-"""``by_layer``: Qwen's ``use_sliding_window`` and ``max_window_layers``; ``pattern``: every nth layer has no window."""
+Window = Literal["never", "always", "by_layer", "pattern", "first_and_pattern"]
+"""``by_layer``: Qwen's ``use_sliding_window`` and ``max_window_layers``; ``pattern``: every nth layer has no window;
+``first_and_pattern``: nor has the first one, and ``sliding_window_size`` counts the keys before the query's own."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -22,6 +23,8 @@ def read_window(
     """
     has_none = style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False))
     window = None if has_none else _positive(hf, "sliding_window", default)
+    if style == "first_and_pattern" and (before := _positive(hf, "sliding_window_size", None)) is not None:
+        window = before + 1
     if style == "always":
         return window, ()
     kinds = hf.get("layer_types")
@@ -44,9 +47,10 @@ def read_window(
 def _default_kinds(
     style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: int | None
 ) -> list[str]:
-    if style == "pattern":
+    if style in ("pattern", "first_and_pattern"):
         period = _positive(hf, "sliding_window_pattern", every) or every or 1
-        return [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
+        kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
+        return kinds if style == "pattern" else [_FULL, *kinds[1:]]
     full = hf.get("max_window_layers", 28) if window is not None else num_layers
     if not isinstance(full, int):
         raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")
@@ -68,6 +72,8 @@ def write_window(style: Window, window: int | None, full: tuple[int, ...], num_l
         return {"sliding_window": window}
     slides = [window is not None and layer not in full for layer in range(num_layers)]
     keys = {"sliding_window": window, "layer_types": [_SLIDING if slide else _FULL for slide in slides]}
+    if style == "first_and_pattern" and window is not None:
+        keys["sliding_window_size"] = window - 1
     if style == "by_layer":
         keys |= {"use_sliding_window": window is not None, "max_window_layers": [*slides, True].index(True)}
     return keys
