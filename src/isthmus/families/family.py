@@ -179,9 +179,15 @@ class Family:
         check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
         values |= {name: derived.read(hf) for name, derived in self.derived.items()}
-        heads, groups = values["num_attention_heads"], values["num_query_groups"]
-        if heads % groups:
-            raise DataError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}.")
+        for prefix in ("", "window_attention."):
+            heads, groups = (
+                values.get(prefix + name) or values[name] for name in ("num_attention_heads", "num_query_groups")
+            )
+            if heads % groups:
+                of = " of sliding-window layers" if prefix else ""
+                raise DataError(
+                    f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}{of}."
+                )
         if values.get("position", "rope") == "rope":
             context = {"max_position_embeddings": values["max_position_embeddings"]}
             head = values.get("mla.qk_rope_head_dim", values["kv_channels"])

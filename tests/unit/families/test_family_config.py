@@ -246,7 +246,9 @@ def test_llama3_scaling_keeps_any_factor() -> None:
 
 
 def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"no family has the model_type 't5'\. Families: cohere, .*, llama, mistral"):
+    with pytest.raises(
+        UsageError, match=r"no family has the model_type 't5'\. Families: .*cohere, .*, llama, .*mistral"
+    ):
         family_for({"model_type": "t5"})
     with pytest.raises(UsageError, match="None"):
         family_for({})

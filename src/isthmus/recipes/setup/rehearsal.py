@@ -12,7 +12,7 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture, Moe, WindowAttention
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.recipes.setup.model_plan import teacher_config
@@ -97,14 +97,31 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
         short_factor=arch.rope_scaling.short_factor[: int(_HEAD * arch.rotary_percent) // 2],
         long_factor=arch.rope_scaling.long_factor[: int(_HEAD * arch.rotary_percent) // 2],
     )
+    window = arch.window_attention and _small_windows(arch, arch.window_attention, heads, groups)
     return replace(
         arch, num_layers=layers, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * _HEAD,
-        kv_channels=2 * _HEAD if mla else _HEAD, ffn_hidden_size=max(128, 32 * parallel.tp), mla=mla,
+        kv_channels=2 * _HEAD if mla else _HEAD, value_channels=arch.value_channels and _HEAD, window_attention=window,
+        ffn_hidden_size=max(128, 32 * parallel.tp), mla=mla,
         moe=arch.moe and _small_experts(arch.moe, parallel, dense), rope_scaling=rope,
         vocab_size=vocab_size or arch.vocab_size, mtp_layers=min(arch.mtp_layers, 1),
         unrotated_layers=tuple(layer for layer in arch.unrotated_layers if layer < layers),
         full_attention_layers=tuple(layer for layer in arch.full_attention_layers if layer < layers),
     )  # fmt: skip
+
+
+def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups: int) -> WindowAttention:
+    """Sizes of sliding-window layers, multiples of those of other layers if they have more heads."""
+    if own.num_attention_heads:
+        heads *= max(1, own.num_attention_heads // arch.num_attention_heads)
+    if own.num_query_groups:
+        groups = min(heads, groups * max(1, own.num_query_groups // arch.num_query_groups))
+    return replace(
+        own,
+        num_attention_heads=own.num_attention_heads and heads,
+        num_query_groups=own.num_query_groups and groups,
+        kv_channels=own.kv_channels and _HEAD,
+        value_channels=own.value_channels and _HEAD,
+    )
 
 
 def _layers(arch: Architecture, stages: int) -> tuple[int, tuple[int, ...]]:
