@@ -33,13 +33,12 @@ def layer_terms(
 ) -> dict[str, int]:
     """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens, by part.
 
-    With hidden size H, feed-forward width F, N query heads and G key/value heads of D channels (values of V), in
-    elements:
+    With hidden size H, feed-forward width F, N query heads, G key/value heads, D channels (of values V), in elements:
 
     - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and
       one float32 number per token (LayerNorm: two), the projection its input; 4 T H for the form ``pre``;
-    - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V.
-      Scores are not saved. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
+    - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V, no
+      scores. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
     - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
       saves another T F.
 
@@ -67,8 +66,7 @@ def layer_terms(
         rotated = 0 if "rope" in recomputed else query_width + key_width
     else:  # queries are copied only where several share a key head
         rotated = query_width if key_width < query_width else 0
-    values = (a.num_attention_heads + a.num_query_groups) * a.value_width
-    attention = query_width + key_width + rotated + values * (1 if a.value_multiplier == 1 else 2)
+    attention = query_width + key_width + rotated + (a.num_attention_heads + a.num_query_groups) * a.value_width
     tensors, norms = _NORMS[a.form]
     tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
