@@ -2,7 +2,7 @@
 
 import sys
 
-from isthmus.engine.upstream.compat import CompileOnFirstCall, quiet_missing_extensions
+from isthmus.engine.upstream.compat import PatchedImports, quiet_missing_extensions
 
 quiet_missing_extensions()
-sys.meta_path.insert(0, CompileOnFirstCall)
+sys.meta_path.insert(0, PatchedImports)

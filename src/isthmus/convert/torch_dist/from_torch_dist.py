@@ -17,7 +17,7 @@ from isthmus.convert.canonical import CanonicalWeights, spelling_of, unique_plac
 from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
-from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, is_model_key
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot, is_model_key
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -62,8 +62,15 @@ class TorchDistFolder:
 
     @property
     def args(self) -> dict[str, Any] | None:
-        path = self.path / "common.pt"
-        return args_in(read_torch_pickle(path, verifier=self._verifier)) if path.is_file() else None
+        """Megatron-LM's arguments in the common state; None if it has none."""
+        path = self.path / COMMON_FILE
+        if path.is_file():
+            return args_in(read_torch_pickle(path, verifier=self._verifier))
+        if (place := self._storage.get(dcp.MetadataIndex(COMMON_OBJECT))) is None:
+            return None
+        file = self.path / place.relative_path
+        found = read_torch_pickle(file, place.offset, place.length, verifier=self._verifier, tensor=COMMON_OBJECT)
+        return args_in(found[0]) if isinstance(found, list) and found else None
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
         meta, depth = self.tensors[place.key], len(place.index)

@@ -19,7 +19,8 @@ from torch import Tensor
 from isthmus.convert.canonical import Destination, spelling_of, unique_placements
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
-from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot
+from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -32,10 +33,6 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_buffer = io.BytesIO()
-torch.save([None], _buffer)
-_EMPTY_OBJECT = _buffer.getvalue()
-"""A list, since Megatron-Core reads its first element."""
 NUM_FILES = 2
 """More than one, because the kernel lets one thread at a time write into a file."""
 
@@ -63,8 +60,11 @@ class TorchDistWriter(Destination):
             for name, placed in placements.items():
                 shape = placed.rule.canonical_shape(arch)
                 self._infos[name] = [self._add_tensor(place, shape, dtypes[name]) for place in spelling.slots(name)]
+            empty = _object(None)
             for key in spelling.extra_states(placements):
-                self._add_empty_object(key)
+                self._add_object(key, empty)
+            if saves_common_state_object():
+                self._add_object(COMMON_OBJECT, _object(dict(common)))
         self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info in infos)
         with disk_errors(folder, self.total_bytes):
             for number, size in enumerate(self._sizes):
@@ -75,7 +75,7 @@ class TorchDistWriter(Destination):
                         opened.write(content)
             dcp.save_metadata(self._metadata, folder / dcp.METADATA_FILE)
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
-            torch.save(dict(common), folder / "common.pt")
+            torch.save(dict(common), folder / COMMON_FILE)
         self.writer = TensorWriter(folder)
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
@@ -104,10 +104,10 @@ class TorchDistWriter(Destination):
         self._add_storage(dcp.MetadataIndex(place.key, chunk.offsets), file, start)
         return info
 
-    def _add_empty_object(self, key: str) -> None:
+    def _add_object(self, key: str, content: bytes) -> None:
         start = self._sizes[0]
-        self._around[0].append((start, _EMPTY_OBJECT))
-        self._sizes[0] += len(_EMPTY_OBJECT)
+        self._around[0].append((start, content))
+        self._sizes[0] += len(content)
         self._metadata.state_dict_metadata[key] = dcp.BytesStorageMetadata()
         self._add_storage(dcp.MetadataIndex(key), 0, start)
 
@@ -126,6 +126,12 @@ class TorchDistWriter(Destination):
                 self._frames[dtype, shape] = before, file.read()
             path.unlink()
         return self._frames[dtype, shape]
+
+
+def _object(content: Any) -> bytes:
+    """In a list, since Megatron-Core reads its first element."""
+    torch.save([content], buffer := io.BytesIO())
+    return buffer.getvalue()
 
 
 def _file_name(number: int) -> str:

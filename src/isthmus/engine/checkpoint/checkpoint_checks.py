@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from isthmus.checked_files import ChecksumVerifier
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE
+from isthmus.engine.checkpoint.common_state import has_common_state
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.errors import DataError, MissingInput
 
@@ -27,7 +29,7 @@ def check_folder(folder: Path, verifier: ChecksumVerifier) -> None:
         DataError: a file is missing, truncated or damaged.
     """
     with _alternative():
-        for name in (INDEX, "common.pt", "metadata.json"):
+        for name in (INDEX, COMMON_FILE, "metadata.json"):
             if (folder / name).exists():
                 verifier.check(folder / name)
     check_files(folder)
@@ -50,10 +52,11 @@ def check_files(folder: Path) -> None:
         raise MissingInput(
             f"{folder} has no torch_dist checkpoint: .metadata is missing. Choose a folder that has one."
         )
-    if not (folder / "common.pt").is_file():
-        raise DataError(f"{folder / 'common.pt'} is missing. Resume from another checkpoint.")
+    index = read_index(folder)
+    if not has_common_state(folder, index):
+        raise DataError(f"{folder / COMMON_FILE} is missing. Resume from another checkpoint.")
     ends: dict[str, int] = {}
-    for entry in read_index(folder).storage_data.values():
+    for entry in index.storage_data.values():
         ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1

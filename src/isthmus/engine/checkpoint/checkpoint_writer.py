@@ -30,10 +30,13 @@ from isthmus.atomic_write import TEMPORARY
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE
+from isthmus.engine.checkpoint.common_state import common_object
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
 from isthmus.engine.checkpoint.run_state import Progress, saved_state, sharding_metadata
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.engine.step import Stepper
+from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import IsthmusError
 from isthmus.file_checksums import Parts, WrittenBlocks, write_checksums
 
@@ -109,7 +112,7 @@ class CheckpointWriter:
             dcp.save(self.state, storage_writer=storage, planner=planner, process_group=group)
 
     def _publish(self, parts: list[Parts]) -> None:
-        torch.save(self.common, str(self.staging / "common.pt"))
+        torch.save(self.common, str(self.staging / COMMON_FILE))
         save_config(CheckpointingConfig("torch_dist", 1), str(self.staging))
         if self.options.write_beside is not None:
             self.options.write_beside(self.staging)
@@ -138,9 +141,13 @@ def take_state(
     # Megatron-Core's own asynchronous writer forks, and can publish a file that a failed thread left incomplete.
     saved = saved_state(stepper, progress, parallel, options.args) | {"content_metadata": content}
     sharded, common = save_preprocess(saved)
+    if host is not None:
+        common = copy.deepcopy(common)
+    if saves_common_state_object():
+        sharded["common_state"] = common_object(common, dist.get_rank())
     state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     if host is not None:
-        state, common = host.copied(state), copy.deepcopy(common)
+        state = host.copied(state)
     best = progress.best.step if options.keep_best else None
     live = mcore_to_pyt_state_dict(state, False)
     return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from isthmus.checked_files import ChecksumVerifier
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_entries, check_folder
 from isthmus.engine.checkpoint.checkpoint_folder import read_errors
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions, take_state
+from isthmus.engine.checkpoint.common_state import read_common_state
 from isthmus.engine.checkpoint.optimizer_state import set_num_updates
 from isthmus.engine.checkpoint.run_state import (
     BestLoss,
@@ -60,7 +63,7 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     agree(lambda: check_folder(folder, verifier))
     load_objects_without_code()
     with read_errors(folder):
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+        common = read_common_state(folder, verifier)
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
     _check_same_training(common["isthmus"], stepper, folder)
@@ -69,9 +72,7 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         state = sharded_run_state(stepper, is_loading=True)
         if same_layout:
             state["rng_state"] = random_state(stepper.device)
-        loaded = dist_checkpointing.load(
-            state, str(folder), _VerifiedLoad(folder, verifier), validate_access_integrity=False
-        )
+        loaded = _load(state, folder, verifier)
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or adapters_of(stepper) is not None
         for name, stage in () if in_place else stages_of(stepper).items():
             stage.load_state_dict(loaded[name])
@@ -91,16 +92,16 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     return progress
 
 
-class _VerifiedLoad(TorchDistLoadShardedStrategy):
-    """Checks the blocks that this rank reads against their checksums, on all ranks before any reads."""
+def _load(state: dict[str, Any], folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
+    """As ``dist_checkpointing.load``, which looks for the common state where its version writes it.
 
-    def __init__(self, folder: Path, verifier: ChecksumVerifier) -> None:
-        super().__init__()
-        self.folder, self.verifier = folder, verifier
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        agree(lambda: check_entries(self.folder, nested_values(sharded_state_dict), self.verifier))
-        return super().load(sharded_state_dict, checkpoint_dir)
+    All ranks check the blocks that they read against their checksums, before any reads.
+    """
+    sharded, local, factories = load_preprocess(state)
+    entries, _ = extract_sharded_base(sharded)
+    agree(lambda: check_entries(folder, nested_values(entries), verifier))
+    merge(local, TorchDistLoadShardedStrategy().load(entries, folder))
+    return apply_factory_merges(local, factories)
 
 
 def _check_same_training(saved: dict[str, Any], stepper: Stepper, folder: Path) -> None:

@@ -5,6 +5,7 @@ tests/unit/engine/upstream/test_compat.py has a test for each that fails once up
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,25 +44,46 @@ def quiet_missing_extensions() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-class CompileOnFirstCall(PathFinder):
-    """megatron-core 0.16 applies torch.compile on import, which loads the compiler: a fifth of a rank's import time.
+class PatchedImports(PathFinder):
+    """As the first finder of sys.meta_path, runs the code of some modules in another environment.
 
-    As the first finder of sys.meta_path, it defers torch.compile while megatron.core is imported.
+    - megatron-core applies torch.compile on import, which loads the compiler: a fifth of a rank's import time. It is
+      deferred while megatron.core is imported.
+    - megatron-core 0.18 and 0.19 import the Triton kernels of an option that Isthmus does not use, also where there is
+      no Triton. A stand-in is imported there.
     """
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "megatron.core" or (spec := super().find_spec(name, path, target)) is None:
+        if name not in ("megatron.core", *_TRITON_KERNELS) or (spec := super().find_spec(name, path, target)) is None:
             return None
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def execute_deferring(module: Any) -> None:
+        def execute_patched(module: Any) -> None:
+            if name != "megatron.core":
+                return execute(_without_triton(module))
             with deferred_compile():
                 execute(module)
 
-        loader.exec_module = execute_deferring
+        if name == "megatron.core" or find_spec("triton") is None:
+            loader.exec_module = execute_patched
         return spec
+
+
+_TRITON_KERNELS = tuple(f"megatron.core.transformer.moe.{part}" for part in ("paged_stash", "ops.paged_stash"))
+"""Their module in 0.18 and in 0.19."""
+
+
+def _without_triton(module: Any) -> Any:
+    """Only the import statements of ``module`` see the stand-in; its kernels stay plain functions."""
+    triton = SimpleNamespace(jit=lambda kernel: kernel, language=SimpleNamespace(constexpr=None))
+
+    def import_name(name: str, *args: Any, **named: Any) -> Any:
+        return triton if name in ("triton", "triton.language") else builtins.__import__(name, *args, **named)
+
+    module.__builtins__ = vars(builtins) | {"__import__": import_name}
+    return module
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def test_imports_are_quiet_and_do_not_compile() -> None:
     loaded = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
     upstream = run_python(f"import megatron.core.optimizer, megatron.core.distributed; {loaded}")
     assert "Apex" in upstream.stderr, "megatron-core no longer warns on import: drop compat.quiet_missing_extensions"
-    assert upstream.stdout == "True\n", "megatron-core no longer compiles on import: drop compat.CompileOnFirstCall"
+    assert upstream.stdout == "True\n", "megatron-core no longer compiles on import: drop compat.PatchedImports"
     modules = "isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.recipes.run"
     ours = run_python(
         f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {loaded}"

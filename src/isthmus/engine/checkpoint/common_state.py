@@ -1,0 +1,49 @@
+"""What is not a tensor in a checkpoint: the file ``common.pt``, or since megatron-core 0.19 an object in the index.
+
+Isthmus writes the file, which megatron-core 0.16 to 0.19 read, and the object as well if the installed version does.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from isthmus.checked_files import ChecksumVerifier
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT
+from isthmus.engine.checkpoint.index_file import read_index
+from isthmus.errors import DataError
+
+
+def common_object(content: dict[str, Any], rank: int) -> ShardedObject:
+    """``content``, which all ranks have, as an object that rank 0 writes."""
+    return ShardedObject(COMMON_OBJECT.partition("/")[0], content, (1,), (0,), replica_id=rank)
+
+
+def has_common_state(folder: Path, index: Metadata) -> bool:
+    return (folder / COMMON_FILE).is_file() or MetadataIndex(COMMON_OBJECT) in index.storage_data
+
+
+def read_common_state(folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
+    """Read it without running code from it.
+
+    Raises:
+        DataError: the block of the object is damaged, or the object is none.
+        Exception: those of ``torch.load``.
+    """
+    if (file := folder / COMMON_FILE).is_file():
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        place = read_index(folder).storage_data[MetadataIndex(COMMON_OBJECT)]
+        path, end = folder / place.relative_path, place.offset + place.length
+        verifier.check(path, place.offset, end)
+        with path.open("rb") as opened:
+            opened.seek(place.offset)
+            (found,) = torch.load(io.BytesIO(opened.read(place.length)), map_location="cpu", weights_only=True)
+    if not isinstance(found, dict):
+        raise DataError(f"the common state of {folder} is a {type(found).__name__}. Resume from another checkpoint.")
+    return found
