@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_OBJECT
 from isthmus.errors import DataError
 from isthmus.platforms.torch_features import fsdp_sums_gradients
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint
@@ -359,18 +362,44 @@ def hostile_common_state(folder: Path, code: CreateFolder) -> None:
     torch.save({"isthmus": code}, folder / "common.pt")
 
 
-def hostile_random_state(folder: Path, code: CreateFolder) -> None:
+def replace_object(folder: Path, prefix: str, value: Any) -> None:
+    """Replace the first object whose key has the prefix, or add it."""
     index = dcp.FileSystemReader(folder).read_metadata()
-    for key, entry in index.storage_data.items():
-        if key.fqn.startswith("rng_state"):
-            file = folder / entry.relative_path
-            torch.save(code, content := io.BytesIO())
-            entry.offset, entry.length = file.stat().st_size, len(content.getvalue())
-            file.write_bytes(file.read_bytes() + content.getvalue())
+    found = (key for key in index.storage_data if key.fqn.startswith(prefix))
+    key, file = next(found, MetadataIndex(prefix)), largest(folder)
+    torch.save(value, content := io.BytesIO())
+    index.state_dict_metadata[key.fqn] = BytesStorageMetadata()
+    index.storage_data[key] = _StorageInfo(file.name, file.stat().st_size, len(content.getvalue()))
+    file.write_bytes(file.read_bytes() + content.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-@pytest.mark.parametrize("attack", [hostile_index, hostile_common_state, hostile_random_state])
+def hostile_random_state(folder: Path, code: CreateFolder) -> None:
+    replace_object(folder, "rng_state", code)
+
+
+def hostile_common_object(folder: Path, code: CreateFolder) -> None:
+    replace_object(folder, COMMON_OBJECT, [{"isthmus": code}])
+    (folder / "common.pt").unlink()
+
+
+def test_common_state_as_an_object(
+    one: RankPool,
+    models: dict[str, Path],
+    samples: Path,
+    halves: Callable[..., tuple[dict[str, Any], Path]],
+    damaged: Path,
+) -> None:
+    """As megatron-core 0.19 writes it."""
+    replace_object(damaged, COMMON_OBJECT, [torch.load(damaged / "common.pt", weights_only=False)])
+    for name in ("common.pt", "checksums.json"):
+        (damaged / name).unlink()
+    settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
+    results = [one.run("ranks.tasks.train", resume=folder, **settings) for folder in (halves(2, precision="fp32")[1], damaged)]
+    assert results[0] == results[1] and results[0]["first"] == HALF
+
+
+@pytest.mark.parametrize("attack", [hostile_index, hostile_common_state, hostile_common_object, hostile_random_state])
 def test_checkpoint_runs_no_code(
     attack: Callable[[Path, CreateFolder], None],
     two: RankPool,

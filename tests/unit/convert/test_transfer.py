@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isthmus
-from isthmus.checked_files import trusting
+from isthmus.checked_files import ChecksumVerifier, trusting
 from isthmus.convert import transfer
 from isthmus.convert.open_model import checkpoint_folder
+from isthmus.convert.torch_dist import to_torch_dist
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder
 from isthmus.convert.torch_pickle import read_torch_pickle
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
+from isthmus.engine.checkpoint.common_state import read_common_state
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder, without_checksums
 
@@ -103,6 +105,21 @@ def test_args_for_megatron_lm(converted: Path) -> None:
     assert common["iteration"] == 0 and (converted / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert (args["num_layers"], args["num_query_groups"], args["qk_layernorm"]) == (4, 2, True)
     assert args["untie_embeddings_and_output_weights"] and args["padded_vocab_size"] == SIZES["vocab_size"]
+
+
+def test_common_state_as_an_object(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.19 writes it, and no common.pt."""
+    monkeypatch.setattr(to_torch_dist, "saves_common_state_object", lambda: True)
+    convert(qwen3, tmp_path / "both")
+    without_checksums(tmp_path / "both")
+    release = tmp_path / "both" / "release"
+    args = TorchDistFolder(release).args
+    (release / "common.pt").unlink()
+    assert args is not None and TorchDistFolder(release).args == args
+    assert vars(read_common_state(release, ChecksumVerifier())["args"]) == args
+    shutil.rmtree(tmp_path / "both" / "hf")
+    convert(tmp_path / "both", tmp_path / "back", "hf")
+    assert all(torch.equal(tensor, content(tmp_path / "back")[name]) for name, tensor in content(qwen3).items())
 
 
 def test_required_flags_of_megatron_lm(qwen3: Path, tmp_path: Path) -> None:
