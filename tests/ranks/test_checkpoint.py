@@ -395,7 +395,8 @@ def test_common_state_as_an_object(
     for name in ("common.pt", "checksums.json"):
         (damaged / name).unlink()
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
-    results = [one.run("ranks.tasks.train", resume=folder, **settings) for folder in (halves(2, precision="fp32")[1], damaged)]
+    _, saved = halves(2, precision="fp32")
+    results = [one.run("ranks.tasks.train", resume=folder, **settings) for folder in (saved, damaged)]
     assert results[0] == results[1] and results[0]["first"] == HALF
 
 
