@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from isthmus.cli.main import main
 from isthmus.convert.learn import prove
@@ -38,7 +38,7 @@ from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH, open_samples
+from ranks.tiny import SEQ_LENGTH, load_network, open_samples
 
 
 def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _own_gradients(decoder: Any, tokens: Tensor, labels: Tensor) -> dict[str, Te
 
 def _their_gradients(decoder: Any, model: str, tokens: Tensor, labels: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Gradients by transformers, with the names and shapes of ``decoder``."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(tokens.device)
+    network = load_network(model, dtype=dtype).to(tokens.device)
     cross_entropy(network(tokens[None]).logits[0].float(), labels, reduction="sum").backward()
     theirs = _gradients_by_file_name(network)
     placements = family_for(network.config.to_dict()).placements(decoder.architecture)
@@ -179,7 +179,7 @@ def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     evaluated = decoder(batch).detach()
     batch = replace(batch, dropout=dropout_keys(batch, seed=3, step=7))
     logits = decoder.train()(batch)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    network = load_network(model, dtype=torch.float32, attn_implementation="eager").train()
     layers = range(1, decoder.architecture.num_layers + 1)
     places = [(0, EMBEDDING)] if "embedding" in family_for(network.config.to_dict()).dropout else []
     places += [(layer, place) for layer in layers for place in (ATTENTION_OUTPUT, MLP_OUTPUT)]
@@ -238,7 +238,7 @@ def train(
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     if quantize is not None:
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantize)
-    network = AutoModelForCausalLM.from_pretrained(model, **options)
+    network = load_network(model, **options)
     if adapter is not None:
         import peft
 
@@ -300,7 +300,7 @@ def _samples(lengths: list[int], vocab_size: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _transformers(folder: str, samples: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    network = load_network(folder, dtype=dtype, attn_implementation="eager").eval()
     network.to(samples[0].device)
     return [network(sample[None]).logits[0].float().cpu() for sample in samples]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
@@ -104,13 +105,34 @@ def without_checksums(folder: Path) -> Path:
     return folder
 
 
+def model_class(family: str) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class that loads a family's models; of multimodal models the whole one."""
+    tiny = TINY_FAMILIES.get(family)
+    return AutoModelForCausalLM if tiny is None or tiny.around is None else AutoModelForImageTextToText
+
+
+def load_network(folder: Path | str, **options: Any) -> Any:
+    """The model of a folder, by transformers."""
+    family = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    return model_class(family).from_pretrained(folder, **options)
+
+
+def tiny_config(family: str, sizes: Mapping[str, Any] | None = None, **settings: Any) -> PretrainedConfig:
+    """The config of a tiny model; ``sizes`` replaces :data:`SIZES`."""
+    values = {**(SIZES if sizes is None else sizes), **OWN_SIZES.get(family, {}), **settings}
+    tiny = TINY_FAMILIES.get(family)
+    if tiny is None or tiny.around is None:
+        return AutoConfig.for_model(family, **values)
+    outer = {"tie_word_embeddings": values["tie_word_embeddings"]} if "tie_word_embeddings" in values else {}
+    return AutoConfig.for_model(family, text_config=values, **tiny.around, **outer)
+
+
 def build_model_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, shards: str = "5GB", **settings: Any
 ) -> Path:
     """Save a transformers model with random weights, including norms and biases: equal values would hide errors."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **OWN_SIZES.get(family, {}), **settings})
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = model_class(family).from_config(tiny_config(family, **settings)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name else 0.0, std=0.1)
@@ -125,7 +147,7 @@ def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:
     """Save an adapter with random weights in every tensor, as PEFT does."""
     import peft
 
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model = load_network(base)
     torch.manual_seed(1)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 7, **settings})

@@ -31,6 +31,8 @@ def match_family(arch: Architecture, first: str | None = None) -> tuple[Family, 
     matching: list[tuple[Family, Architecture]] = []
     nearest: tuple[str, list[tuple[str, Any, Any]]] | None = None
     for name in order:
+        if families[name].nested is not None:  # a checkpoint without config has no towers
+            continue
         if (expressed := _expressed_by(families[name], arch)) is None:
             continue
         if not (differences := differing_fields(_normalized(arch), _normalized(expressed))):

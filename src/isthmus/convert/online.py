@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
-from isthmus.convert.weight_source import WeightSource
+from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.engine.parallel.process_groups import sum_bytes
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.families.architecture import Architecture
@@ -18,6 +18,7 @@ from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.file_checksums import WrittenBlocks
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
+from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 MergeTensor = Callable[[str, Tensor], Tensor]
 """The tensor to write, from a canonical name and this rank's tensor."""
@@ -67,11 +68,18 @@ def export_plan(
     dtypes: torch.dtype | Mapping[str, torch.dtype],
     *,
     max_shard_bytes: float = 5e9,
+    towers: Mapping[str, TensorSpec | TensorInfo] | None = None,
 ) -> SafetensorsPlan:
-    """Plan the safetensors files; a mapping of dtypes also sets the order of the tensors."""
+    """Plan the safetensors files; a mapping of dtypes also sets the order of the tensors.
+
+    ``towers`` are the other tensors of a multimodal model, which keep their dtype.
+    """
+    others = towers or {}
     shapes = family.hf_shapes(arch)
     if isinstance(dtypes, torch.dtype):
         dtypes = dict.fromkeys(shapes, dtypes)
+    shapes |= {name: tuple(meta.shape) for name, meta in others.items()}
+    dtypes = {**dtypes, **{name: meta.dtype for name, meta in others.items()}}
     if missing := shapes.keys() - dtypes.keys():
         raise ValueError(f"no dtype for {min(missing)}")
     return SafetensorsPlan(

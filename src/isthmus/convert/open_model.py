@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from isthmus.convert.legacy.pre_core_args import pre_core_architecture
 from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
+from isthmus.convert.towers import Towers
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER, check_tracker
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
@@ -45,6 +47,8 @@ class OpenedModel:
     """Config, tokenizer and other small files; None if only the checkpoint's args describe the model."""
     notes: tuple[str, ...] = ()
     """Decisions made while opening the model, for the user."""
+    towers: Towers | None = None
+    """The other tensors of a multimodal model; None if it is none, or if a checkpoint comes without them."""
 
 
 def open_model(
@@ -87,7 +91,8 @@ def open_model(
     if trained is not None:
         source = merged = MergedWeights(source, family, arch, trained)
         arch, notes = merged.arch, (*notes, *merged.notes)
-    return OpenedModel(path, "hf", family, arch, HfWeights(source, family, arch), folder, notes)
+    towers = None if family.nested is None else Towers(source, family)
+    return OpenedModel(path, "hf", family, arch, HfWeights(source, family, arch), folder, notes, towers)
 
 
 def checkpoint_folder(path: Path) -> Path | None:
@@ -142,9 +147,11 @@ def _open_checkpoint(
             ChecksumVerifier().check(family_file)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)
+    towers = None if hf_folder is None or family.nested is None else Towers.of_checkpoint(hf_folder, family)
+    opened = partial(OpenedModel, path, family=family, arch=arch, hf_folder=hf_folder, notes=notes, towers=towers)
     if isinstance(folder, LegacyFolder):
-        return OpenedModel(path, "torch", family, arch, LegacyWeights(folder, family, arch), hf_folder, notes)
-    return OpenedModel(path, "torch_dist", family, arch, TorchDistWeights(folder, family, arch), hf_folder, notes)
+        return opened("torch", weights=LegacyWeights(folder, family, arch))
+    return opened("torch_dist", weights=TorchDistWeights(folder, family, arch))
 
 
 def _from_args(

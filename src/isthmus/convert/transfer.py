@@ -19,6 +19,7 @@ from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, 
 from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_vocab_size
 from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_model
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
+from isthmus.convert.towers import FOLDER as TOWERS
 from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError, disk_errors
@@ -87,7 +88,8 @@ class _Plan:
         family, arch = self.model.family, self.model.arch
         dtypes = {name: spec.dtype for name, spec in self.tensors.items()}
         if self.format == "hf":
-            return HfWriter(folder, family, arch, dtypes)
+            towers = None if self.model.towers is None else self.model.towers.tensors
+            return HfWriter(folder, family, arch, dtypes, towers)
         inner = folder / "release"
         with disk_errors(inner):
             inner.mkdir()
@@ -186,7 +188,7 @@ def _plan(
         )
     if target == "torch" and model.arch.score_head:
         raise UsageError("--to torch is a format of Megatron-LM, which has no reward models. Use --to torch_dist.")
-    if hf_family is not None:
+    if hf_family is not None and hf_family != model.family.name:
         if target != "hf":
             raise UsageError(
                 f"--hf-family is for Hugging Face folders, and this writes {target}. Omit it, or use --to hf."
@@ -195,7 +197,18 @@ def _plan(
             raise UsageError("--hf-family is for language models, and this is a reward model. Omit it.")
         if (family := all_families().get(hf_family)) is None:
             raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")
-        model = replace(model, family=family, arch=transfer_architecture(model.arch, model.family, family))
+        if family.nested is not None:
+            raise UsageError(
+                f"--hf-family {hf_family} is multimodal, and {model.path} has no tensors for its towers. Omit it."
+            )
+        arch = transfer_architecture(model.arch, model.family, family)
+        model = replace(model, family=family, arch=arch, towers=None)
+    elif target == "hf" and model.family.nested is not None and model.towers is None:
+        raise UsageError(
+            f"{model.path} has the language model of a multimodal model ({model.family.name}) and not its other "
+            "tensors. Give the folder of the whole model: --hf-like DIR. To export the language model alone: "
+            f"--hf-family {model.family.nested.text.name}"
+        )
     layout = layout or LegacyLayout()
     layout.check(model.arch)
     tensors = {
@@ -217,12 +230,22 @@ def _transfer(plan: _Plan, staged: StagedFolder, progress: Progress) -> int:
         chunk = weights.read(name, rows).to(plan.tensors[name].dtype)
         return files.put(name, rows, chunk)
 
-    with files.writer, recording() as read:
-        stream(plan.tensors, move, files.total_bytes, progress)
+    towers, total = plan.model.towers, files.total_bytes
+    with recording() as read:
+        with files.writer:
+            stream(plan.tensors, move, total, progress)
+            if towers is not None and isinstance(files, HfWriter):
+                towers.copy(files.writer)
+        written = {files.writer.folder: files.writer.written}
+        if towers is not None and not isinstance(files, HfWriter):
+            with disk_errors(staged.path):
+                (staged.path / HF_SUBFOLDER).mkdir()
+            written[staged.path / HF_SUBFOLDER / TOWERS] = towers.store(staged.path / HF_SUBFOLDER)
     staged.about["read"] = _files_read(plan.model, read)
-    inner, parts = files.writer.folder.relative_to(staged.path), files.writer.written.parts()
-    staged.parts.append({(inner / name).as_posix(): blocks for name, blocks in parts.items()})
-    return files.total_bytes
+    for folder, blocks_written in written.items():
+        inner, parts = folder.relative_to(staged.path), blocks_written.parts()
+        staged.parts.append({(inner / name).as_posix(): blocks for name, blocks in parts.items()})
+    return total + (0 if towers is None else towers.num_bytes)
 
 
 def _files_read(model: OpenedModel, read: RecordedFiles) -> dict[str, Any]:

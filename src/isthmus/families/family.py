@@ -6,13 +6,16 @@ import itertools
 import re
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, WindowAttention, check_sizes
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
+
+if TYPE_CHECKING:
+    from isthmus.families.nested import Nested
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
@@ -164,6 +167,23 @@ class Family:
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     data: Mapping[str, Any] | None = None
     """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
+    nested: Nested | None = None
+    """Of a multimodal model: where its language model is, which all other fields describe."""
+
+    def language_config(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Mapping[str, Any]:
+        """The part of a config that describes the language model: a section of a multimodal model's, else all of it.
+
+        ``tensors`` as in :meth:`to_architecture`. A UsageError for a multimodal reward model.
+        """
+        if self.nested is None:
+            return hf
+        if is_scored(hf):
+            raise UsageError(
+                f"config.json: a multimodal reward model ({_first(hf['architectures'])}) is not supported. Train one "
+                f"from its language model, which is of type {self.nested.text.name}."
+            )
+        has_head = tensors is not None and any(name in tensors for name in self.output_names)
+        return self.nested.language_config(hf, has_head=has_head)
 
     def to_architecture(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Architecture:
         """Read a Hugging Face config.
@@ -175,6 +195,7 @@ class Family:
             DataError: a setting is missing or has the wrong type, or settings contradict each other.
             UsageError: a setting is not supported, with the reason.
         """
+        hf = self.language_config(hf, tensors)
         self._check_fixed(hf, training=False)
         check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
@@ -228,10 +249,11 @@ class Family:
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
         """Raise UsageError for unsupported settings that only affect training, such as router noise."""
-        self._check_fixed(hf, training=True)
+        self._check_fixed(self.language_config(hf), training=True)
 
     def read_dropout(self, hf: Mapping[str, Any]) -> Dropout:
         """The dropout rates of a Hugging Face config; DataError for a rate outside of [0, 1)."""
+        hf = self.language_config(hf)
         rates = {name: key.read(hf) for name, key in self.dropout.items()}
         for name, rate in rates.items():
             if rate >= 1:
@@ -265,6 +287,8 @@ class Family:
         copied, from another family's config only the token ids and the dtype. ``dtype`` is a torch name such as
         ``bfloat16``.
         """
+        if self.nested is not None:
+            return self._multimodal_config(arch, base, self.nested, dtype=dtype, dropout=dropout)
         known = dict(base or {})
         # Remote code is not copied: the export has the tensors of the family's own class.
         known.pop("auto_map", None)
@@ -304,6 +328,16 @@ class Family:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
+
+    def _multimodal_config(
+        self, arch: Architecture, base: Mapping[str, Any] | None, nested: Nested, **changes: Any
+    ) -> dict[str, Any]:
+        """``base`` with another language model; without it, or from another family's, of the language model alone."""
+        known = base if base is not None and base.get("model_type") == self.name else {}
+        language = nested.text.to_hf_config(arch, nested.language_config(known) if known else base, **changes)
+        config = {**known, "architectures": [self.hf_architecture], "model_type": self.name}
+        config.pop("auto_map", None)
+        return nested.with_language_config(config, language)
 
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""

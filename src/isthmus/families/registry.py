@@ -80,13 +80,15 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
     ``beside`` is the inferred family that a checkpoint was converted with; it has precedence.
 
     Raises:
-        UsageError: no family has this ``model_type``, or the inferred family does not support the config.
+        UsageError: no family has this ``model_type``, it is multimodal around another language model than its family
+            supports, or the inferred family does not support the config.
         DataError: the file of the inferred family cannot be parsed, or is of another ``model_type``.
     """
     model_type = hf_config.get("model_type")
     name = model_type if isinstance(model_type, str) else ""
     if beside is None and name in all_families():
-        return all_families()[name]
+        family = all_families()[name]
+        return family if family.nested is None else family.nested.of_config(family, hf_config)
     path = beside or _user_file(name)
     if path is None and hf_config.get("is_encoder_decoder"):
         raise UsageError(
@@ -104,6 +106,14 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
         raise DataError(f"{path} is the family of {family.name}, but config.json has model_type {model_type!r}.")
     check_known_settings(family.data or {}, hf_config)
     return family
+
+
+def language_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a multimodal model's language model; any other config as it is, also of an unknown type."""
+    family = all_families().get(str(hf_config.get("model_type")))
+    if family is None or family.nested is None:
+        return hf_config
+    return family_for(hf_config).language_config(hf_config)
 
 
 def _user_file(model_type: str) -> Path | None:

@@ -32,7 +32,7 @@ _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.jinja"),
 )
-SMALL_FILES = (*_TOKENIZER_FILES, GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*")
+SMALL_FILES = (*_TOKENIZER_FILES, "*processor_config.json", GENERATION_FILE, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Patterns of a model's files other than config and weights."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -106,13 +106,15 @@ class ModelFolder:
         return check_published(self.path, weights | {*self.small_files()}, share=share, shares=shares)
 
     def small_files(self) -> list[Path]:
-        """Tokenizer, chat template, generation config and license: the files that an export copies unchanged."""
+        """Tokenizer, chat template, processor, generation config and license: what an export copies unchanged."""
         return _files_of(self.path, SMALL_FILES)
 
     def end_tokens(self) -> set[int]:
         """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
         path = self.path / GENERATION_FILE
-        named = (read_json(path) if path.is_file() else self.config).get("eos_token_id")
+        text = self.config.get("text_config")  # of a multimodal model
+        own = {**text, **self.config} if isinstance(text, dict) else self.config
+        named = (read_json(path) if path.is_file() else own).get("eos_token_id")
         listed = named if isinstance(named, list) else [] if named is None else [named]
         if not all(isinstance(token, int) for token in listed):
             raise DataError(f"{path}: eos_token_id must be a number or a list of numbers, got {named!r:.60}.")

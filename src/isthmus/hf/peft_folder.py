@@ -211,11 +211,13 @@ def write_adapter(
     factors: Mapping[HfLinear, LoraFactors],
     every: Iterable[HfLinear],
     saved: Mapping[str, Tensor] | None = None,
+    others: Collection[str] = (),
 ) -> None:
     """Write both files into ``folder``, which exists.
 
     ``config`` needs no targets: they select the layers of ``factors`` among ``every`` linear layer of the model.
-    ``saved`` are the trained tensors of ``modules_to_save``, by their name in transformers.
+    ``saved`` are the trained tensors of ``modules_to_save``, by their name in transformers. ``others`` are further
+    modules that no target may select, such as those of a multimodal model's towers.
     """
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in (saved or {}).items()}
     by_module: dict[str, dict[int, LoraFactors]] = {}
@@ -230,15 +232,19 @@ def write_adapter(
         if (magnitude := ordered[0].magnitude) is not None:
             tensors[f"{name}.lora_magnitude_vector"] = magnitude
     with disk_errors(folder, sum(tensor.nbytes for tensor in tensors.values())):
-        write_json(folder / ADAPTER_FILE, _with_targets(config, factors, every).as_json())
+        write_json(folder / ADAPTER_FILE, _with_targets(config, factors, every, others).as_json())
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
-def _with_targets(config: AdapterConfig, adapted: Collection[HfLinear], every: Iterable[HfLinear]) -> AdapterConfig:
-    others = [linear for linear in every if linear not in adapted]
-    modules = _shortest((one.module for one in adapted if one.parameter is None), {one.module for one in others})
-    parameters = _shortest(filter(None, (one.parameter for one in adapted)), {one.parameter or "" for one in others})
+def _with_targets(
+    config: AdapterConfig, adapted: Collection[HfLinear], every: Iterable[HfLinear], others: Collection[str]
+) -> AdapterConfig:
+    rest = [linear for linear in every if linear not in adapted]
+    modules = _shortest(
+        (one.module for one in adapted if one.parameter is None), {*others, *(one.module for one in rest)}
+    )
+    parameters = _shortest(filter(None, (one.parameter for one in adapted)), {one.parameter or "" for one in rest})
     return replace(
         config,
         target_modules=modules,

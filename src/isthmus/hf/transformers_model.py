@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
@@ -24,6 +24,8 @@ try:
 except ImportError:  # an older transformers
     core_model_loading = None  # type: ignore[assignment]
 
+_LANGUAGE = "language_model"
+"""Part of the path of a multimodal model's language model."""
 _EXACT = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 
@@ -53,7 +55,7 @@ class TransformersModel:
         with no_progress_bars(warnings=False):  # missing and mismatched keys are checked here
             self.module = self._class._from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
         self.module.eval()
-        self._prefix = self._layers_name(settings.num_hidden_layers)
+        self._prefix = self._layers_name(settings.get_text_config().num_hidden_layers)
         self.layers: Sequence[nn.Module] = list(self.module.get_submodule(self._prefix))
         self._sources: dict[str, list[str]] = {}
         if by_layer:
@@ -99,6 +101,7 @@ class TransformersModel:
     def _layers_name(self, number: int) -> str:
         lists = [(name, module) for name, module in self.module.named_modules() if isinstance(module, nn.ModuleList)]
         names = [name for name, module in lists if len(module) == number]
+        names = [name for name in names if _LANGUAGE in name.split(".")] or names  # of a multimodal model
         outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
         if len(outer) != 1:
             raise UsageError(
@@ -161,8 +164,10 @@ class TransformersModel:
 def model_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """The classes of the config and of the model: those of transformers, else those of the folder."""
     kind = str(folder.config.get("model_type"))
-    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return CONFIG_MAPPING[kind], MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    # The causal class of a multimodal type may be its language model alone.
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in mapping:
+            return CONFIG_MAPPING[kind], mapping[CONFIG_MAPPING[kind]]
     if "AutoModelForCausalLM" in (folder.config.get("auto_map") or {}):
         return folder_classes(folder, trust_remote_code=trust_remote_code)
     raise UsageError(f"the installed transformers has no causal language model of type {kind}. Install a newer one.")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isthmus.convert.online import export_plan, export_weights, import_weights
+from isthmus.convert.towers import Towers
 from isthmus.convert.weight_source import RandomWeights
 from isthmus.errors import DataError, MissingInput
 from isthmus.families.architecture import Architecture
@@ -20,6 +21,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.hf.model_folder import ModelFolder, write_model_files
+from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from ranks.tiny import ARCHETYPES, build_model_folder
 
 SIZES: dict[str, Any] = {
@@ -53,9 +55,8 @@ def ranks(family: Family, arch: Architecture, tp: int, dtype: torch.dtype) -> It
 def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, max_shard_bytes: float = 5e9) -> Family:
     family = family_for(source.config)
     arch = family.to_architecture(source.config)
-    plan = export_plan(
-        family, arch, {name: info.dtype for name, info in source.tensors.items()}, max_shard_bytes=max_shard_bytes
-    )
+    towers, dtypes = Towers(source, family), {name: info.dtype for name, info in source.tensors.items()}
+    plan = export_plan(family, arch, dtypes, max_shard_bytes=max_shard_bytes, towers=towers.tensors)
     target.mkdir()
     plan.create(target)
     read = written = 0
@@ -65,7 +66,9 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
         assert not any(tensor.isnan().any() for tensor in live.values())
         assert export_weights(live, family, arch, plan, target, **rank, writes=False) == 0
         written += export_weights(live, family, arch, plan, target, **rank)
-    assert written == plan.total_bytes <= read
+    assert written == plan.total_bytes - towers.num_bytes <= read
+    with SafetensorsWriter(plan, target) as writer:
+        towers.copy(writer)
     write_model_files(target, source, family.to_hf_config(arch, source.config))
     return family
 

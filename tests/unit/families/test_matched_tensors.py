@@ -9,13 +9,11 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.matched_tensors import frozen_tensors, trained_tensors, values_by_pattern
 from isthmus.families.registry import family_for
-from ranks.tiny import OWN_SIZES, SIZES
+from ranks.tiny import tiny_config
 
 
 def _model(name: str) -> tuple[Family, Architecture]:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(name, **{**SIZES, **OWN_SIZES.get(name, {})}).to_dict()
+    config = tiny_config(name).to_dict()
     family = family_for(config)
     return family, family.to_architecture(config)
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from isthmus.convert.canonical import CanonicalWeights, Destination, unique_placements
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.online import export_plan
-from isthmus.convert.weight_source import WeightSource
+from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.rules.shard import hf_slices
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
+from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 
 class HfWeights(CanonicalWeights):
@@ -50,14 +51,23 @@ class HfWeights(CanonicalWeights):
 class HfWriter(Destination):
     """Safetensors files of at most 5 GB, and their index."""
 
-    def __init__(self, folder: Path, family: Family, arch: Architecture, dtypes: Mapping[str, torch.dtype]) -> None:
-        """``dtypes`` are by canonical name."""
+    writer: SafetensorsWriter
+
+    def __init__(
+        self,
+        folder: Path,
+        family: Family,
+        arch: Architecture,
+        dtypes: Mapping[str, torch.dtype],
+        towers: Mapping[str, TensorSpec | TensorInfo] | None = None,
+    ) -> None:
+        """``dtypes`` are by canonical name; the files have space for ``towers``, which ``put`` does not write."""
         self._arch, self._placements = arch, unique_placements(family, arch)
         by_name = {name: dtypes[placed.canonical] for placed in self._placements.values() for name in placed.hf}
-        plan = export_plan(family, arch, by_name)
+        plan = export_plan(family, arch, by_name, towers=towers)
         plan.create(folder)
-        self.writer: SafetensorsWriter = SafetensorsWriter(plan, folder)
-        self.total_bytes = plan.total_bytes
+        self.writer = SafetensorsWriter(plan, folder)
+        self.total_bytes = plan.total_bytes - sum(plan.tensors[name].nbytes for name in towers or ())
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         placed, local = self._placements[canonical], (slice(0, rows.stop - rows.start),)

@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.convert.hf.dequantize import DequantizedWeights
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
 from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
-from isthmus.errors import DataError, MissingInput
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.hf.model_folder import ModelFolder, read_weight_map
@@ -49,7 +49,16 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
 
 
 def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> OpenedHfWeights:
-    """The weights of a language model as those of a reward model, whose score head is random."""
+    """The weights of a language model as those of a reward model, whose score head is random.
+
+    A UsageError for a multimodal model.
+    """
+    if family.nested is not None:
+        text = family.nested.text.name
+        raise UsageError(
+            f"{opened.source} is multimodal ({family.name}), and a reward model is a language model. Convert its "
+            f"language model first: isthmus convert {opened.source} DIR --to hf --hf-family {text}"
+        )
     arch = replace(opened.arch, score_head=True, tie_embeddings=False)
     if not opened.source.tensors:  # random weights
         return replace(opened, arch=arch)

@@ -127,6 +127,8 @@ def compare_models(
     if not config_differences or (logits is not None and _shapes(a) == _shapes(b)):
         comparison, differing = _compare_tensors(a, b, progress)
         problems += [differing] if differing else []
+        if a.towers is not None and b.towers is not None and (names := a.towers.differences(b.towers)):
+            problems.append(f"their towers differ in {len(names)} tensors: {first_few(names)}")
     difference = None
     if logits is not None:
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config.schema import RunConfig
+from isthmus.convert.towers import Towers
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.attach import adapter_tensors
 from isthmus.engine.lora.low_rank import AdapterTensor
@@ -49,8 +50,9 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
     def write() -> None:
         if model.position.rank == 0:
             every = [linear for own in all_linears(plan.family, plan.architecture).values() for linear in own]
+            towers = [name.rpartition(".")[0] for name in Towers(plan.weights.source, plan.family).tensors]
             with StagedFolder(destination, replace=True) as staged:
-                write_adapter(staged.path, settings, factors, every, saved)
+                write_adapter(staged.path, settings, factors, every, saved, towers)
 
     agree(write)
     barrier()

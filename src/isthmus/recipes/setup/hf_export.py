@@ -13,6 +13,7 @@ from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, full_weights, read_tensor
 from isthmus.convert.open_model import HF_SUBFOLDER
+from isthmus.convert.towers import Towers
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
 from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.lora.attach import Merge
@@ -23,6 +24,7 @@ from isthmus.errors import disk_errors
 from isthmus.file_checksums import Parts, WrittenBlocks, hash_share, merge_parts
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.staged_folder import StagedFolder
+from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, save_tokenizer
 from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.model_source import answer_end, with_tokens_of
@@ -45,7 +47,8 @@ def export_hf(
     all ranks raise and nothing is published.
     """
     plan, main = model.plan, model.position.rank == 0
-    files = export_plan(plan.family, plan.architecture, _dtypes(plan, dtype))
+    towers = Towers(plan.weights.source, plan.family)
+    files = export_plan(plan.family, plan.architecture, _dtypes(plan, dtype), towers=towers.tensors)
     staged, written = StagedFolder(destination, replace=replace), WrittenBlocks()
 
     def begin() -> None:
@@ -65,6 +68,9 @@ def export_hf(
             return merge(name, weight)
 
         export_weights(*arguments, layout=model.layout, writes=writes, merge=checked, written=written)
+        if own := [*towers.tensors][model.position.rank :: plan.world_size]:
+            with SafetensorsWriter(files, staged.path, written) as writer:
+                towers.copy(writer, own, lambda done, total: check())
 
     def finish() -> None:
         if main:
@@ -154,10 +160,15 @@ def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Tokenizer) -> None:
-    """Write config and tokenizer into a checkpoint, so that it converts without the model folder."""
-    folder = checkpoint / HF_SUBFOLDER
+    """Write config, tokenizer and towers into a checkpoint, so that it converts without the model folder.
+
+    A checkpoint of adapters is not converted, and has no towers.
+    """
+    plan, folder = model.plan, checkpoint / HF_SUBFOLDER
     folder.mkdir()
-    _write_model_files(model.plan, folder, tokenizer, model.dtype)
+    _write_model_files(plan, folder, tokenizer, model.dtype)
+    if plan.family.nested is not None and plan.adapters is None:
+        Towers(plan.weights.source, plan.family).store(folder)
 
 
 def checkpoint_args(model: RankModel, step: int) -> Namespace:

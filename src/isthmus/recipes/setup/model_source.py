@@ -15,7 +15,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.data.store.answer_views import AnswerEnd
 from isthmus.errors import DataError, MissingInput, UsageError
-from isthmus.families.registry import family_for
+from isthmus.families.registry import family_for, language_config
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.rules.rope_overlay import overlay_rotary
 from isthmus.hf.hub import fetch, looks_like_id
@@ -26,7 +26,11 @@ from isthmus.recipes.run_dir import RunDir
 
 
 def open_source(model: ModelConfig) -> ModelFolder:
-    """Open ``model.path`` and merge ``model.config`` into its config."""
+    """Open ``model.path`` and merge ``model.config`` into its config.
+
+    Of a multimodal model, ``model.config`` has keys of the language model; with random weights it is the language model
+    alone, since there are none for its towers.
+    """
     if model.path is None:
         return _described("model.config", model.config)
     if is_model_file(model.path):
@@ -35,19 +39,23 @@ def open_source(model: ModelConfig) -> ModelFolder:
         folder = local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code)
         _check_is_model(folder)
         found = ModelFolder.open(folder)
+    own = language_config(found.config)
+    if model.init == "random" and own is not found.config:
+        found = ModelFolder.from_config(found.path, own)
     if not model.config:
         return found
-    merged = merge_config(found.config, model.config)
-    merged |= overlay_rotary(found.config, model.config, family_for(merged).rope_names)
+    merged = merge_config(own, model.config)
+    merged |= overlay_rotary(own, model.config, family_for(merged).rope_names)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
     if model.init == "random":
         return ModelFolder.from_config(found.path, merged)
-    if why := _changed_tensors(found.config, merged):
+    if why := _changed_tensors(own, merged):
         raise UsageError(
             f"model.config changes the tensors of {found}: {why}. Leave out the keys that do, or set model.init=random."
         )
-    _check_effects(found.config, model.config, merged)
-    return found.with_config(merged)
+    _check_effects(own, model.config, merged)
+    nested = None if own is found.config else family_for(found.config).nested
+    return found.with_config(merged if nested is None else nested.with_language_config(found.config, merged))
 
 
 def _check_effects(before: Mapping[str, Any], keys: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
@@ -119,6 +127,7 @@ def _check_is_model(folder: Path) -> None:
 
 def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
     """A model given as a complete config, which may have keys that only transformers uses."""
+    config = language_config(config)
     family = family_for(config)
     known = keys_read(family, config) | {*IGNORED_KEYS}
     if not family.auto_map and family.data is None:

@@ -1,0 +1,103 @@
+"""The towers of multimodal models are copied bit for bit, in every direction."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from isthmus.convert.legacy.legacy_layout import LegacyLayout
+from isthmus.convert.transfer import convert
+from isthmus.convert.verify.compare import compare_models
+from isthmus.errors import CheckFailed, UsageError
+from ranks.tiny import build_adapter, build_model_folder, load_network, without_checksums
+
+TOWER = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
+INPUT_IDS = torch.arange(2, 40)[None]
+
+
+@pytest.fixture
+def gemma3(tmp_path: Path) -> Path:
+    """The language model in bfloat16, the towers in float32."""
+    folder = build_model_folder(tmp_path / "gemma3", "gemma3")
+    (folder / "preprocessor_config.json").write_text("{}")
+    tensors = load_file(folder / "model.safetensors")
+    language = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.startswith("language_model.")}
+    assert TOWER in tensors and len(language) < len(tensors)
+    save_file(tensors | language, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("layout", [None, LegacyLayout(tp=2, pp=2)], ids=["torch_dist", "legacy"])
+def test_round_trip_keeps_all_bytes(layout: LegacyLayout | None, gemma3: Path, tmp_path: Path) -> None:
+    convert(gemma3, tmp_path / "megatron", "torch_dist" if layout is None else "torch", layout=layout)
+    back = convert(tmp_path / "megatron", tmp_path / "back")
+    assert compare_models(gemma3, tmp_path / "megatron").family == "gemma3"
+    source = load_file(gemma3 / "model.safetensors")
+    export = load_file(tmp_path / "back/model.safetensors")
+    assert back.num_bytes == sum(tensor.nbytes for tensor in source.values())
+    assert source.keys() == export.keys()
+    assert all(torch.equal(source[name].view(torch.uint8), export[name].view(torch.uint8)) for name in source)
+    assert (tmp_path / "back/preprocessor_config.json").exists()
+    network, loading = AutoModelForImageTextToText.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert type(network).__name__ == "Gemma3ForConditionalGeneration" and not any(loading.values())
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "back", gemma3))
+    assert config["vision_config"] == original["vision_config"]
+
+
+def test_another_dtype_is_that_of_the_language_model(gemma3: Path, tmp_path: Path) -> None:
+    convert(gemma3, tmp_path / "out", "hf", dtype=torch.float16)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out/model.safetensors").items()}
+    assert dtypes[TOWER] == torch.float32
+    assert {dtype for name, dtype in dtypes.items() if name.startswith("language_model.")} == {torch.float16}
+
+
+def test_a_checkpoint_without_towers_needs_the_folder(gemma3: Path, tmp_path: Path) -> None:
+    convert(gemma3, tmp_path / "megatron")
+    shutil.rmtree(without_checksums(tmp_path / "megatron") / "hf/towers")
+    with pytest.raises(UsageError, match=r"and not its other tensors\. Give the folder .* --hf-family gemma3_text"):
+        convert(tmp_path / "megatron", tmp_path / "refused")
+    convert(tmp_path / "megatron", tmp_path / "back", hf_like=gemma3)
+    assert compare_models(gemma3, tmp_path / "back").family == "gemma3"
+
+
+def test_the_language_model_alone(gemma3: Path, tmp_path: Path) -> None:
+    convert(gemma3, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "text", hf_family="gemma3_text")
+    network, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "text", output_loading_info=True, dtype=torch.float32
+    )
+    assert type(network).__name__ == "Gemma3ForCausalLM" and not any(loading.values())
+    with torch.no_grad():
+        whole = load_network(gemma3, dtype=torch.float32)(INPUT_IDS).logits
+        assert torch.equal(network(INPUT_IDS).logits, whole)
+    with pytest.raises(UsageError, match=r"gemma3 is multimodal, and .* has no tensors for its towers"):
+        convert(tmp_path / "text", tmp_path / "refused", "hf", hf_family="gemma3")
+
+
+def test_verify_compares_towers(gemma3: Path, tmp_path: Path) -> None:
+    convert(gemma3, tmp_path / "megatron")
+    tensors = load_file(gemma3 / "model.safetensors")
+    tensors[TOWER][3, 2] += 1
+    save_file(tensors, gemma3 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckFailed, match=f"their towers differ in 1 tensors: {TOWER}"):
+        compare_models(gemma3, tmp_path / "megatron")
+
+
+def test_an_adapter_of_the_language_model_is_merged(tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", "mistral3", tie_word_embeddings=False)
+    adapter = build_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*(q|v|down)_proj")
+    convert(base, tmp_path / "merged", "hf", adapter=adapter)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", base))
+    changed = {name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])}
+    assert ours.keys() == theirs.keys() and len(changed) == 12 and all("language_model" in name for name in changed)
+    import peft
+
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(load_network(base), adapter)(INPUT_IDS).logits
+        assert torch.allclose(load_network(tmp_path / "merged")(INPUT_IDS).logits, expected, atol=1e-5)
