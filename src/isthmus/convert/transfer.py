@@ -207,7 +207,7 @@ def _plan(
         raise UsageError(
             f"{model.path} has the language model of a multimodal model ({model.family.name}) and not its other "
             "tensors. Give the folder of the whole model: --hf-like DIR. To export the language model alone: "
-            f"--hf-family {model.family.nested.text.name}"
+            f"--hf-family {model.family.nested.model_type}"
         )
     layout = layout or LegacyLayout()
     layout.check(model.arch)

@@ -6,16 +6,14 @@ import itertools
 import re
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, WindowAttention, check_sizes
+from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Window, read_window, write_window
-
-if TYPE_CHECKING:
-    from isthmus.families.nested import Nested
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
@@ -168,7 +166,11 @@ class Family:
     data: Mapping[str, Any] | None = None
     """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
     nested: Nested | None = None
-    """Of a multimodal model: where its language model is, which all other fields describe."""
+    """Of a multimodal model: where its language model is, which most other fields describe."""
+    language_model: Family | None = None
+    """Of a multimodal model: the family of the language model alone."""
+    variants: tuple[Family, ...] = ()
+    """Of a multimodal model: the same class around other language models."""
 
     def language_config(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Mapping[str, Any]:
         """The part of a config that describes the language model: a section of a multimodal model's, else all of it.
@@ -180,7 +182,7 @@ class Family:
         if is_scored(hf):
             raise UsageError(
                 f"config.json: a multimodal reward model ({_first(hf['architectures'])}) is not supported. Train one "
-                f"from its language model, which is of type {self.nested.text.name}."
+                f"from its language model, which is of type {self.nested.model_type}."
             )
         has_head = tensors is not None and any(name in tensors for name in self.output_names)
         return self.nested.language_config(hf, has_head=has_head)
@@ -287,8 +289,12 @@ class Family:
         copied, from another family's config only the token ids and the dtype. ``dtype`` is a torch name such as
         ``bfloat16``.
         """
-        if self.nested is not None:
-            return self._multimodal_config(arch, base, self.nested, dtype=dtype, dropout=dropout)
+        if self.nested is not None and self.language_model is not None:
+            inner = self.nested.language_config(base) if base and base.get("model_type") == self.name else base
+            language = self.language_model.to_hf_config(arch, inner, dtype=dtype, dropout=dropout)
+            outer = {} if base is inner else {key: value for key, value in (base or {}).items() if key != "auto_map"}
+            outer |= {"architectures": [self.hf_architecture], "model_type": self.name}
+            return self.nested.with_language_config(outer, language)
         known = dict(base or {})
         # Remote code is not copied: the export has the tensors of the family's own class.
         known.pop("auto_map", None)
@@ -328,16 +334,6 @@ class Family:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
-
-    def _multimodal_config(
-        self, arch: Architecture, base: Mapping[str, Any] | None, nested: Nested, **changes: Any
-    ) -> dict[str, Any]:
-        """``base`` with another language model; without it, or from another family's, of the language model alone."""
-        known = base if base is not None and base.get("model_type") == self.name else {}
-        language = nested.text.to_hf_config(arch, nested.language_config(known) if known else base, **changes)
-        config = {**known, "architectures": [self.hf_architecture], "model_type": self.name}
-        config.pop("auto_map", None)
-        return nested.with_language_config(config, language)
 
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""

@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from isthmus.errors import DataError, UsageError
-from isthmus.families.rules.rule import HfPart, Rule
-
-if TYPE_CHECKING:
-    from isthmus.families.family import Family
+from isthmus.errors import DataError
 
 _SECTION, _TIED = "text_config", "tie_word_embeddings"
-LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-"""Prefixes in the files of most multimodal models."""
-LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
-"""Paths of transformers for these prefixes."""
-LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nested:
     """Where a multimodal model has its language model, and what else it has."""
 
-    text: Family
-    """The language model as a model of its own."""
+    model_type: str
+    """Of the language model as a model of its own."""
     towers: tuple[str, ...]
     """Patterns of the names of all other tensors."""
     tied: bool | None
     """``tie_word_embeddings`` of a config without this key, which counts outside of the section; None: that of the
     section counts."""
-    aliases: Mapping[str, str]
-    """Other names in the section of the language model's ``model_type``."""
-    others: tuple[Family, ...] = ()
-    """The same class around other language models."""
+    aliases: tuple[str, ...] = ()
+    """Other names of ``model_type`` in the section."""
+
+    def is_around(self, hf: Mapping[str, Any]) -> bool:
+        """Whether the language model of a config is this one; without its ``model_type`` any is."""
+        section = hf.get(_SECTION)
+        kind = section.get("model_type") if isinstance(section, Mapping) else None
+        return kind in (None, self.model_type, *self.aliases)
 
     def is_tower(self, tensor: str) -> bool:
         """Whether a tensor belongs to no language model."""
@@ -54,7 +49,7 @@ class Nested:
         section = hf.get(_SECTION)
         if not isinstance(section, Mapping):
             raise DataError(f"config.json: {_SECTION} must be the object of the language model, got {section!r:.60}.")
-        found = {**section, "model_type": self.text.name}
+        found = {**section, "model_type": self.model_type}
         if self.tied is not None:
             found[_TIED] = self.tied and not has_head if hf.get(_TIED) is None else hf[_TIED]
         return found
@@ -70,53 +65,3 @@ class Nested:
         changed = language.get("dtype") if language.get("dtype") != section.get("dtype") else None
         dtype = changed or hf.get("dtype", hf.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
-
-    def of_config(self, family: Family, hf: Mapping[str, Any]) -> Family:
-        """The family around the language model of this config; UsageError if the class is not supported around it."""
-        kind = (hf.get(_SECTION) or {}).get("model_type", self.text.name)
-        kind = self.aliases.get(kind, kind)
-        around = {each.nested.text.name: each for each in (family, *self.others) if each.nested is not None}
-        if kind not in around:
-            raise UsageError(
-                f"config.json: {family.name} with {_SECTION}.model_type={kind!r:.60} is not supported; "
-                f"{' and '.join(around)} are."
-            )
-        return around[kind]
-
-
-def multimodal(
-    name: str,
-    hf_architecture: str,
-    *texts: Family,
-    towers: tuple[str, ...] = LLAVA_TOWERS,
-    tied: bool | None,
-    names: Mapping[str, str] = LLAVA_NAMES,
-    module_names: Mapping[str, str] = LLAVA_MODULES,
-    aliases: Mapping[str, str] | None = None,
-) -> Family:
-    """The family of a multimodal class around one of ``texts``, by default the first.
-
-    ``names`` are prefixes of the language model's tensors and what they are here; ``module_names`` is the family's. The
-    others are fields of :class:`Nested`.
-    """
-    first, *rest = (
-        replace(
-            text,
-            name=name,
-            hf_architecture=hf_architecture,
-            rules=tuple(_prefixed(rule, names) for rule in text.rules),
-            module_names={**module_names, **text.module_names},
-            nested=Nested(text=text, towers=towers, tied=tied, aliases=aliases or {}),
-        )
-        for text in texts
-    )
-    assert first.nested is not None
-    return replace(first, nested=replace(first.nested, others=tuple(rest)))
-
-
-def _prefixed(rule: Rule, names: Mapping[str, str]) -> Rule:
-    def rename(part: HfPart) -> HfPart:
-        old = next((prefix for prefix in names if part.name.startswith(prefix)), "")
-        return replace(part, name=names.get(old, "") + part.name.removeprefix(old))
-
-    return replace(rule, parts=tuple(map(rename, rule.parts)))

@@ -88,7 +88,7 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
     name = model_type if isinstance(model_type, str) else ""
     if beside is None and name in all_families():
         family = all_families()[name]
-        return family if family.nested is None else family.nested.of_config(family, hf_config)
+        return family if family.nested is None else _variant(family, hf_config)
     path = beside or _user_file(name)
     if path is None and hf_config.get("is_encoder_decoder"):
         raise UsageError(
@@ -106,6 +106,19 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
         raise DataError(f"{path} is the family of {family.name}, but config.json has model_type {model_type!r}.")
     check_known_settings(family.data or {}, hf_config)
     return family
+
+
+def _variant(family: Family, hf_config: Mapping[str, Any]) -> Family:
+    """The family of a multimodal class around the language model of this config."""
+    around = {each.nested.model_type: each for each in (family, *family.variants) if each.nested is not None}
+    found = next((each for each in around.values() if each.nested and each.nested.is_around(hf_config)), None)
+    if found is None:
+        kind = hf_config["text_config"]["model_type"]
+        raise UsageError(
+            f"config.json: {family.name} around a language model of type {kind!r:.60} is not supported; around "
+            f"{' and '.join(around)} it is."
+        )
+    return found
 
 
 def language_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> Opene
     A UsageError for a multimodal model.
     """
     if family.nested is not None:
-        text = family.nested.text.name
+        text = family.nested.model_type
         raise UsageError(
             f"{opened.source} is multimodal ({family.name}), and a reward model is a language model. Convert its "
             f"language model first: isthmus convert {opened.source} DIR --to hf --hf-family {text}"

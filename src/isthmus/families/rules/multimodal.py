@@ -1,0 +1,55 @@
+"""The family of a multimodal class, made of the families of its language models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from isthmus.families.family import Family
+from isthmus.families.nested import Nested
+from isthmus.families.rules.rule import HfPart, Rule
+
+LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+"""Prefixes of the tensors of a language model, and what they are in the files of most multimodal models."""
+LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
+"""These prefixes in the module paths of transformers."""
+LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
+
+
+def multimodal(
+    name: str,
+    hf_architecture: str,
+    *language_models: Family,
+    towers: tuple[str, ...] = LLAVA_TOWERS,
+    tied: bool | None,
+    names: Mapping[str, str] = LLAVA_NAMES,
+    module_names: Mapping[str, str] = LLAVA_MODULES,
+    aliases: tuple[str, ...] = (),
+) -> Family:
+    """The family of a multimodal class around one of the language models, the first if the config names none.
+
+    ``names`` are prefixes of the language models' tensors and what they are here, ``module_names`` is the family's
+    field. ``towers``, ``tied`` and ``aliases``, which are of the first language model, are those of
+    :class:`~isthmus.families.nested.Nested`.
+    """
+    first, *others = (
+        replace(
+            text,
+            name=name,
+            hf_architecture=hf_architecture,
+            rules=tuple(_prefixed(rule, names) for rule in text.rules),
+            module_names={**module_names, **text.module_names},
+            nested=Nested(model_type=text.name, towers=towers, tied=tied, aliases=() if number else aliases),
+            language_model=text,
+        )
+        for number, text in enumerate(language_models)
+    )
+    return replace(first, variants=tuple(others))
+
+
+def _prefixed(rule: Rule, names: Mapping[str, str]) -> Rule:
+    def rename(part: HfPart) -> HfPart:
+        old = next((prefix for prefix in names if part.name.startswith(prefix)), "")
+        return replace(part, name=names.get(old, "") + part.name.removeprefix(old))
+
+    return replace(rule, parts=tuple(map(rename, rule.parts)))
