@@ -149,7 +149,7 @@ class Family:
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
     sliding_window_pattern: int | None = None
-    """Every nth layer has full attention, unless the config lists the layers."""
+    """Every nth layer has full attention, unless the config lists the layers; by depth, the first n layers have it."""
     rope_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the rotary settings."""
     rope_names: Mapping[str, str] = field(default_factory=dict)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from ranks.tiny_families import kimi_k2
 from ranks.tiny_families.tiny_family import TinyFamily
+
+kimi_k2.register()
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_ROUTED = _EXPERTS | {"n_routed_experts": 6}
+_GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+_GRANITE = {"num_local_experts": 6, "head_dim": 8}
+_MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "v_head_dim": 6},
+    **{"qk_rope_head_dim": 8, "head_dim": 8, "n_shared_experts": 2},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
 
 
 def _layered(full: dict[str, float], sliding: dict[str, float]) -> dict[str, Any]:
@@ -17,8 +29,7 @@ def _layered(full: dict[str, float], sliding: dict[str, float]) -> dict[str, Any
 
 FAMILIES: dict[str, TinyFamily] = {
     "mimo_v2_flash": TinyFamily(
-        sizes=_EXPERTS
-        | {"head_dim": 24, "v_head_dim": 10, "n_routed_experts": 6, "sliding_window": 5, "attention_bias": True},
+        sizes=_ROUTED | {"head_dim": 24, "v_head_dim": 10, "sliding_window": 5, "attention_bias": True},
         logits={
             "mimo_v2_flash": ({}, {"sliding_window": 50}),
             "mimo_v2_flash-layers": (
@@ -33,5 +44,67 @@ FAMILIES: dict[str, TinyFamily] = {
                 {"attention_value_scale": None},
             ),
         },
+    ),
+    "minimax_m2": TinyFamily(
+        sizes={"num_local_experts": 6, "num_experts_per_tok": 2},
+        logits={
+            "minimax_m2": ({}, {"num_experts_per_tok": 1}),
+            "minimax_m2-partial": ({"rotary_dim": 8, "tie_word_embeddings": True}, {"rotary_dim": 16}),
+        },
+    ),
+    "glm4_moe_lite": TinyFamily(
+        sizes=_LATENT | _ROUTED,
+        logits={
+            "glm4_moe_lite": (_GROUPS, {"rope_interleave": False}),
+            "glm4_moe_lite-yarn": (
+                {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "q_lora_rank": None},
+                {"q_lora_rank": None},
+            ),
+        },
+    ),
+    "dots1": TinyFamily(
+        sizes=_ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+        logits={
+            "dots1": ({"norm_topk_prob": True, **_GROUPS}, {"topk_group": 1}),
+            "dots1-windows": (
+                {"sliding_window": 5, "max_window_layers": 2, "attention_bias": True},
+                {"max_window_layers": 3},
+            ),
+        },
+    ),
+    "granitemoe": TinyFamily(
+        sizes=_GRANITE,
+        logits={
+            "granitemoe": (_MULTIPLIERS | {"logits_scaling": 6.0}, {"embedding_multiplier": 1.0}),
+            "granitemoe-biases": ({"attention_bias": True, "num_experts_per_tok": 3}, {"num_experts_per_tok": 2}),
+        },
+        training=_MULTIPLIERS,
+    ),
+    "granitemoeshared": TinyFamily(
+        sizes=_GRANITE | {"shared_intermediate_size": 20},
+        logits={
+            "granitemoeshared": (_MULTIPLIERS, {"residual_multiplier": 1.0}),
+            "granitemoeshared-without": ({"shared_intermediate_size": 0}, {"shared_intermediate_size": 20}),
+        },
+        training=_MULTIPLIERS,
+    ),
+    "flex_olmo": TinyFamily(
+        sizes={"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": 2},
+        logits={"flex_olmo": ({"norm_topk_prob": True, "attention_bias": True}, {"attention_bias": False})},
+    ),
+    "solar_open": TinyFamily(
+        sizes=_ROUTED | {"n_shared_experts": 2},
+        logits={"solar_open": ({"attention_bias": True, **_GROUPS}, {"topk_group": 1})},
+    ),
+    "hy_v3": TinyFamily(
+        sizes=_EXPERTS | {"num_experts": 6},
+        logits={
+            "hy_v3": ({"attention_bias": True}, {"router_scaling_factor": 1.0}),
+            "hy_v3-layers": ({"mlp_layer_types": ["sparse", "dense"] * 2}, {"mlp_layer_types": None}),
+        },
+    ),
+    "kimi_k2": TinyFamily(
+        sizes=_LATENT | _ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+        logits={"kimi_k2": ({}, {"routed_scaling_factor": 1.0})},
     ),
 }

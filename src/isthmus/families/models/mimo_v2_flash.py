@@ -47,6 +47,6 @@ FAMILY = Family(
                 layers="windowed",
             ),
         ),
-        mlp=(*expert_tensors.DENSE, *expert_tensors.ROUTER, *expert_tensors.EXPERT_BIAS, *expert_tensors.EXPERTS),
+        mlp=expert_tensors.DENSE_AND_MOE,
     ),
 )

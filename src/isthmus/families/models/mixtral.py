@@ -5,7 +5,7 @@ from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
 
-_NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 FAMILY = Family(
     name="mixtral",
@@ -25,5 +25,5 @@ FAMILY = Family(
     sliding_window="always",
     rope_defaults={"rope_theta": 1e6},
     module_names={".block_sparse_moe.": ".mlp."},
-    rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), _NAMES)),
+    rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), NAMES)),
 )

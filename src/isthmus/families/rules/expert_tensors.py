@@ -45,9 +45,9 @@ SHARED_GATE = in_layer(
     layers="moe",
     when="moe.shared_ffn_hidden_size and moe.shared_gate",
 )
-_MLP = (*DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
-MLP = (*decoder.MLP_NORM, *_MLP)
-RULES = decoder.pre_norm_rules(mlp=_MLP)
+DENSE_AND_MOE = (*DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
+MLP = (*decoder.MLP_NORM, *DENSE_AND_MOE)
+RULES = decoder.pre_norm_rules(mlp=DENSE_AND_MOE)
 
 
 def _num_shared(total: int, arch: Architecture) -> int:

@@ -138,7 +138,8 @@ def write_rotary(
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
     settings = _write_rope(arch, plain, defaults)
-    if _SHARE in defaults:
+    is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
+    if _SHARE in defaults and not (is_default and _SHARE not in (plain.get("rope_parameters") or defaults)):
         settings["rope_parameters"][_SHARE] = arch.rotary_percent
         if arch.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
             settings[_SHARE] = arch.rotary_percent

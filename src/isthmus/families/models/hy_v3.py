@@ -1,0 +1,37 @@
+"""Hunyuan V3: QK norms, sigmoid routing with an expert bias, shared experts."""
+
+from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules.decoder import number
+from isthmus.families.rules.rule import renamed
+
+_NAMES = {
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.gate.": "mlp.router.gate.",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
+
+FAMILY = Family(
+    name="hy_v3",
+    hf_architecture="HYV3ForCausalLM",
+    keys=decoder.KEYS
+    | decoder.ATTENTION_BIAS
+    | {
+        "num_query_groups": Key("num_key_value_heads", default=8),
+        "kv_channels": Key("head_dim", default=128),
+        "max_position_embeddings": Key("max_position_embeddings", default=131072),
+        "norm_epsilon": number("rms_norm_eps", 1e-5),
+        "init_std": number("initializer_range", 0.006),
+        "moe.num_experts": Key("num_experts", default=192, aliases=("num_local_experts",)),
+        "moe.top_k": Key("num_experts_per_tok", default=8),
+        "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1536),
+        "moe.shared_ffn_hidden_size": expert_tensors.shared_width("num_shared_experts", default=1),
+        "moe.scaling_factor": number("router_scaling_factor", 2.826),
+    },
+    fixed=decoder.FIXED | {"mlp_bias": Fixed((False,), "only dense blocks and shared experts would have biases")},
+    traits={"qk_norm": True, "moe.score": "sigmoid", "moe.expert_bias": True, "moe.normalize": True},
+    derived={"moe.dense_layers": expert_tensors.mlp_layer_types(dense=1)},
+    rope_defaults={"rope_theta": 11158840.0},
+    module_names={new: old for old, new in _NAMES.items()},
+    rules=decoder.pre_norm_rules(mlp=renamed(expert_tensors.DENSE_AND_MOE, _NAMES)),
+)
