@@ -206,7 +206,7 @@ def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, s
 
 def test_activation_formula_for_layer_types(one: RankPool, samples: Path, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "vocab_size": 77}
-    families = ("llama", "gpt2", "gemma2", "olmo2", "cohere", "gpt_neox")
+    families = ("llama", "gpt2", "gemma2", "olmo2", "cohere", "gpt_neox", "nemotron", "hunyuan_v1_dense")
     cases = [{"model": build_model_folder(tmp_path / family, family, **sizes)} for family in families]
     shared = {"task": "saved_activations", "samples": samples, "micro_batch_size": 4}
     for family, found in zip(families, one.run("ranks.tasks.run_cases", cases=cases, **shared), strict=True):

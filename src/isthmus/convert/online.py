@@ -58,7 +58,7 @@ def read_tensor(
         filled += target.numel()
         num_bytes += target.numel() * source.tensors[name].dtype.itemsize
     if placement.rule.shard == "vocab" and filled < tensor.numel():
-        tensor[filled // tensor.shape[1] :].zero_()
+        tensor[filled // tensor[0].numel() :].zero_()
     return num_bytes
 
 

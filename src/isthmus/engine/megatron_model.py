@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model
@@ -42,7 +43,7 @@ from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.moe.load_balancing import token_groups
 from isthmus.engine.moe.moe_layer import MoeBlock, pass_batch_to_experts
-from isthmus.engine.spec import decoder_spec
+from isthmus.engine.spec import decoder_spec, norm_spec
 from isthmus.families.architecture import Architecture
 
 
@@ -65,7 +66,7 @@ class Decoder(GPTModel):
             transformer_layer_spec=decoder_spec(architecture, layers, config.experts),
             vocab_size=config.vocab_rows
             or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_position_embeddings,
+            max_sequence_length=architecture.max_position_embeddings + architecture.position_offset,
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=architecture.tie_embeddings,
@@ -76,6 +77,14 @@ class Decoder(GPTModel):
         )
         if last and architecture.score_head:
             self.output_layer = nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        elif last and architecture.output_bias:
+            output: Any = self.output_layer
+            output.bias = nn.Parameter(torch.zeros(output.output_size_per_partition, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(output.bias, True, 0, 1)
+        self.embedding_norm: nn.Module | None = None
+        if first and architecture.embedding_norm:
+            shape = {"hidden_size": architecture.hidden_size, "eps": architecture.norm_epsilon}
+            self.embedding_norm = build_module(norm_spec(architecture), config=config, **shape)
         self.architecture = architecture
         self.frozen: Collection[str] = ()
         """Canonical names of the tensors that are not trained, also of other stages."""
@@ -192,11 +201,16 @@ class Decoder(GPTModel):
             # Rounded to the model's dtype first, as transformers does.
             hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
         if self.architecture.position == "learned":
+            rows = batch.position_ids + self.architecture.position_offset
             hidden = hidden + embed_positions(
-                self.embedding.position_embeddings.weight, batch.position_ids, sequence_parallel=sequence_parallel
+                self.embedding.position_embeddings.weight, rows, sequence_parallel=sequence_parallel
             )
-        if not self.training:
-            return hidden
+        if self.training:
+            hidden = self._perturbed(hidden, batch, mtp_depth)
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
+
+    def _perturbed(self, hidden: Tensor, batch: PackedBatch, mtp_depth: int) -> Tensor:
+        """Embeddings in training, with noise and dropout."""
         layer = mtp_depth and self.architecture.num_layers + mtp_depth
         hidden = with_noise(hidden, batch, self.config.neftune_alpha, layer=layer)
         recomputes = self.config.recompute_granularity is not None or self.config.recomputed
@@ -249,7 +263,8 @@ class Decoder(GPTModel):
         rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
         rate, vocab_size = self.config.label_smoothing if self.training else 0.0, self.architecture.vocab_size
         smoothing = Smoothing(rate, rate / vocab_size) if rate else None
-        return weight, VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing)
+        bias = self.output_layer.bias if self.architecture.output_bias else None
+        return weight, VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing, bias)
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
         """Gradient of a loss: its weight times the float16 loss scale; None means 1."""

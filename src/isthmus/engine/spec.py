@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
-from torch.nn import functional as F
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
-from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu, swiglu
+from isthmus.engine.layers.activation import Activation, activation_function
 from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
@@ -33,9 +30,11 @@ def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: Mo
 
 
 def norm_spec(architecture: Architecture) -> ModuleSpec | type:
+    with_weight = architecture.norm_weight
     if architecture.normalization == "RMSNorm":
-        return RMSNorm
-    return ModuleSpec(module=LayerNorm, params={"bias": architecture.norm_bias})
+        return RMSNorm if with_weight else ModuleSpec(module=RMSNorm, params={"weight": False})
+    params = {"bias": architecture.norm_bias and with_weight, "weight": with_weight}
+    return ModuleSpec(module=LayerNorm, params=params)
 
 
 def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> ModuleSpec:
@@ -85,14 +84,8 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
     return MLPSubmodules(
         linear_fc1=fc1,
         linear_fc2=fc2,
-        activation_func=ModuleSpec(module=Activation, params={"function": _activation(architecture)}),
+        activation_func=ModuleSpec(
+            module=Activation,
+            params={"function": activation_function(architecture.activation, gated=architecture.gated)},
+        ),
     )
-
-
-def _activation(architecture: Architecture) -> Callable[[Tensor], Tensor]:
-    if architecture.activation == "silu":
-        return swiglu if architecture.gated else F.silu
-    if architecture.activation == "clamped_swiglu":
-        return clamped_swiglu
-    tanh = "tanh" if architecture.activation == "gelu_tanh" else "none"
-    return partial(geglu if architecture.gated else F.gelu, approximate=tanh)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from isthmus.errors import DataError
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 Mixer = Literal["attention"]
 """What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
@@ -43,10 +43,11 @@ class RopeScaling:
     low_freq_factor`` by ``factor``, keeps those below ``... / high_freq_factor`` and interpolates in between;
     ``linear`` divides all of them; ``yarn`` (arXiv 2309.00071) interpolates between the dimensions that rotate
     ``beta_fast`` and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv
-    2402.13753) divides each by its own factor, with one list up to the original length and another beyond it.
+    2402.13753) divides each by its own factor, with one list up to the original length and another beyond it;
+    ``ntk_alpha`` multiplies the base by ``factor ** (R / (R - 2))`` for R rotated channels.
     """
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"]
+    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -182,25 +183,38 @@ class Architecture:
     """Fraction of a head's channels that are rotated: the first ones."""
     rotary_interleaved: bool = False
     """Rotary pairs are adjacent channels; otherwise one channel of each half."""
+    rotary_reversed: bool = False
+    """Rotations are by the opposite angles."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers, counted from 0, without rotary embedding."""
+    position_offset: int = 0
+    """Rows of the table of learned positions before that of position 0."""
 
     # Norms.
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    norm_weight: bool = True
+    """Norms have weights; without them they have no biases either."""
     norm_bias: bool = True
     norm_zero_centered: bool = False
     """Norms multiply by one plus their weight."""
     form: Form = "pre"
     form_without_attention: Form | None = None
     """Of layers whose mixers do not include attention; None: ``form``."""
+    embedding_norm: bool = False
+    """A norm of the embeddings, before the first layer."""
 
     # Attention.
     qkv_bias: bool = False
     proj_bias: bool = False
     """The output projection of attention has a bias."""
     qk_norm: bool = False
-    qk_norm_over: Literal["head", "projection"] = "head"
-    """Over which axis queries and keys are normalized: each head, or the whole projection."""
+    qk_norm_over: Literal["head", "each_head", "projection"] = "head"
+    """Over which axis queries and keys are normalized: each head, or the whole projection. The weights of ``head`` are
+    the same for all heads; those of ``each_head`` are not, and it has no biases."""
+    qk_norm_after_rotation: bool = False
+    """Queries and keys are normalized after their rotation; otherwise before."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clamped to [-clip_qkv, clip_qkv]."""
     sliding_window: int | None = None
     """Number of keys a query attends to, including its own; None: all preceding keys."""
     full_attention_layers: tuple[int, ...] = ()
@@ -234,6 +248,8 @@ class Architecture:
     """A reward model: one score, a product of the hidden state and the only row of ``output_layer.weight``, in place of
     logits. Multiplier and soft cap of logits do not apply."""
     embedding_multiplier: float = 1.0
+    output_bias: bool = False
+    """The output layer has a bias, which a reward model does not have."""
     residual_multiplier: float = 1.0
     """Multiplier of the outputs of attention and feed-forward block."""
     logits_multiplier: float = 1.0

@@ -13,7 +13,7 @@ from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, M
 from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
-from isthmus.families.rules.sliding_window import Window, read_window, write_window
+from isthmus.families.rules.sliding_window import Pattern, Window, read_window, write_window
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
@@ -144,12 +144,13 @@ class Family:
     dropout: Mapping[str, Key] = field(default_factory=lambda: {"attention": dropout_rate("attention_dropout")})
     """Hugging Face key of each field of :class:`~isthmus.families.architecture.Dropout`."""
     traits: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Architecture that are the same for every model of the family and are not in its configs."""
+    """Fields of the Architecture that are the same for every model of the family and are not in its configs. With a
+    ``rotary_base`` the configs have no rotary settings."""
     derived: Mapping[str, Derived] = field(default_factory=dict)
     sliding_window: Window = "never"
     sliding_window_default: int | None = None
-    sliding_window_pattern: int | None = None
-    """Every nth layer has full attention, unless the config lists the layers; by depth, the first n layers have it."""
+    sliding_window_pattern: Pattern | None = None
+    """The layers with full attention, unless the config lists them; by depth, the first n layers have it."""
     rope_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of the rotary settings."""
     rope_names: Mapping[str, str] = field(default_factory=dict)
@@ -211,7 +212,7 @@ class Family:
                 raise DataError(
                     f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}{of}."
                 )
-        if values.get("position", "rope") == "rope":
+        if values.get("position", "rope") == "rope" and "rotary_base" not in self.traits:
             context = {"max_position_embeddings": values["max_position_embeddings"]}
             head = values.get("mla.qk_rope_head_dim", values["kv_channels"])
             windowed = values.get("window_attention.kv_channels") or head
@@ -221,7 +222,8 @@ class Family:
             values["tie_embeddings"] = False
             if (labels := len(hf.get("id2label") or range(hf.get("num_labels", 2)))) != 1:
                 raise UsageError(f"config.json: a classifier of {labels} labels is not a reward model, which has 1.")
-        values["sliding_window"], values["full_attention_layers"] = self._window(hf, values["num_layers"])
+        window, full = self._window(hf, values["num_layers"])
+        values = {"sliding_window": window, "full_attention_layers": full} | values
         for name, kind in _INNER.items():
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
@@ -323,7 +325,7 @@ class Family:
         window = (arch.sliding_window, arch.full_attention_layers)
         if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
-        if arch.position == "rope":
+        if arch.position == "rope" and "rotary_base" not in self.traits:
             context = {"max_position_embeddings": arch.max_position_embeddings}
             rotary = write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
             if not self.flat_rope:

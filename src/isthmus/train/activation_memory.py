@@ -17,7 +17,10 @@ _NORMED = {"pre": 2, "post": 0, "sandwich": 2, "parallel": 1, "parallel_two_norm
 """Outputs of norms among them."""
 ATTENTION = "attention: T (queries, keys, values, rotated queries and keys, output)"
 """Name of the part of :func:`layer_terms` that latent attention replaces."""
-_MLP = {("silu", True): 3, ("silu", False): 2, ("gelu", True): 4, ("gelu", False): 2}
+_MLP = {
+    ("silu", True): 3, ("gelu", True): 4, ("relu", True): 4, ("relu2", True): 5,
+    ("silu", False): 2, ("gelu", False): 2, ("relu", False): 1, ("relu2", False): 2,
+}  # fmt: skip
 """[T, F] tensors saved by a feed-forward block, by activation and gating."""
 
 
@@ -40,7 +43,7 @@ def layer_terms(
     - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V, no
       scores. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
     - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
-      saves another T F.
+      saves another T F. A squared ReLU saves the ReLU in place of its input, and a ReLU its output only.
 
     Recomputing ``core_attn`` saves no memory; recomputing ``mlp`` keeps only the input of the block. ``mlp_act`` keeps
     no activation, ``layernorm`` no input of a projection after a norm, ``rope`` no rotated queries and keys.
@@ -57,7 +60,7 @@ def layer_terms(
     if a.mla is not None or (a.moe is not None and len(a.moe.dense_layers) == 0):
         raise ValueError(f"{a.family} has no layer with plain attention and a dense feed-forward block")
     outside = num_tokens // tp if sp else num_tokens
-    activation = "silu" if a.activation == "silu" else "gelu"
+    activation = "gelu" if a.activation in ("gelu_tanh", "clamped_swiglu") else a.activation
     tensors_of_mlp = _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
     feed_forward = 0 if "mlp" in recomputed else tensors_of_mlp
     query_width = a.num_attention_heads * a.kv_channels
@@ -66,7 +69,11 @@ def layer_terms(
         rotated = 0 if "rope" in recomputed else query_width + key_width
     else:  # queries are copied only where several share a key head
         rotated = query_width if key_width < query_width else 0
-    attention = query_width + key_width + rotated + (a.num_attention_heads + a.num_query_groups) * a.value_width
+    # Norms after the rotation save their inputs, and a clamp its input.
+    inputs = query_width + key_width if a.qk_norm and a.qk_norm_after_rotation else 0
+    inputs += query_width + key_width + a.num_query_groups * a.value_width if a.clip_qkv is not None else 0
+    values_and_output = (a.num_attention_heads + a.num_query_groups) * a.value_width
+    attention = query_width + key_width + inputs + rotated + values_and_output
     tensors, norms = _NORMS[a.form]
     tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)

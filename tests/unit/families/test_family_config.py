@@ -273,7 +273,7 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "chunked_attention is not supported"),
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
-        ({"model_type": "starcoder2", "hidden_act": "relu"}, "hidden_act=relu is not supported; gelu"),
+        ({"model_type": "starcoder2", "hidden_act": "mish"}, "hidden_act=mish is not supported; gelu"),
         ({"model_type": "starcoder2", "hidden_act": ["gelu"]}, "hidden_act=.'gelu'. is not supported; gelu"),
         ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm=True"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only causal attention"),

@@ -50,7 +50,7 @@ def rules() -> Iterator[tuple[str, Architecture, Rule]]:
         switches = {name: True for name, key in family.keys.items() if key.kind is bool and "." not in name}
         for tied in (False, True):
             for groups in (1, 2, 4, 8):
-                arch = sized(family, **switches | {"tie_embeddings": tied}, num_query_groups=groups)
+                arch = sized(family, **switches | {"tie_embeddings": tied, "num_query_groups": groups})
                 for rule in family.rules:
                     names = [part.name for part in rule.parts]
                     sections = tuple(names.index(name) for name in names)
@@ -128,7 +128,7 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
             halves = whole.chunk(2)
             wanted = [torch.cat([half.chunk(tp)[rank] for half in halves]) for rank in range(tp)]
         case "vocab":
-            rows = torch.cat([whole, torch.zeros(padded - len(whole), whole.shape[1], dtype=whole.dtype)])
+            rows = torch.cat([whole, whole.new_zeros(padded - len(whole), *whole.shape[1:])])
             wanted = list(rows.chunk(tp))
         case _:
             wanted = list(whole.chunk(tp))

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.engine.compiled import compiled_on_gpu, compiles
+from isthmus.families.architecture import Activation as ActivationName
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -30,6 +31,29 @@ def geglu(x: Tensor, *, approximate: str) -> Tensor:
     """``gelu(gate) * up`` for ``x`` = [gate; up] on the last dim (arXiv 2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+def relu2(x: Tensor) -> Tensor:
+    """``relu(x) ** 2`` (arXiv 2109.08668)."""
+    return torch.nn.functional.relu(x).square()
+
+
+def _gated(x: Tensor, *, function: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+def activation_function(name: ActivationName, *, gated: bool) -> Callable[[Tensor], Tensor]:
+    """The activation [..., F] of the output of the first projection: [..., F], or [gate; up] of 2 F if ``gated``."""
+    if name == "silu":
+        return swiglu if gated else torch.nn.functional.silu
+    if name == "clamped_swiglu":
+        return clamped_swiglu
+    if name in ("relu", "relu2"):
+        function = relu2 if name == "relu2" else torch.nn.functional.relu
+        return functools.partial(_gated, function=function) if gated else function
+    tanh = "tanh" if name == "gelu_tanh" else "none"
+    return functools.partial(geglu if gated else torch.nn.functional.gelu, approximate=tanh)
 
 
 class _SwiGLU(torch.autograd.Function):

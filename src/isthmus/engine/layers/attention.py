@@ -17,7 +17,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from isthmus.engine.layers.norm import ProjectionNorm
+from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
@@ -111,6 +111,8 @@ class PackedSelfAttention(MegatronModule):
         self.widths = (own.kv_channels * all_heads // groups, own.kv_channels, own.value_width)
         """Of a group's queries, its keys and its values."""
         self.value_multiplier = own.value_multiplier
+        self.clip = own.clip_qkv
+        self.norms_rotated = own.qk_norm_after_rotation
         self.core_attention = CoreAttention(
             config, layer_number, window=architecture.window(layer), scale=own.attention_scale,
             softcap=own.attention_softcap, sinks=all_heads // tp.size() if own.attention_sinks else 0,
@@ -141,6 +143,8 @@ class PackedSelfAttention(MegatronModule):
         ``rotary_pos_emb`` is that of :func:`~isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
         """
         q, k, v = self._project(hidden_states)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         table = None
         if self.rotated and rotary_pos_emb is not None:
             table = rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
@@ -164,11 +168,16 @@ class PackedSelfAttention(MegatronModule):
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None) -> list[Tensor]:
         """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if table is None:
-            return [q, k]
-        return [rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k)]
+        if not self.norms_rotated:
+            q, k = self._normed(q, k)
+        if table is not None:
+            q, k = (rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k))
+        return [*self._normed(q, k)] if self.norms_rotated else [q, k]
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return q, k
+        return self.q_layernorm(q), self.k_layernorm(k)
 
 
 def _qk_norm(
@@ -176,7 +185,8 @@ def _qk_norm(
 ) -> nn.Module:
     """The norm of queries or of keys; ``heads`` are those of all ranks."""
     width, eps = architecture.kv_channels, architecture.norm_epsilon
-    if architecture.qk_norm_over == "projection":
-        return ProjectionNorm(config, heads, width, eps, rank=tp.rank(), ranks=tp.size())
+    if architecture.qk_norm_over != "head":
+        kind = ProjectionNorm if architecture.qk_norm_over == "projection" else EachHeadNorm
+        return kind(config, heads, width, eps, rank=tp.rank(), ranks=tp.size())
     built: nn.Module = build_module(norm, config=config, hidden_size=width, eps=eps)
     return built

@@ -61,6 +61,8 @@ class VocabShard:
     softcap: float | None = None
     """Logits l become softcap * tanh(l / softcap)."""
     smoothing: Smoothing | None = None
+    bias: Tensor | None = None
+    """Of the logits, [V / tp]."""
 
     def chunk_losses(
         self,
@@ -71,15 +73,16 @@ class VocabShard:
         grad_scale: Tensor | None = None,
         grad_hidden: Tensor | None = None,
         grad_weight: Tensor | None = None,
+        grad_bias: Tensor | None = None,
         chosen: Tensor | None = None,
         sampling: TokenSampling | None = None,
         teacher: TeacherOutput | None = None,
     ) -> Iterator[Tensor]:
         """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
 
-        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` is added to; it is None
-        without gradients and for a frozen weight. ``chosen``, int64 [n], is overwritten with the most probable tokens,
-        or with ``sampling`` with random ones.
+        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` and ``grad_bias`` are
+        added to; they are None without gradients and for a frozen weight or bias. ``chosen``, int64 [n], is overwritten
+        with the most probable tokens, or with ``sampling`` with random ones.
         """
         device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
         rows = weight[: self.rows]
@@ -95,6 +98,8 @@ class VocabShard:
         for start, end in chunks:
             part, logits = hidden[start:end], buffer[: end - start]
             matmul(part, rows.t(), out=logits)
+            if self.bias is not None:
+                logits += self.bias[: self.rows]
             if chosen is not None:
                 chosen[start:end] = self._choose(logits, None if sampling is None else sampling[start:end])
             scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
@@ -112,6 +117,8 @@ class VocabShard:
                 matmul(logits, rows, out=grad_hidden[start:end])
             if grad_weight is not None:
                 add_matmul(grad_weight[: self.rows], logits.t(), part)
+            if grad_bias is not None:
+                grad_bias[: self.rows] += logits.sum(0, dtype=grad_bias.dtype)
 
     def _choose(self, logits: Tensor, sampling: TokenSampling | None) -> Tensor:
         """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
@@ -147,20 +154,28 @@ class TeacherOutput:
         """Overwrite ``out`` [m, student's rows] with the logits of these tokens."""
         rows = self.weight[: self.shard.rows]
         matmul(self.hidden[tokens], rows.t(), out=out[:, : rows.size(0)])
+        if self.shard.bias is not None:
+            out[:, : rows.size(0)] += self.shard.bias[: self.shard.rows]
         if (cap := self.shard.softcap) is not None:
             out.div_(cap).tanh_().mul_(cap)
         out[:, rows.size(0) :] = distillation_loss.ABSENT
         return out
 
 
-def _weight_grads(weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _weight_grads(weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The tensor to add the gradient of ``weight`` to, and whether it is new: then it is returned to autograd."""
-    if not weight.requires_grad:
+    if weight is None or not weight.requires_grad:
         return None, None
     if (main_grad := getattr(weight, "main_grad", None)) is not None:
         return main_grad, None
     new = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     return new, new
+
+
+def _mark_as_added(parameter: Any) -> None:
+    """Tell the data-parallel wrapper that ``main_grad`` has the gradient."""
+    if parameter is not None and parameter.requires_grad:
+        parameter.grad_added_to_main_grad = True
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -171,6 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         shard: VocabShard,
         grad_scale: Tensor | None,
@@ -178,20 +194,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         teacher: TeacherOutput | None,
     ) -> Tensor:
         grads: dict[str, Any] = {}
-        grad_hidden = grad_weight = None
+        grad_hidden = grad_weight = grad_bias = None
         if wants_grad:
             grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
             grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
+            grads["grad_bias"], grad_bias = _weight_grads(bias)
         loss_sum = torch.zeros(() if teacher is None else 3, dtype=torch.float32, device=hidden.device)
         for losses in shard.chunk_losses(hidden, weight, labels, teacher=teacher, **grads):
             loss_sum += losses.sum(0)
-        ctx.weight, ctx.grad_scale = weight, grad_scale
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight, ctx.bias, ctx.grad_scale = weight, bias, grad_scale
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         upstream = grads[0] if grads[0].dim() == 0 else grads[0][0]  # of the loss; its parts are for reports
         scale = upstream if ctx.grad_scale is None else upstream / ctx.grad_scale
         if grad_weight is not None:
@@ -199,18 +216,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             message = "the gradient was computed in the forward pass, for a loss gradient of 1 times the loss scale"
             torch._assert_async(scale == 1, message)
-            if ctx.weight.requires_grad:
-                ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, None, None, None, None, None
+            _mark_as_added(ctx.weight)
+        if grad_bias is not None:
+            grad_bias = grad_bias.mul_(scale).to(ctx.bias.dtype)
+        else:
+            _mark_as_added(ctx.bias)
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     """Returns per-token losses; recomputes the logits in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shard: VocabShard
+    ) -> Tensor:
         empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
-        ctx.weight, ctx.shard = weight, shard
+        ctx.weight, ctx.bias, ctx.shard = weight, bias, shard
         ctx.save_for_backward(hidden, weight, labels)
         return torch.cat([empty, *shard.chunk_losses(hidden, weight, labels)])
 
@@ -218,16 +240,20 @@ class _TokenCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
+        bias_into, grad_bias = _weight_grads(ctx.bias)
+        found = {"grad_hidden": grad_hidden, "grad_weight": into, "grad_bias": bias_into}
         scale = grads[0][:, None].contiguous()
-        for _ in ctx.shard.chunk_losses(
-            hidden, weight, labels, grad_scale=scale, grad_hidden=grad_hidden, grad_weight=into
-        ):
+        for _ in ctx.shard.chunk_losses(hidden, weight, labels, grad_scale=scale, **found):
             pass
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        elif into is not None:
-            ctx.weight.grad_added_to_main_grad = True
-        return grad_hidden, grad_weight, None, None
+        else:
+            _mark_as_added(ctx.weight)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias.dtype)
+        else:
+            _mark_as_added(ctx.bias)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def chunk_bounds(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
@@ -280,12 +306,12 @@ def _sum_of_losses(
     # Check outside the Function, where autograd is off and needs_input_grad is true even under no_grad.
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     scale = grad_scale if wants_grad else None
-    return _LinearCrossEntropy.apply(hidden, weight, labels, shard, scale, wants_grad, teacher)
+    return _LinearCrossEntropy.apply(hidden, weight, shard.bias, labels, shard, scale, wants_grad, teacher)
 
 
 def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
     """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
-    return _TokenCrossEntropy.apply(hidden, weight, labels, shard)
+    return _TokenCrossEntropy.apply(hidden, weight, shard.bias, labels, shard)
 
 
 @torch.no_grad()

@@ -18,28 +18,33 @@ from isthmus.engine.compiled import compiled_on_gpu, compiles
 class _Norm(nn.Module):
     subtracts_mean = False
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = False,
+        weight: bool = True,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)) if weight else None
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype)) if bias else None
         for parameter in self.parameters():
             # finalize_model_grads reads it: each rank has a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def gain(self) -> Tensor:
-        return _gain(self.weight, self.zero_centered)
 
     def _apply_function(self, x: Tensor, residual: Tensor | None) -> Any:
         settings = (self.eps, self.zero_centered, self.subtracts_mean)
         return _NormFunction.apply(x, residual, self.weight, self.bias, settings)
 
 
-def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
+def _gain(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
     """``1 + weight`` is computed in float32, which does not round it."""
-    return weight.float() + 1 if zero_centered else weight
+    return weight.float() + 1 if zero_centered and weight is not None else weight
 
 
 class _NormFunction(torch.autograd.Function):
@@ -50,7 +55,12 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...]
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        settings: tuple[Any, ...],
     ) -> Any:
         total, normed, *stats = _normalized(x, residual, weight, bias, *settings)
         ctx.save_for_backward(x if total is None else total, weight, bias, *stats)
@@ -67,32 +77,43 @@ class _NormFunction(torch.autograd.Function):
 
 @compiled_on_gpu
 def _normalized(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, mean: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    mean: bool,
 ) -> tuple[Tensor | None, ...]:
     """``x + residual`` or None, the norm, and its statistics; ``mean``: LayerNorm."""
     total = None if residual is None else x + residual
     x = x if total is None else total
     gain = _gain(weight, zero_centered)
     if mean:
-        return total, *torch.native_layer_norm(x, x.shape[-1:], gain.to(x.dtype), bias, eps)
+        return total, *torch.native_layer_norm(x, x.shape[-1:], _as(gain, x.dtype), bias, eps)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
     scale = mean_square.add_(eps).rsqrt_()
-    return total, (wide * scale).mul_(gain).to(x.dtype), scale
+    normed = wide * scale
+    return total, (normed if gain is None else normed.mul_(gain)).to(x.dtype), scale
+
+
+def _as(gain: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gain is None else gain.to(dtype)
 
 
 @compiled_on_gpu
 def _norm_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``rest`` is the statistics and settings of :func:`_normalized`, and whether the weight is trained."""
     *stats, _eps, zero_centered, mean, trained = rest
     gain = _gain(weight, zero_centered)
     grad_gain = grad_bias = None
     if mean:
-        wanted = [True, True, bias is not None]
+        wanted = [True, weight is not None, bias is not None]
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad, x, x.shape[-1:], *stats, gain.to(x.dtype), bias, wanted
+            grad, x, x.shape[-1:], *stats, _as(gain, x.dtype), bias, wanted
         )
     else:
         (scale,) = stats
@@ -100,10 +121,10 @@ def _norm_backward(
         normed = x.to(scale.dtype) * scale
         if trained:
             grad_gain = (normed * wide).flatten(0, -2).sum(0)
-        grad_normed = wide * gain
+        grad_normed = wide if gain is None else wide * gain
         along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
         grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype)
-    grad_weight = None if grad_gain is None else grad_gain.to(weight.dtype)
+    grad_weight = None if grad_gain is None or weight is None else grad_gain.to(weight.dtype)
     return grad_x if grad_sum is None else grad_x + grad_sum, grad_weight, grad_bias
 
 
@@ -117,7 +138,8 @@ class RMSNorm(_Norm):
         if residual is not None:
             x = x + residual
         if self.zero_centered:
-            normed = torch.rms_norm(x.float(), self.shape, self.gain(), self.eps).to(x.dtype)
+            gain = _gain(self.weight, self.zero_centered)
+            normed = torch.rms_norm(x.float(), self.shape, gain, self.eps).to(x.dtype)
         else:
             normed = torch.rms_norm(x, self.shape, self.weight, self.eps)
         return normed if residual is None else (x, normed)
@@ -133,12 +155,14 @@ class LayerNorm(_Norm):
         return self._apply_function(x, residual)
 
 
-class ProjectionNorm(_Norm):
-    """RMSNorm over the channels of all heads, sharded over tp ranks.
+class _HeadsNorm(_Norm):
+    """A norm of queries or keys with the weights of all heads, [heads * D].
 
     Every rank has all weights and uses those of its heads; Megatron-Core sums their gradients. ``num_heads`` counts the
     heads of all ranks; with fewer heads than ranks, several ranks have the same head.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float, *, rank: int, ranks: int
@@ -149,6 +173,16 @@ class ProjectionNorm(_Norm):
         self.ranks = ranks
         self.own = slice(rank // self.copies * width, (rank // self.copies + 1) * width)
 
+    def own_gain(self) -> Tensor:
+        """The gain of this rank's channels."""
+        gain = _gain(self.weight, self.zero_centered)
+        assert gain is not None
+        return gain[self.own]
+
+
+class ProjectionNorm(_HeadsNorm):
+    """RMSNorm over the channels of all heads, sharded over tp ranks."""
+
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [T, ...] has this rank's channels."""
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
@@ -157,4 +191,14 @@ class ProjectionNorm(_Norm):
             # The scale depends on all ranks' channels: forward and backward sum over the ranks.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         scale = (squares / (self.copies * self.shape[0]) + self.eps).rsqrt()
-        return (wide * scale * self.gain()[self.own]).to(x.dtype).view_as(x)
+        return (wide * scale * self.own_gain()).to(x.dtype).view_as(x)
+
+
+class EachHeadNorm(_HeadsNorm):
+    """LayerNorm over the channels of each head, without biases; every head has its own weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [T, ..., D] has this rank's heads."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = torch.nn.functional.layer_norm(wide, x.shape[-1:], eps=self.eps)
+        return (normed.flatten(1) * self.own_gain()).to(x.dtype).view_as(x)

@@ -25,7 +25,8 @@ def frequency_sets(architecture: Architecture) -> Tensor:
     A set for each kind of attention with its own rotation, and a second one for samples beyond the original context
     (LongRoPE).
     """
-    return torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
+    found = torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
+    return -found if architecture.rotary_reversed else found
 
 
 def _sets(architecture: Architecture) -> list[Tensor]:
@@ -55,14 +56,16 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     """Angle per position of each pair of rotated channels, float32 [R / 2]."""
     width = rotary_width(architecture)
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
-    frequencies = 1.0 / (architecture.rotary_base**exponent)
-    scaling = architecture.rope_scaling
-    if scaling is None:
+    scaling, base = architecture.rope_scaling, architecture.rotary_base
+    if scaling is not None and scaling.kind == "ntk_alpha":
+        base *= scaling.factor ** (width / (width - 2))
+    frequencies = 1.0 / (base**exponent)
+    if scaling is None or scaling.kind == "ntk_alpha":
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "yarn":
-        return _yarn(frequencies, scaling, architecture.rotary_base)
+        return _yarn(frequencies, scaling, base)
     if scaling.kind == "longrope":
         return frequencies / torch.tensor(scaling.short_factor)
     return _llama3(frequencies, scaling)

@@ -9,7 +9,7 @@ from isthmus.families.rules.rule import copy, qkv, renamed
 
 _ATTENTION, _HF_ATTENTION = decoder.LAYER + "self_attention.", "transformer.h.{layer}.attn."
 _MLP, _HF_MLP = decoder.LAYER + "mlp.", "transformer.h.{layer}.mlp."
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers": "transformer.h",
     "post_attention_layernorm": "ln_2",
@@ -17,6 +17,8 @@ _NAMES = {
     "self_attn.o_proj": "attn.c_proj",
     "model.norm": "transformer.ln_f",
 }
+
+POSITIONS = copy("embedding.position_embeddings.weight", "transformer.wpe.weight", "P", "H")
 
 FAMILY = Family(
     name="gpt2",
@@ -56,18 +58,18 @@ FAMILY = Family(
         "embedding": dropout_rate("embd_pdrop", 0.1),
     },
     rules=(
-        *renamed(decoder.EMBEDDING, _NAMES),
-        copy("embedding.position_embeddings.weight", "transformer.wpe.weight", "P", "H"),
-        *renamed(decoder.INPUT_NORM, _NAMES),
+        *renamed(decoder.EMBEDDING, NAMES),
+        POSITIONS,
+        *renamed(decoder.INPUT_NORM, NAMES),
         qkv(_ATTENTION + "linear_qkv.weight", *(_HF_ATTENTION + "c_attn.weight",) * 3, "H", transposed=True),
         qkv(_ATTENTION + "linear_qkv.bias", *(_HF_ATTENTION + "c_attn.bias",) * 3, init="zeros"),
-        replace(renamed((decoder.PROJECTION,), _NAMES)[0], transposed=True),
-        *renamed((decoder.PROJECTION_BIAS, *decoder.MLP_NORM), _NAMES),
+        replace(renamed((decoder.PROJECTION,), NAMES)[0], transposed=True),
+        *renamed((decoder.PROJECTION_BIAS, *decoder.MLP_NORM), NAMES),
         copy(_MLP + "linear_fc1.weight", _HF_MLP + "c_fc.weight", "F", "H", shard="rows", transposed=True),
         copy(_MLP + "linear_fc1.bias", _HF_MLP + "c_fc.bias", "F", shard="rows", init="zeros"),
         copy(_MLP + "linear_fc2.weight", _HF_MLP + "c_proj.weight", "H", "F", shard="cols", transposed=True),
         copy(_MLP + "linear_fc2.bias", _HF_MLP + "c_proj.bias", "H", init="zeros"),
-        *renamed(decoder.HEAD, _NAMES),
+        *renamed(decoder.HEAD, NAMES),
     ),
     ignorable=("attn.bias", "attn.masked_bias"),
 )

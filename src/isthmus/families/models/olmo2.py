@@ -4,6 +4,15 @@ from isthmus.families.family import Family, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import layer_norm, number
 
+RULES = (
+    *decoder.EMBEDDING,
+    *decoder.ATTENTION,
+    *layer_norm("post_self_attn_layernorm", "post_attention_layernorm"),
+    *decoder.MLP,
+    *layer_norm("post_mlp_layernorm", "post_feedforward_layernorm"),
+    *decoder.HEAD,
+)
+
 FAMILY = Family(
     name="olmo2",
     hf_architecture="Olmo2ForCausalLM",
@@ -15,12 +24,5 @@ FAMILY = Family(
     },
     fixed=decoder.FIXED,
     traits={"form": "post", "qk_norm": True, "qk_norm_over": "projection"},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.ATTENTION,
-        *layer_norm("post_self_attn_layernorm", "post_attention_layernorm"),
-        *decoder.MLP,
-        *layer_norm("post_mlp_layernorm", "post_feedforward_layernorm"),
-        *decoder.HEAD,
-    ),
+    rules=RULES,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.families.family import Fixed, Key
+from isthmus.families.family import Derived, Fixed, Key
 from isthmus.families.rules.rule import Rule, copy, gate_up, qkv, where
 
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -68,6 +68,7 @@ PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.wei
 PROJECTION_BIAS = in_layer(
     "self_attention.linear_proj.bias", "self_attn.o_proj.bias", "H", init="zeros", when="proj_bias"
 )
+QK_NORMS = (*_qk_norm("q", "N"), *_qk_norm("k", "G"))
 ATTENTION = (
     qkv(f"{_ATTENTION}linear_qkv.weight", *(f"{_HF_ATTENTION}{name}_proj.weight" for name in "qkv"), "H"),
     PROJECTION,
@@ -76,8 +77,7 @@ ATTENTION = (
         qkv(f"{_ATTENTION}linear_qkv.bias", *(f"{_HF_ATTENTION}{name}_proj.bias" for name in "qkv"), init="zeros"),
     ),
     PROJECTION_BIAS,
-    *_qk_norm("q", "N"),
-    *_qk_norm("k", "G"),
+    *QK_NORMS,
 )
 MLP_NORM = layer_norm("pre_mlp_layernorm", "post_attention_layernorm")
 MLP = mlp(LAYER + "mlp.", HF_LAYER + "mlp.", "F", bias="mlp_bias")
@@ -92,6 +92,7 @@ HEAD = (
     copy(
         "output_layer.weight", "model.embed_tokens.weight", "V", "H", shard="vocab", when="tie_embeddings", alias=True
     ),
+    copy("output_layer.bias", "lm_head.bias", "V", shard="vocab", init="zeros", when="output_bias"),
 )
 
 
@@ -133,12 +134,19 @@ KEYS = {
 """Defaults are those of transformers."""
 ATTENTION_BIAS = {"qkv_bias": flag("attention_bias"), "proj_bias": flag("attention_bias")}
 """One key for the biases of all attention projections."""
+BIASED: dict[str, Any] = {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+"""Biases of all linear layers."""
+HEAD_DIM = Derived(lambda hf: hf["hidden_size"] // hf["num_attention_heads"], lambda _width, _arch: {})
+"""The width of a head in configs without ``head_dim``."""
 
-_GELUS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_PLAIN = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2"}
+_GELUS = dict.fromkeys(("gelu", "gelu_python"), "gelu") | dict.fromkeys(
+    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"
+)
 
 
 def activation(name: str, default: str) -> Key:
-    words = {"silu": "silu", "swish": "silu"} | _GELUS
+    words = _PLAIN | _GELUS
     return Key(name, default=default, choices={default: words[default]} | words)
 
 
@@ -148,4 +156,5 @@ FIXED = {
 }
 """Settings with one supported value; other values are rejected with the reason."""
 
+NO_MLP_DROPOUT = Fixed((0.0,), "dropout of the feed-forward block alone is not supported", training=True)
 PLAIN_FIXED = {name: fixed for name, fixed in FIXED.items() if name != "hidden_act"}

@@ -23,7 +23,9 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT),
     "yarn": ("factor", _CONTEXT),
     "longrope": ("factor", _CONTEXT, *_LISTS),
+    "ntk_alpha": ("factor",),
 }
+_READABLE = [kind for kind in _NEEDED if kind != "ntk_alpha"]
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
@@ -34,6 +36,8 @@ _DEFAULTS = {field.name: field.default for field in fields(RopeScaling)}
 _KNOWN = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"], *_OPTIONAL["yarn"], *_LISTS}
 _LAYERED = ("full_attention", "sliding_attention")
 _WINDOW_THETA = "rope_local_base_freq"
+_ALPHA = "alpha"
+"""The factor of ``ntk_alpha``, in configs of ``dynamic`` scaling. A family that supports it has a default for it."""
 
 
 def read_rotary(
@@ -43,7 +47,8 @@ def read_rotary(
 
     ``names``: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ. A default for
     ``rope_local_base_freq`` means that sliding-window layers have another base, and fraction if there is a default for
-    it. The widths are those of heads, in layers with full attention and with a window.
+    it; None is the default of ``rope_theta``, without a key outside of ``rope_parameters``. The widths are those of
+    heads, in layers with full attention and with a window.
     """
     hf = {**hf, **{plain: hf[name] for plain, name in names.items() if hf.get(name) is not None}}
     window: dict[str, Any] = {}
@@ -81,7 +86,9 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
     if not isinstance(nested, Mapping) or not all(isinstance(one or {}, Mapping) for one in nested.values()):
         raise DataError(f"config.json: rope_parameters must have an object for each kind of layer, got {nested!r}.")
     full, windowed = (dict(nested.get(kind) or {}) for kind in _LAYERED)
-    theta = _first(windowed.pop("rope_theta", None), hf.get(_WINDOW_THETA), defaults[_WINDOW_THETA])
+    default = defaults[_WINDOW_THETA]
+    outside = defaults["rope_theta"] if default is None else _first(hf.get(_WINDOW_THETA), default)
+    theta = _first(windowed.pop("rope_theta", None), outside)
     share = _first(windowed.pop(_SHARE, None), hf.get(_SHARE), defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"rope_parameters: {_SHARE}={share} is not supported for this family; it must be 1.")
@@ -105,8 +112,10 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if not isinstance(named, str):
         raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {named!r}.")
     kind: Any = _ALIASES.get(named, named)
-    if kind not in _NEEDED:
-        raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_NEEDED)}.")
+    if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
+        kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
+    elif kind not in _READABLE:
+        raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_READABLE)}.")
     if kind == "default":
         settings.pop("factor", None)
     if unknown := sorted(settings.keys() - _KNOWN):
@@ -146,11 +155,11 @@ def write_rotary(
     if _CONTEXT in defaults and arch.rope_scaling is not None:
         settings[_CONTEXT] = arch.rope_scaling.original_max_position_embeddings
     if _WINDOW_THETA in defaults:
-        theta = _first(arch.window_rotary_base, defaults[_WINDOW_THETA])
+        theta = _first(arch.window_rotary_base, defaults[_WINDOW_THETA], defaults["rope_theta"])
         windowed = {"rope_type": "default", "rope_theta": theta}
         windowed |= {_SHARE: arch.windowed.rotary_percent} if _SHARE in defaults else {}
         settings["rope_parameters"] = dict(zip(_LAYERED, (settings["rope_parameters"], windowed), strict=True))
-        settings[_WINDOW_THETA] = theta
+        settings |= {} if defaults[_WINDOW_THETA] is None else {_WINDOW_THETA: theta}
     return {names.get(key, key): value for key, value in settings.items()}
 
 
@@ -165,7 +174,10 @@ def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[s
             settings = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]
             values = {key: getattr(found, key) for key in (*_NEEDED[found.kind], *settings)}
             scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        scaling |= {"rope_type": found.kind}
+        if found.kind == "ntk_alpha":
+            scaling |= {"rope_type": "dynamic", _ALPHA: found.factor, "factor": 1.0}
+        else:
+            scaling |= {"rope_type": found.kind}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": arch.rotary_base}
     return {"rope_parameters": parameters, "rope_theta": arch.rotary_base, "rope_scaling": scaling}
 

@@ -134,16 +134,17 @@ class Rule:
 def symbol_sizes(arch: Architecture) -> dict[str, int]:
     """The size of each symbol.
 
-    V vocabulary, H hidden size, F feed-forward width, P learned positions, N heads, G query groups, D head dim, Vh head
-    dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts, X width of an
-    expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and values, Kd is Rk
-    plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its value dim.
+    V vocabulary, H hidden size, F feed-forward width, P rows of learned positions, N heads, G query groups, D head dim,
+    Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts, X
+    width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and
+    values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its
+    value dim.
     """
     sizes = {
         "V": arch.vocab_size,
         "H": arch.hidden_size,
         "F": arch.ffn_hidden_size,
-        "P": arch.max_position_embeddings,
+        "P": arch.max_position_embeddings + arch.position_offset,
         "1": 1,
         "2": 2,
     }

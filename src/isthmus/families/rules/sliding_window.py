@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
@@ -11,16 +11,18 @@ Window = Literal["never", "always", "by_layer", "pattern", "first_and_pattern", 
 """``by_layer``: Qwen's ``use_sliding_window`` and ``max_window_layers``; ``pattern``: every nth layer has no window;
 ``first_and_pattern``: nor has the first one, and ``sliding_window_size`` counts the keys before the query's own;
 ``by_depth``: layers from ``max_window_layers`` on have a window."""
+Pattern = int | Callable[[int], bool]
+"""Every nth layer has full attention, or those, counted from 0, for which it is true."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_window(
-    style: Window, hf: Mapping[str, Any], default: int | None, num_layers: int, every: int | None = None
+    style: Window, hf: Mapping[str, Any], default: int | None, num_layers: int, every: Pattern | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window size in tokens, including the query's own, and the layers with full attention.
 
-    Returns (None, ()) if all layers have full attention. With ``pattern``, every ``every``-th layer has full attention,
-    unless the config has ``layer_types``.
+    Returns (None, ()) if all layers have full attention. With ``pattern``, ``every`` selects the layers with full
+    attention, unless the config has ``layer_types``.
     """
     has_none = style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False))
     window = None if has_none else _positive(hf, "sliding_window", default)
@@ -46,8 +48,10 @@ def read_window(
 
 
 def _default_kinds(
-    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: int | None
+    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: Pattern | None
 ) -> list[str]:
+    if callable(every):
+        return [_FULL if every(layer) else _SLIDING for layer in range(num_layers)]
     if style in ("pattern", "first_and_pattern"):
         period = _positive(hf, "sliding_window_pattern", every) or every or 1
         kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]

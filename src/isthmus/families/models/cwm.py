@@ -1,0 +1,33 @@
+"""Code World Model: Llama 3 with sliding-window layers; by default every fourth, from the first, has none."""
+
+from isthmus.families.family import Family, Key
+from isthmus.families.rules import decoder
+from isthmus.families.rules.decoder import flag, number
+
+FAMILY = Family(
+    name="cwm",
+    hf_architecture="CwmForCausalLM",
+    keys=decoder.KEYS
+    | {
+        "num_query_groups": decoder.kv_heads(default=8),
+        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
+        "max_position_embeddings": Key("max_position_embeddings", default=131072),
+        "norm_epsilon": number("rms_norm_eps", 1e-5),
+        "mlp_bias": flag("mlp_bias"),
+    },
+    fixed=decoder.FIXED,
+    sliding_window="pattern",
+    sliding_window_default=8192,
+    sliding_window_pattern=lambda layer: layer % 4 == 0,
+    rope_defaults={
+        "rope_theta": 1000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    rules=decoder.RULES,
+)
