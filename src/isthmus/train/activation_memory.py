@@ -63,6 +63,24 @@ def layer_terms(
     activation = "gelu" if a.activation in ("gelu_tanh", "clamped_swiglu") else a.activation
     tensors_of_mlp = _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
     feed_forward = 0 if "mlp" in recomputed else tensors_of_mlp
+    tensors, norms = _NORMS[a.form]
+    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
+    float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
+    if a.qk_norm:
+        heads = a.num_attention_heads + a.num_query_groups
+        float32 += num_tokens * heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels) // tp
+    return {
+        f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
+        ATTENTION: num_tokens * _attention_channels(a, recomputed) // tp * bytes_per_element,
+        f"{feed_forward} T F of the feed-forward block": (
+            num_tokens * feed_forward * a.ffn_hidden_size // tp * bytes_per_element
+        ),
+        "float32 statistics of norms": 4 * float32,
+    }
+
+
+def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> int:
+    """Elements that attention saves for a token."""
     query_width = a.num_attention_heads * a.kv_channels
     key_width = a.num_query_groups * a.kv_channels
     if a.position == "rope":
@@ -73,21 +91,7 @@ def layer_terms(
     inputs = query_width + key_width if a.qk_norm and a.qk_norm_after_rotation else 0
     inputs += query_width + key_width + a.num_query_groups * a.value_width if a.clip_qkv is not None else 0
     values_and_output = (a.num_attention_heads + a.num_query_groups) * a.value_width
-    attention = query_width + key_width + inputs + rotated + values_and_output
-    tensors, norms = _NORMS[a.form]
-    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
-    float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
-    if a.qk_norm:
-        heads = a.num_attention_heads + a.num_query_groups
-        float32 += num_tokens * (heads if a.qk_norm_over == "head" else 2 * (query_width + key_width)) // tp
-    return {
-        f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
-        ATTENTION: num_tokens * attention // tp * bytes_per_element,
-        f"{feed_forward} T F of the feed-forward block": (
-            num_tokens * feed_forward * a.ffn_hidden_size // tp * bytes_per_element
-        ),
-        "float32 statistics of norms": 4 * float32,
-    }
+    return query_width + key_width + inputs + rotated + values_and_output
 
 
 def layer_bytes(architecture: Architecture, **settings: Any) -> int:
