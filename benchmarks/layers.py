@@ -68,11 +68,10 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-    from isthmus.config.schema import MoeConfig
     from isthmus.data.batching.packed_batch import PackedBatch
     from isthmus.engine.layers.rope import frequency_sets, rotary_tables
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.spec import layer_spec
+    from isthmus.engine.spec import build_layer
     from isthmus.families.registry import all_families
     from isthmus.families.rules.shard import tensor_slices, unsharded
 
@@ -88,8 +87,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     hf_config = AutoConfig.for_model(family, num_hidden_layers=1, **sizes, **head_sizes)
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     config = transformer_config(arch, dtype=dtype)
-    spec = layer_spec(arch, 0, MoeConfig())
-    ours: Any = build_module(spec, config=config, layer_number=1)
+    ours = build_layer(arch, config, 0)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -103,7 +101,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     tables = rotary_tables(arch, frequency_sets(arch), packed, dtype)
 
     def run_ours(x: Any) -> Any:
-        return ours(x, rotary_pos_emb=tables, packed_seq_params=packed)[0]
+        return ours(x, rotary_pos_emb=tables, packed_seq_params=packed)
 
     found = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.weight_source import TensorSpec
-from isthmus.engine.checkpoint.checkpoint_names import Spelling
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.hf.tensors.parallel_writer import TensorWriter
@@ -58,17 +57,6 @@ class Destination(ABC):
 def unique_placements(family: Family, arch: Architecture) -> dict[str, Placement]:
     """All tensors except a tied output layer."""
     return {name: placed for name, placed in family.placements(arch).items() if not placed.rule.alias}
-
-
-def spelling_of(arch: Architecture) -> Spelling:
-    moe, hybrid = arch.moe, bool(arch.mixers or arch.layers_without_mlp)
-    return Spelling(
-        num_layers=arch.num_layers,
-        num_experts=moe.num_experts if moe is not None else 0,
-        moe_layers=frozenset(layer for layer in range(arch.num_layers + arch.mtp_layers) if arch.is_moe(layer)),
-        latent=arch.mla is not None,
-        mixers=tuple(arch.mixers_of(layer) for layer in range(arch.num_layers)) if hybrid else (),
-    )
 
 
 def row_slices(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:

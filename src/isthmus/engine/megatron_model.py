@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,17 +17,17 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.checkpoint.checkpoint_names import spelling_of
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
-from isthmus.engine.layers.decoder_layer import DecoderLayer
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
+from isthmus.engine.layers.layer_stack import DecoderStack, LayerStack
 from isthmus.engine.layers.linear_cross_entropy import (
     VocabShard,
     linear_cross_entropy,
@@ -36,19 +36,28 @@ from isthmus.engine.layers.linear_cross_entropy import (
     token_cross_entropies,
     token_scores,
 )
-from isthmus.engine.layers.mtp_layer import mtp_spec
+from isthmus.engine.layers.mtp_layer import MtpLayer
 from isthmus.engine.layers.neftune import with_noise
 from isthmus.engine.layers.rope import frequency_sets, rotary_tables
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.moe.load_balancing import token_groups
-from isthmus.engine.moe.moe_layer import MoeBlock, pass_batch_to_experts
-from isthmus.engine.spec import decoder_spec, norm_spec
+from isthmus.engine.parallel.pipeline_layout import stage_layers
+from isthmus.engine.spec import build_layer, build_norm
 from isthmus.families.architecture import Architecture
 
 
-class Decoder(GPTModel):
-    """GPTModel with a forward pass for packed batches and a loss that never materializes all logits."""
+class Decoder(MegatronModule):
+    """A pipeline stage of a decoder-only model: embedding, layers, MTP layers and output layer.
+
+    It has the attributes that Megatron-Core's schedules, gradient reductions and checkpoints read, the forward pass of
+    a packed batch, and a loss that never materializes all logits.
+    """
+
+    model_type = ModelType.encoder_or_decoder
+    embedding: Any
+    mtp: Any
+    output_layer: Any
 
     def __init__(
         self,
@@ -59,33 +68,24 @@ class Decoder(GPTModel):
         last: bool,
         vp_stage: int | None = None,
     ) -> None:
-        first_layer = get_transformer_layer_offset(config, vp_stage)
-        layers = range(first_layer, first_layer + get_num_layers_to_build(config, vp_stage))
-        super().__init__(
-            config=config,
-            transformer_layer_spec=decoder_spec(architecture, layers, config.experts),
-            vocab_size=config.vocab_rows
-            or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_position_embeddings + architecture.position_offset,
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=architecture.tie_embeddings,
-            # Rotary embeddings depend on the packed samples, see rotary_tables.
-            position_embedding_type="learned_absolute" if architecture.position == "learned" else "none",
-            mtp_block_spec=mtp_spec(architecture, config.experts) if last and config.mtp_num_layers else None,
-            vp_stage=vp_stage,
-        )
-        if last and architecture.score_head:
-            self.output_layer = nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
-        elif last and architecture.output_bias:
-            output: Any = self.output_layer
-            output.bias = nn.Parameter(torch.zeros(output.output_size_per_partition, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(output.bias, True, 0, 1)
-        self.embedding_norm: nn.Module | None = None
-        if first and architecture.embedding_norm:
-            shape = {"hidden_size": architecture.hidden_size, "eps": architecture.norm_epsilon}
-            self.embedding_norm = build_module(norm_spec(architecture), config=config, **shape)
-        self.architecture = architecture
+        super().__init__(config)
+        self.architecture, self.vp_stage = architecture, vp_stage
+        self.pre_process, self.post_process = first, last
+        self.mtp_process = last and config.mtp_num_layers is not None
+        self.share_embeddings_and_output_weights = architecture.tie_embeddings
+        rows = config.vocab_rows or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
+        if first or self.mtp_process:
+            positions = architecture.max_position_embeddings + architecture.position_offset
+            kind: Any = "learned_absolute" if architecture.position == "learned" else "none"
+            self.embedding = LanguageModelEmbedding(config, rows, positions, kind)
+        has_norm = first and architecture.embedding_norm
+        self.embedding_norm = build_norm(architecture, config) if has_norm else None
+        self.decoder = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
+        if self.mtp_process:
+            depths = range(1, (config.mtp_num_layers or 0) + 1)
+            self.mtp = LayerStack(config, (MtpLayer(config, architecture, depth) for depth in depths))
+        if last:
+            self.output_layer = self._build_output_layer(rows)
         self.frozen: Collection[str] = ()
         """Canonical names of the tensors that are not trained, also of other stages."""
         self.adapters: AdapterSet | None = None
@@ -95,31 +95,34 @@ class Decoder(GPTModel):
         # Parameters on the meta device get memory later.
         self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(config.device))
         self._mark_sharded_parameters()
-        for layer in self._layers():
-            if isinstance(layer.mlp, MoeBlock):
-                layer.register_forward_pre_hook(pass_batch_to_experts, with_kwargs=True)
-        self._choose_recomputed_blocks()
-        if first and architecture.position == "learned":
-            positions = self.embedding.position_embeddings.to(config.params_dtype).weight
+        self._mark_embedding()
+
+    def _build_output_layer(self, rows: int) -> nn.Module:
+        config = self.config
+        if self.architecture.score_head:
+            return nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        shared = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
+        kwargs = {"config": config, "init_method": config.init_method, "skip_weight_param_allocation": shared}
+        layer = ColumnParallelLinear(config.hidden_size, rows, bias=False, **kwargs)
+        if self.architecture.output_bias:
+            layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+        return layer
+
+    def _mark_embedding(self) -> None:
+        """Attributes for the data-parallel wrapper and the gradient norm: stages may have copies of the embedding."""
+        if self.pre_process and self.architecture.position == "learned":
+            positions = self.embedding.position_embeddings.to(self.config.params_dtype).weight
             # Read by finalize_model_grads: each rank looks up only its part of the sequence.
-            positions.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def _set_attention_backend(self) -> None:
-        """No-op: Megatron-Core sets TransformerEngine's environment variables and fails if they have other values."""
-
-    def _choose_recomputed_blocks(self) -> None:
-        """The blocks recompute themselves: Megatron-Core's layer fails for an MLP with a bias."""
-        chosen = self.config.recomputed
-        for layer in self._layers():
-            if layer.mlp is None:
-                continue
-            is_moe = isinstance(layer.mlp, MoeBlock)
-            layer.mlp.recomputed = ("moe" if is_moe else "mlp") in chosen
-            activated = layer.mlp.experts if is_moe else layer.mlp
-            activated.recompute_activation = ("moe_act" if is_moe else "mlp_act") in chosen
-
-    def _layers(self) -> list[DecoderLayer]:
-        return [module for module in self.modules() if isinstance(module, DecoderLayer)]
+            positions.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        if not (self.share_embeddings_and_output_weights or self.config.mtp_num_layers):
+            return
+        weight: Any = self.shared_embedding_or_output_weight()
+        if self.config.pipeline_model_parallel_size == 1:
+            weight.zero_out_wgrad = True  # lookup and projection both add to the gradient
+        elif weight is not None:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process
 
     def _mark_sharded_parameters(self) -> None:
         """Needed by the gradient norm; Megatron-Core marks them only when it initializes weights."""
@@ -133,7 +136,34 @@ class Decoder(GPTModel):
             if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
-    def forward(  # type: ignore[override]
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Hidden states from the previous stage, set by the pipeline schedule."""
+        (self.decoder.input_tensor,) = input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """This stage's copy of the embedding, if the last stage has one too: read by ``finalize_model_grads``."""
+        if hasattr(self, "embedding"):
+            weight: Tensor = self.embedding.word_embeddings.weight
+            return weight
+        return self.output_layer.weight if self.post_process else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """With Megatron-Core's keys; copies of the embedding are replicas of the first stage's."""
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found.pop(f"{prefix}output_layer._extra_state", None)
+        embedding, output = (f"{prefix}{name}.weight" for name in ("embedding.word_embeddings", "output_layer"))
+        if output in found:
+            found[output].allow_shape_mismatch = True  # its padding depends on the layout
+            if self.share_embeddings_and_output_weights and not self.pre_process:
+                found[output].key = embedding
+        for name in (embedding, output):
+            if name in found and found[name].key == embedding and not self.pre_process:
+                found[name].replica_id = (1, *found[name].replica_id[1:])
+        return found
+
+    def forward(
         self,
         batch: PackedBatch,
         *,
@@ -168,7 +198,7 @@ class Decoder(GPTModel):
         tables = None
         if self.architecture.position == "rope":
             tables = rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
-        hidden = self.decoder(hidden_states=hidden, attention_mask=None, rotary_pos_emb=tables, packed_seq_params=batch)
+        hidden = self.decoder(hidden, rotary_pos_emb=tables, packed_seq_params=batch)
         if not self.post_process:
             return hidden
         if self.architecture.score_head or loss_positions is None:
@@ -284,6 +314,23 @@ class Decoder(GPTModel):
     def _scaled(self, hidden: Tensor) -> Tensor:
         multiplier = self.architecture.logits_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
+
+
+def _decoder_stack(
+    architecture: Architecture, config: DecoderConfig, vp_stage: int, *, final_norm: bool
+) -> DecoderStack:
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    stage = vp_stage * pp + parallel_state.get_pipeline_model_parallel_rank()
+    numbers, spelling = stage_layers(architecture.num_layers, pp, vpp, stage), spelling_of(architecture)
+    layers = [build_layer(architecture, config, layer) for layer in numbers]
+    return DecoderStack(
+        config,
+        layers,
+        build_norm(architecture, config) if final_norm else None,
+        first=numbers.start,
+        stacked=architecture.num_layers if spelling.homogeneous else None,
+        final_norm_key=spelling.final_norm,
+    )
 
 
 def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:

@@ -103,8 +103,6 @@ def transformer_config(
         fp16=dtype == torch.float16,
         calculate_per_token_loss=True,
         perform_initialization=False,
-        # Layers of a hybrid model have keys of their own in a checkpoint.
-        hetereogenous_dist_checkpoint=bool(architecture.mixers or architecture.layers_without_mlp),
         **_attention_settings(architecture),
         **_expert_settings(architecture),
         **_parallel_settings(architecture, parallel, architecture.mtp_layers if mtp else 0, train),

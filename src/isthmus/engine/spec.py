@@ -1,21 +1,23 @@
-"""ModuleSpecs of a decoder: plain PyTorch modules in place of TransformerEngine's and Apex's."""
+"""What each layer of a decoder is made of: plain PyTorch modules in place of TransformerEngine's and Apex's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
 from isthmus.engine.layers.activation import Activation, activation_function
 from isthmus.engine.layers.attention import PackedSelfAttention
-from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSubmodules
+from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
+from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture, Mixer
 
@@ -23,10 +25,17 @@ MIXERS: dict[Mixer, tuple[str, type]] = {}
 """Attribute of the layer and class of each mixer other than attention, see :func:`mixer_spec`."""
 
 
-def decoder_spec(architecture: Architecture, layers: Sequence[int], settings: MoeConfig) -> TransformerBlockSubmodules:
-    """``layers`` are the layer numbers of one pipeline stage, from 0."""
-    specs = [layer_spec(architecture, layer, settings) for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_spec(architecture))
+def build_layer(architecture: Architecture, config: DecoderConfig, layer: int) -> DecoderLayer:
+    """``layer`` counts from 0 in the whole model; MTP layers follow the last layer."""
+    spec = layer_spec(architecture, layer, config.experts)
+    return DecoderLayer(config, spec, layer + 1, ProcessGroupCollection.use_mpu_process_groups())
+
+
+def build_norm(architecture: Architecture, config: DecoderConfig) -> nn.Module:
+    """A norm of hidden states."""
+    shape = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+    norm: nn.Module = build_module(norm_spec(architecture), config=config, **shape)
+    return norm
 
 
 def norm_spec(architecture: Architecture) -> ModuleSpec | type:
@@ -37,24 +46,22 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
     return ModuleSpec(module=LayerNorm, params=params)
 
 
-def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> ModuleSpec:
-    """``layer`` counts from 0; MTP layers follow the last layer."""
+def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> LayerSpec:
     mixers, moe = architecture.mixers_of(layer), architecture.is_moe(layer)
     mlp = ModuleSpec(
         module=MoeBlock if moe else DenseMlp,
-        params={"moe": architecture.moe, "settings": settings} if moe else {},
+        params={"moe": architecture.moe, "settings": settings, "layer": layer} if moe else {},
         submodules=mlp_modules(architecture, moe=moe),
     )
-    blocks = LayerSubmodules(
+    return LayerSpec(
         form=architecture.form_of(layer),
-        norm=norm_spec(architecture),
+        norm=partial(build_norm, architecture),
         mixers=dict(mixer_spec(mixer, architecture) for mixer in mixers),
         mlp=None if layer in architecture.layers_without_mlp else mlp,
+        residual_multiplier=architecture.residual_multiplier,
         # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them.
         fused_norms=fused_norms(mixers, latent=architecture.mla is not None, moe=moe),
     )
-    multiplier = architecture.residual_multiplier
-    return ModuleSpec(module=DecoderLayer, params={"residual_multiplier": multiplier}, submodules=blocks)
 
 
 def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec]:

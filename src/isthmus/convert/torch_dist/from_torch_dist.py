@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 from isthmus.checked_files import ChecksumVerifier
-from isthmus.convert.canonical import CanonicalWeights, spelling_of, unique_placements
+from isthmus.convert.canonical import CanonicalWeights, unique_placements
 from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
-from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot, is_model_key
+from isthmus.engine.checkpoint.checkpoint_names import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    CheckpointSlot,
+    is_model_key,
+    spelling_of,
+)
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family

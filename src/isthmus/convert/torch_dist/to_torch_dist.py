@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.convert.canonical import Destination, spelling_of, unique_placements
+from isthmus.convert.canonical import Destination, unique_placements
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
-from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot
+from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot, spelling_of
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isthmus.errors import DataError
+from isthmus.families.architecture import Architecture
 from isthmus.input_files import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -80,14 +81,19 @@ class Spelling:
     latent: bool = False
     """Multi-head latent attention."""
     mixers: tuple[tuple[str, ...], ...] = ()
-    """Of each layer of a hybrid model, whose layers are never stacked; empty: attention in every layer."""
+    """Of each layer of a hybrid model; empty: attention in every layer."""
+    single_blocks: bool = False
+    """Each layer is a mixer or a feed-forward block, as in Megatron-Core's HybridModel."""
 
     @property
     def homogeneous(self) -> bool:
-        return not self.mixers and len([layer for layer in self.moe_layers if layer < self.num_layers]) in (
-            0,
-            self.num_layers,
-        )
+        """Whether a checkpoint stacks the layers: all of them have tensors of the same names and shapes."""
+        num_moe = sum(layer < self.num_layers for layer in self.moe_layers)
+        return not self.mixers and num_moe in (0, self.num_layers)
+
+    @property
+    def final_norm(self) -> str:
+        return "final_norm." if self.single_blocks else "final_layernorm."
 
     def slots(self, canonical: str) -> list[CheckpointSlot]:
         """Slots to write a tensor to, so that every layer class finds it: a norm may have two names."""
@@ -126,7 +132,7 @@ class Spelling:
         elif (number := layer_of(canonical)) is not None:
             layer = number
         else:
-            return [canonical]
+            return [canonical.replace("decoder.final_layernorm.", f"decoder.{self.final_norm}")]
         mixers = self.mixers[layer] if layer < len(self.mixers) else ("attention",)
         latent = self.latent and "attention" in mixers
         fused = _renamed(canonical, fused_norms(mixers, latent=latent, moe=False))
@@ -144,6 +150,20 @@ class Spelling:
             name = f"{expert[1]}experts.{expert[3]}.{expert[4]}"
             index, sizes = (*index, int(expert[2])), (*sizes, self.num_experts)
         return CheckpointSlot(name, index, sizes)
+
+
+def spelling_of(arch: Architecture) -> Spelling:
+    numbers = range(arch.num_layers)
+    hybrid = bool(arch.mixers or arch.layers_without_mlp)
+    blocks = [len(arch.mixers_of(layer)) + (layer not in arch.layers_without_mlp) for layer in numbers]
+    return Spelling(
+        num_layers=arch.num_layers,
+        num_experts=arch.moe.num_experts if arch.moe is not None else 0,
+        moe_layers=frozenset(layer for layer in range(arch.num_layers + arch.mtp_layers) if arch.is_moe(layer)),
+        latent=arch.mla is not None,
+        mixers=tuple(arch.mixers_of(layer) for layer in numbers) if hybrid else (),
+        single_blocks=hybrid and set(blocks) == {1},
+    )
 
 
 def fused_norms(mixers: tuple[str, ...], *, latent: bool, moe: bool) -> dict[str, str]:

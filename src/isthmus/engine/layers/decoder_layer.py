@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
@@ -25,10 +24,12 @@ from isthmus.families.architecture import Form
 class DenseMlp(MLP):
     """Megatron-Core's MLP, which recomputes its activations itself."""
 
-    recomputed = False
-    recompute_activation = False
+    def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.recomputed = "mlp" in config.recomputed
+        self.recompute_activation = "mlp_act" in config.recomputed
 
-    def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, _batch: PackedBatch | None = None) -> tuple[Tensor, Tensor | None]:
         if not (self.recomputed and self.training):
             return self._compute(hidden_states)
         # A recomputed region must not return the bias: its gradient would run the region's backward pass without end.
@@ -45,15 +46,16 @@ class DenseMlp(MLP):
             return self.linear_fc2(inner)
 
 
-@dataclass(kw_only=True)
-class LayerSubmodules:
-    """Blocks of a layer; it has at least one."""
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Blocks of a layer, which has at least one."""
 
     form: Form
-    norm: ModuleSpec | type
+    norm: Callable[[DecoderConfig], nn.Module]
     mixers: dict[str, ModuleSpec]
-    """By their attribute of the layer. They share the norm before them, and their outputs are added."""
+    """By attribute of the layer. They share the norm before them, and their outputs are added."""
     mlp: ModuleSpec | None
+    residual_multiplier: float
     fused_norms: dict[str, str]
     """Name of a norm -> in a checkpoint."""
 
@@ -62,63 +64,46 @@ class DecoderLayer(MegatronModule):
     """The mixers of a layer and its feed-forward block, with their norms, residuals and dropout.
 
     The output of the mixers is added to the residual stream in the kernel of the next norm. Names of modules are those
-    of Megatron-Core, and so are the keys of checkpoints.
+    of Megatron-Core.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        submodules: LayerSubmodules,
-        layer_number: int,
-        *,
-        residual_multiplier: float,
-        pg_collection: Any = None,
-        vp_stage: int | None = None,
-    ) -> None:
-        """``layer_number`` counts from 1 within this stage."""
+    def __init__(self, config: DecoderConfig, spec: LayerSpec, layer_number: int, pg_collection: Any) -> None:
+        """``layer_number`` counts from 1 in the whole model."""
         super().__init__(config)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = groups.tp
-        self.layer_number = layer_number + get_transformer_layer_offset(config, vp_stage, groups.pp.rank())
-        self.form, self.mixers, self.fused_norms = submodules.form, tuple(submodules.mixers), submodules.fused_norms
-        self.parallel = bool(self.mixers) and self.form in ("parallel", "parallel_two_norms")
-        self.residual_multiplier = residual_multiplier
-        has_mlp, pre, post = submodules.mlp is not None, self.form != "post", self.form in ("post", "sandwich")
+        self.spec, self.form, self.layer_number = spec, spec.form, layer_number
+        mixed, pre, post = bool(spec.mixers), spec.form != "post", spec.form in ("post", "sandwich")
+        self.parallel = mixed and spec.form in ("parallel", "parallel_two_norms")
         self.recompute_norms = "layernorm" in config.recomputed and pre
 
         def norm(exists: bool) -> Any:
-            shape = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-            return build_module(submodules.norm, config=config, **shape) if exists else None
+            return spec.norm(config) if exists else None
 
-        self.input_layernorm = norm(pre and bool(self.mixers))
-        for name, spec in submodules.mixers.items():
-            mixer = build_module(spec, config=config, layer_number=self.layer_number, pg_collection=groups)
-            self.add_module(name, mixer)
-        self.pre_mlp_layernorm = norm(pre and has_mlp and not (self.parallel and self.form == "parallel"))
-        self.mlp: Any = None
-        if submodules.mlp is not None:
-            self.mlp = build_module(submodules.mlp, config=config)
-            if hasattr(self.mlp, "set_layer_number"):
-                self.mlp.set_layer_number(self.layer_number)
-        self.post_self_attn_layernorm = norm(post and bool(self.mixers))
+        self.input_layernorm = norm(pre and mixed)
+        for name, mixer in spec.mixers.items():
+            built = build_module(mixer, config=config, layer_number=layer_number, pg_collection=pg_collection)
+            self.add_module(name, built)
+        has_mlp, shares_norm = spec.mlp is not None, self.parallel and spec.form == "parallel"
+        self.pre_mlp_layernorm = norm(pre and has_mlp and not shares_norm)
+        self.mlp: Any = build_module(spec.mlp, config=config) if has_mlp else None
+        self.post_self_attn_layernorm = norm(post and mixed)
         self.post_mlp_layernorm = norm(post and has_mlp)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
-    ) -> tuple[Tensor, None]:
-        """``hidden_states`` are [T, 1, H], or [T / tp, 1, H] under sequence parallelism. The context is None."""
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch
+    ) -> Tensor:
+        """``hidden_states`` and the result are [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
         batch, normed, mixed = packed_seq_params, hidden_states, None
-        if self.mixers:
+        if self.spec.mixers:
             if self.input_layernorm is not None:
                 normed = self.input_layernorm(hidden_states)
             with recompute_if(self.recompute_norms, [normed], lambda: [self.input_layernorm(hidden_states)]):
                 outputs = [
                     getattr(self, name)(normed, rotary_pos_emb=rotary_pos_emb, packed_seq_params=batch)
-                    for name in self.mixers
+                    for name in self.spec.mixers
                 ]
             mixed = self._residual(outputs, self.post_self_attn_layernorm, batch, ATTENTION_OUTPUT)
             if self.mlp is None:
-                return hidden_states + mixed, None
+                return hidden_states + mixed
         stream, norm = hidden_states, self.pre_mlp_layernorm or self.input_layernorm
         if norm is None:
             stream = mlp_input = stream if mixed is None else stream + mixed
@@ -129,9 +114,9 @@ class DecoderLayer(MegatronModule):
         else:
             stream, mlp_input = norm(mixed, stream)
         with recompute_if(self.recompute_norms, [mlp_input], lambda: [norm(stream)]):
-            output = self.mlp(mlp_input)
+            output = self.mlp(mlp_input, batch)
         added = self._residual([output], self.post_mlp_layernorm, batch, MLP_OUTPUT)
-        return stream + (mixed + added if mixed is not None and self.parallel else added), None
+        return stream + (mixed + added if mixed is not None and self.parallel else added)
 
     def _residual(
         self, outputs: list[tuple[Tensor, Tensor | None]], norm: nn.Module | None, batch: PackedBatch, place: int
@@ -144,11 +129,12 @@ class DecoderLayer(MegatronModule):
             total = norm(total)
         if self.training:
             total = hidden_dropout(total, batch, self.config.hidden_dropout, layer=self.layer_number, place=place)
-        return total if self.residual_multiplier == 1 else total * self.residual_multiplier
+        multiplier = self.spec.residual_multiplier
+        return total if multiplier == 1 else total * multiplier
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        apply_prefix_mapping(found, {prefix + own: prefix + name for own, name in self.fused_norms.items()})
+        apply_prefix_mapping(found, {prefix + own: prefix + name for own, name in self.spec.fused_norms.items()})
         return found

@@ -7,7 +7,6 @@ k + 1 positions later. As in Megatron-Core, the first depth takes the hidden sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -16,42 +15,22 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.linear import ColumnParallelLinear
 from isthmus.engine.model_config import DecoderConfig
-from isthmus.engine.spec import layer_spec, norm_spec
+from isthmus.engine.spec import build_layer, build_norm
 from isthmus.families.architecture import Architecture
 
 
 class MtpLayer(MegatronModule):
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer_number: int,
-        *,
-        architecture: Architecture,
-        settings: MoeConfig,
-        vp_stage: int | None = None,
-        **_unused: Any,
-    ) -> None:
-        """``layer_number`` is the depth, from 1."""
+    """A layer with Megatron-Core's names that predicts one more token."""
+
+    def __init__(self, config: DecoderConfig, architecture: Architecture, depth: int) -> None:
+        """``depth`` counts from 1."""
         super().__init__(config)
-        self.layer_number = layer_number
-
-        def norm() -> Any:
-            shape = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-            return build_module(norm_spec(architecture), config=config, **shape)
-
-        self.enorm, self.hnorm = norm(), norm()
+        self.enorm, self.hnorm = (build_norm(architecture, config) for _ in range(2))
         self.eh_proj = ColumnParallelLinear(
             2 * config.hidden_size,
             config.hidden_size,
@@ -62,11 +41,8 @@ class MtpLayer(MegatronModule):
             skip_bias_add=False,
             is_expert=False,
         )
-        spec = layer_spec(architecture, config.num_layers + layer_number - 1, settings)
-        before = get_transformer_layer_offset(config, vp_stage)
-        number = config.num_layers + layer_number - before
-        self.transformer_layer = build_module(spec, config=config, layer_number=number, vp_stage=vp_stage)
-        self.final_layernorm = norm()
+        self.transformer_layer = build_layer(architecture, config, architecture.num_layers + depth - 1)
+        self.final_layernorm = build_norm(architecture, config)
 
     def forward(self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch) -> Tensor:
         """Compute the input of the output layer and of the next depth, of the shape of ``hidden`` and ``embedded``.
@@ -79,21 +55,13 @@ class MtpLayer(MegatronModule):
             joined = gather_from_tensor_model_parallel_region(joined)
             if self.config.sequence_parallel:
                 joined = scatter_to_sequence_parallel_region(joined)
-            found, _ = self.transformer_layer(joined, rotary_pos_emb=tables, packed_seq_params=batch)
+            found = self.transformer_layer(joined, rotary_pos_emb=tables, packed_seq_params=batch)
             output: Tensor = self.final_layernorm(found)
             return output
 
         if self.config.recompute_granularity == "full" and self.training:
             return tensor_parallel.checkpoint(run, False, hidden, embedded)
         return run(hidden, embedded)
-
-
-def mtp_spec(architecture: Architecture, settings: MoeConfig) -> ModuleSpec:
-    layer = ModuleSpec(module=MtpLayer, params={"architecture": architecture, "settings": settings})
-    layers = [layer] * architecture.mtp_layers
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
-    )
 
 
 def mtp_positions(loss_positions: Tensor, position_ids: Tensor, depths: int) -> Sequence[Tensor]:

@@ -17,7 +17,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
@@ -25,6 +24,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.linear import ColumnParallelLinear, adapters_of
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
+from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
@@ -109,7 +109,10 @@ def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
 
 
 class MoeBlock(MegatronModule):
-    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeConfig) -> None:
+    def __init__(
+        self, config: DecoderConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeConfig, layer: int = 0
+    ) -> None:
+        """``layer`` counts from 0 in the whole model."""
         super().__init__(config)
         groups = get_default_pg_collection()
         self.router = TopKRouter(config, moe, settings, groups)
@@ -133,19 +136,12 @@ class MoeBlock(MegatronModule):
         if moe.output_bias:
             self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
             self.output_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.layer = 0
-        self.recomputed = False
-        """Activation recomputation of this block."""
-        self.batch: PackedBatch | None = None
-        """Current micro batch, set by :func:`pass_batch_to_experts`."""
+        self.layer = layer
+        self.recomputed = "moe" in config.recomputed
+        self.experts.recompute_activation = "moe_act" in config.recomputed
 
-    def set_layer_number(self, layer_number: int) -> None:
-        """Megatron-Core passes the model-wide layer number, from 1."""
-        self.layer = layer_number - 1
-
-    def forward(self, hidden_states: Tensor, **_unused: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, batch: PackedBatch | None = None) -> tuple[Tensor, None]:
         """``hidden_states`` and the result are [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
-        batch = self.batch  # by the backward pass the layer may have another one
 
         def run(hidden_states: Tensor) -> Tensor:
             hidden = hidden_states[:, 0]
@@ -159,8 +155,3 @@ class MoeBlock(MegatronModule):
         if self.recomputed and self.training:
             return tensor_parallel.checkpoint(with_this_batch(run), False, hidden_states), None
         return run(hidden_states), None
-
-
-def pass_batch_to_experts(layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: Megatron-Core's layer does not pass the packed batch to its feed-forward block."""
-    layer.mlp.batch = kwargs["packed_seq_params"]

@@ -14,6 +14,13 @@ def layers_per_stage(num_layers: int, pp: int, vpp: int = 1) -> list[int]:
     return [share + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
 
 
+def stage_layers(num_layers: int, pp: int, vpp: int, stage: int) -> range:
+    """Model-wide numbers, from 0, of the layers of a stage."""
+    sizes = layers_per_stage(num_layers, pp, vpp)
+    first = sum(sizes[:stage])
+    return range(first, first + sizes[stage])
+
+
 def pipeline_layout(num_layers: int, pp: int, vpp: int = 1, *, mtp_layers: int = 0) -> list[list[str]] | None:
     """Megatron-Core's ``pipeline_model_parallel_layout``; None for one stage."""
     if pp == 1:

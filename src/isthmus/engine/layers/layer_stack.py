@@ -1,0 +1,90 @@
+"""Consecutive layers of a model, and the decoder layers of a pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping, replace_prefix_for_sharding
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor, nn
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.model_config import DecoderConfig
+
+
+class LayerStack(MegatronModule):
+    """Layers with the checkpoint keys of Megatron-Core's blocks."""
+
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nn.Module], *, first: int = 0, stacked: int | None = None
+    ) -> None:
+        """``first`` is the model-wide number, from 0, of the first layer.
+
+        ``stacked`` layers are one tensor in a checkpoint; None: each layer has keys of its own.
+        """
+        super().__init__(config)
+        self.layers: Any = nn.ModuleList(layers)
+        self.first, self.stacked = first, stacked
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, layer in enumerate(self.layers, start=self.first):
+            own = f"{prefix}layers.{number - self.first}."
+            offsets = [] if self.stacked is None else [(0, number, self.stacked)]
+            entries = layer.sharded_state_dict(own, offsets, metadata)
+            key = f"{prefix}layers." if self.stacked is not None else f"{prefix}layers.{number}."
+            replace_prefix_for_sharding(entries, own, key)
+            found |= entries
+        tp = parallel_state.get_tensor_model_parallel_group()
+        for name, module in self.named_children():
+            if module is not self.layers:
+                found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp)
+        return found
+
+
+class DecoderStack(LayerStack):
+    """The decoder layers of a pipeline stage, and the norm behind the last of them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nn.Module],
+        final_norm: nn.Module | None,
+        *,
+        final_norm_key: str,
+        **numbers: Any,
+    ) -> None:
+        super().__init__(config, layers, **numbers)
+        self.final_layernorm, self.final_norm_key = final_norm, final_norm_key
+        self.input_tensor: Tensor | None = None
+        """From the previous stage."""
+        full = config.recompute_granularity == "full"
+        every = config.recompute_method == "uniform"
+        self.recomputed_layers = 0 if not full else len(self.layers) if every else config.recompute_num_layers or 0
+
+    def forward(
+        self, hidden_states: Tensor | None, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch
+    ) -> Tensor:
+        """Hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism; None: those of the previous stage."""
+        hidden = self.input_tensor if hidden_states is None else hidden_states
+        assert hidden is not None
+        recomputed = self.recomputed_layers if self.training else 0
+        given = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+        for index, layer in enumerate(self.layers):
+            if index < recomputed:
+                hidden = tensor_parallel.checkpoint(lambda x, layer=layer: layer(x, **given), False, hidden)
+            else:
+                hidden = layer(hidden, **given)
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+        return hidden
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().sharded_state_dict(prefix, *args, **kwargs)
+        apply_prefix_mapping(found, {f"{prefix}final_layernorm.": prefix + self.final_norm_key})
+        return found
