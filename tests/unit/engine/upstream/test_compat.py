@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.upstream.compat import deferred_compile
 from ranks.rank_pool import RankPool
 
@@ -57,15 +54,6 @@ def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         double = torch.compile(lambda value: 2 * value)
     assert not compiled
     assert [double(3), double(4)] == [6, 8] and len(compiled) == 1
-
-
-def test_variables_of_transformer_engine_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ROCm's guides set them, and a second run in this process would read upstream's values as the user's."""
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
-    assert "self._set_attention_backend()" in inspect.getsource(LanguageModule.__init__)
-    Decoder._set_attention_backend(object.__new__(Decoder))
-    assert os.environ["NVTE_FLASH_ATTN"] == "0" and "NVTE_FUSED_ATTN" not in os.environ
 
 
 @pytest.mark.processes
