@@ -81,7 +81,7 @@ class Spelling:
     latent: bool = False
     """Multi-head latent attention."""
     mixers: tuple[tuple[str, ...], ...] = ()
-    """Of each layer of a hybrid model; empty: attention in every layer."""
+    """Of each layer of a model whose layers have other tensors or shapes; empty: attention in every layer."""
     single_blocks: bool = False
     """Each layer is a mixer or a feed-forward block, as in Megatron-Core's HybridModel."""
 
@@ -154,7 +154,7 @@ class Spelling:
 
 def spelling_of(arch: Architecture) -> Spelling:
     numbers = range(arch.num_layers)
-    hybrid = bool(arch.mixers or arch.layers_without_mlp)
+    hybrid = bool(arch.mixers or arch.layers_without_mlp or arch.window_attention)
     blocks = [len(arch.mixers_of(layer)) + (layer not in arch.layers_without_mlp) for layer in numbers]
     return Spelling(
         num_layers=arch.num_layers,

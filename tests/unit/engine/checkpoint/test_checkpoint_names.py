@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from isthmus.engine.checkpoint.checkpoint_names import CheckpointSlot, Spelling, live_names, transformer_engine_name
+from isthmus.engine.checkpoint.checkpoint_names import (
+    CheckpointSlot,
+    Spelling,
+    live_names,
+    spelling_of,
+    transformer_engine_name,
+)
+from isthmus.families.architecture import Architecture, WindowAttention
 
 DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
 SOME_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3}))
 LATENT = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset({1, 2, 3, 4}), latent=True)
 """Like DeepSeek-V3 with one MTP layer."""
+DELTA = Spelling(num_layers=3, mixers=(("gated_delta_net",), ("gated_delta_net",), ("attention",)))
+"""Like Qwen3-Next, without experts."""
+SINGLE = Spelling(num_layers=3, mixers=(("mamba2",), (), ("attention",)), single_blocks=True)
+"""Like Nemotron-H."""
+BOTH = Spelling(num_layers=3, mixers=(("attention", "mamba2"),) * 3)
+"""Like Falcon-H1."""
 L2, M2 = "decoder.layers.2.", "decoder.layers.2.mlp."
 EXPERT = f"{M2}experts.local_experts.5.linear_fc1.weight"
 FUSED_INPUT = "self_attention.linear_qkv.layer_norm_weight"
@@ -76,6 +91,26 @@ def test_tensors_outside_layers(spelling: Spelling, name: str) -> None:
             [CheckpointSlot("mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc2.weight", (7,), (8,))],
         ),
         (
+            DELTA,
+            "decoder.layers.1.input_layernorm.weight",
+            [CheckpointSlot("decoder.layers.1.self_attention.in_proj.layer_norm_weight")],
+        ),
+        (DELTA, f"{L2}input_layernorm.weight", [CheckpointSlot(f"{L2}{FUSED_INPUT}")]),
+        (DELTA, "decoder.final_layernorm.weight", [CheckpointSlot("decoder.final_layernorm.weight")]),
+        (
+            SINGLE,
+            "decoder.layers.0.input_layernorm.weight",
+            [CheckpointSlot("decoder.layers.0.mixer.in_proj.layer_norm_weight")],
+        ),
+        (
+            SINGLE,
+            "decoder.layers.1.pre_mlp_layernorm.weight",
+            [CheckpointSlot(f"decoder.layers.1.{FUSED_MLP}")],
+        ),
+        (SINGLE, "decoder.final_layernorm.weight", [CheckpointSlot("decoder.final_norm.weight")]),
+        (BOTH, f"{L2}input_layernorm.weight", [CheckpointSlot(f"{L2}input_layernorm.weight")]),
+        (BOTH, f"{L2}mixer.in_proj.weight", [CheckpointSlot(f"{L2}mixer.in_proj.weight")]),
+        (
             LATENT,
             "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
             [CheckpointSlot("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight")],
@@ -138,3 +173,27 @@ def test_linear_layers_have_extra_states() -> None:
 def test_live_names(spelling: Spelling, canonical: str, live: str) -> None:
     assert transformer_engine_name(canonical, spelling) == live
     assert {canonical, live} <= set(live_names(canonical))
+
+
+def test_extra_states_of_hybrid_layers() -> None:
+    names = [f"{L2}mixer.in_proj.weight", f"{L2}mixer.out_proj.weight", f"{L2}mixer.norm.weight"]
+    assert SINGLE.extra_states(names) == [
+        f"{L2}mixer.{name}._extra_state/shard_0_1" for name in ("in_proj", "out_proj")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "homogeneous", "single_blocks"),
+    [
+        ({}, True, False),
+        ({"mixers": (("mamba2",), ("attention",)) * 2}, False, False),
+        ({"mixers": (("mamba2",), ()) * 2, "layers_without_mlp": (0, 2)}, False, True),
+        ({"layers_without_mlp": (0,)}, False, False),
+        ({"sliding_window": 4, "window_attention": WindowAttention(kv_channels=8)}, False, False),
+    ],
+)
+def test_layers_that_differ_are_not_stacked(changes: dict[str, Any], homogeneous: bool, single_blocks: bool) -> None:
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4}
+    ends = {"vocab_size": 16, "max_position_embeddings": 8, "norm_epsilon": 1e-6}
+    found = spelling_of(Architecture(family="", num_layers=4, **sizes, **ends, **changes))
+    assert (found.homogeneous, found.single_blocks) == (homogeneous, single_blocks)
