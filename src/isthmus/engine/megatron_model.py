@@ -153,14 +153,15 @@ class Decoder(MegatronModule):
         """With Megatron-Core's keys; copies of the embedding are replicas of the first stage's."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         found.pop(f"{prefix}output_layer._extra_state", None)
-        embedding, output = (f"{prefix}{name}.weight" for name in ("embedding.word_embeddings", "output_layer"))
-        if output in found:
-            found[output].allow_shape_mismatch = True  # its padding depends on the layout
-            if self.share_embeddings_and_output_weights and not self.pre_process:
-                found[output].key = embedding
-        for name in (embedding, output):
-            if name in found and found[name].key == embedding and not self.pre_process:
-                found[name].replica_id = (1, *found[name].replica_id[1:])
+        names = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+        embedding, output, bias = (prefix + name for name in names)
+        for entry in (found[name] for name in (output, bias) if name in found):
+            entry.allow_shape_mismatch = True  # its padding depends on the layout
+        if self.share_embeddings_and_output_weights and not self.pre_process and output in found:
+            found[output].key = embedding
+        for entry in (found[name] for name in (embedding, output) if name in found):
+            if entry.key == embedding and not self.pre_process:
+                entry.replica_id = (1, *entry.replica_id[1:])
         return found
 
     def forward(
