@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,8 +100,17 @@ class RandomWeights:
 
     def _draw(self, name: str) -> Tensor:
         meta, init = self.tensors[name], self._init[name]
-        if init != "normal":
-            return torch.full(meta.shape, self._gain_of_one if init == "ones" else 0.0, dtype=meta.dtype)
+        constants = {"ones": self._gain_of_one, "zeros": 0.0, "plain_ones": 1.0}
+        if init in constants:
+            return torch.full(meta.shape, constants[init], dtype=meta.dtype)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-        return torch.empty(meta.shape).normal_(0.0, self._std, generator=generator).to(meta.dtype)
+        drawn = torch.empty(meta.shape)
+        if init == "log_decay":
+            drawn.uniform_(0.01, 16, generator=generator).log_()
+        elif init == "time_step":
+            drawn.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
+            drawn += torch.log(-torch.expm1(-drawn))
+        else:
+            drawn.normal_(0.0, self._std, generator=generator)
+        return drawn.to(meta.dtype)

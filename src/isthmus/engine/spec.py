@@ -17,11 +17,12 @@ from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpe
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
+from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture, Mixer
 
-MIXERS: dict[Mixer, tuple[str, type]] = {}
+MIXERS: dict[Mixer, tuple[str, type]] = {"gated_delta_net": ("self_attention", GatedDeltaNet)}
 """Attribute of the layer and class of each mixer other than attention, see :func:`mixer_spec`."""
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from isthmus.errors import DataError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention"]
 """What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 """Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
@@ -88,6 +88,40 @@ class Mla:
     """None: queries have no low-rank projection."""
     norm_epsilon: float = 1e-6
     """Epsilon of the norms of the low-rank vectors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaNet:
+    """Gated delta net (arXiv 2412.06464): linear attention whose state forgets and corrects its values.
+
+    Kimi delta attention (arXiv 2510.26692) has a decay for each channel, and as many key heads as value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    """Tokens of the causal convolution of queries, keys and values, including the token itself."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of the norm of the outputs."""
+    negative_eigenvalues: bool = False
+    """Learning rates are up to 2 instead of 1."""
+
+    @property
+    def key_width(self) -> int:
+        """Channels of the keys of all heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def invalid_reason(self) -> str | None:
+        if self.num_value_heads % self.num_key_heads:
+            return f"{self.num_key_heads} key heads do not divide {self.num_value_heads} value heads"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +210,7 @@ class Architecture:
     """Layers, counted from 0, without a feed-forward block."""
 
     # Positions.
-    position: Literal["rope", "learned"] = "rope"
+    position: Literal["rope", "learned", "none"] = "rope"
     rotary_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_percent: float = 1.0
@@ -232,7 +266,11 @@ class Architecture:
     """Scores s become softcap * tanh(s / softcap)."""
     attention_sinks: bool = False
     """Each head has a learned logit in the softmax that has no value."""
+    attention_gate: bool = False
+    """The output of attention is multiplied by the sigmoid of a projection as wide as the queries."""
     mla: Mla | None = None
+    delta_net: DeltaNet | None = None
+    """Of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
 
     # Feed-forward block.
     activation: Activation = "silu"

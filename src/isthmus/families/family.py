@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Mla, Moe, WindowAttention, check_sizes
+from isthmus.families.architecture import (
+    MAX_INT,
+    Architecture,
+    DeltaNet,
+    Dropout,
+    Mla,
+    Moe,
+    WindowAttention,
+    check_sizes,
+)
 from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
@@ -228,8 +237,9 @@ class Family:
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
                 values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
-        if (moe := values.get("moe")) is not None and (why := moe.invalid_reason()) is not None:
-            raise DataError(f"config.json: {why}.")
+        for sizes in (values.get("moe"), values.get("delta_net")):
+            if sizes is not None and (why := sizes.invalid_reason()) is not None:
+                raise DataError(f"config.json: {why}.")
         arch = Architecture(family=self.name, **values)
         if tensors is None or not arch.mtp_layers:
             return arch
@@ -273,6 +283,8 @@ class Family:
                 raise UsageError(f"config.json: {key}={_short(value)} is not supported for {self.name}: {fixed.why}.")
 
     def _window(self, hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+        if "mixers" in self.derived and self.sliding_window == "never":  # which reads layer_types
+            return None, ()
         return read_window(
             self.sliding_window, hf, self.sliding_window_default, num_layers, self.sliding_window_pattern
         )
@@ -373,7 +385,12 @@ class Family:
 
 _TYPE_NAMES = {int: "positive integer", float: "non-negative number", bool: "boolean"}
 _SHARED_KEYS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-_INNER: Mapping[str, Callable[..., Any]] = {"moe": Moe, "mla": Mla, "window_attention": WindowAttention}
+_INNER: Mapping[str, Callable[..., Any]] = {
+    "moe": Moe,
+    "mla": Mla,
+    "delta_net": DeltaNet,
+    "window_attention": WindowAttention,
+}
 
 
 def _layer_axis(rule: Rule) -> str:

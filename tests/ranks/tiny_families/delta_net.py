@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ranks.tiny_families.tiny_family import TinyFamily
 
-FAMILIES: dict[str, TinyFamily] = {}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-2,  # outputs of the rule near 0 have few digits, and the norm after it would enlarge them
+    "full_attention_interval": 2,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+
+FAMILIES: dict[str, TinyFamily] = {
+    "qwen3_next": TinyFamily(
+        sizes=DELTA | EXPERTS,
+        logits={
+            "qwen3_next": ({"mlp_only_layers": [1], "linear_conv_kernel_dim": 3}, {"norm_topk_prob": False}),
+            "qwen3_next-pattern": (
+                {"full_attention_interval": 4, "attention_bias": True, "decoder_sparse_step": 2},
+                {"decoder_sparse_step": 1},
+            ),
+        },
+    ),
+}

@@ -41,7 +41,7 @@ def test_linears_are_those_of_transformers(name: str) -> None:
             shape = tuple(module.weight.shape)
             shapes[path] = shape[::-1] if isinstance(module, Conv1D) else shape
         for own, parameter in module.named_parameters(prefix=path, recurse=False):
-            if parameter.dim() == 3:
+            if parameter.dim() == 3 and not isinstance(module, torch.nn.Conv1d):
                 experts, *shape = parameter.shape
                 assert experts == arch.moe.num_experts
                 shapes[own] = tuple(shape[::-1]) if module.is_transposed else tuple(shape)

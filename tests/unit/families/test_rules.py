@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.architecture import Architecture, DeltaNet, Mla, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
-from isthmus.families.rules.rule import Rule, gate_up, qkv
+from isthmus.families.rules.rule import Rule, gate_up, gated_qkv, qkv
 from isthmus.families.rules.shard import Layout, assemble, check_tp_size, local_shape, owned_slices, tensor_slices
 
 ARCH = Architecture(
@@ -32,14 +32,17 @@ ARCH = Architecture(
 
 
 MOE = Moe(num_experts=3, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=8, shared_gate=True)
+DELTA_NET = DeltaNet(num_key_heads=8, num_value_heads=16, key_head_dim=2, value_head_dim=3, conv_kernel=4)
 MLA = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, q_lora_rank=12)
+
+INNER = {"moe": MOE, "mla": MLA, "delta_net": DELTA_NET}
 
 
 def sized(family: Family, **sizes: Any) -> Architecture:
     """An architecture of this family, with everything in it that the family may have."""
     plain = {name: value for name, value in family.traits.items() if "." not in name}
     names = {*family.keys, *family.traits, *family.derived}
-    inner = {name: made for name, made in (("moe", MOE), ("mla", MLA)) if any(path.startswith(name) for path in names)}
+    inner = {name: made for name, made in INNER.items() if any(path.startswith(name) for path in names)}
     return dataclasses.replace(ARCH, family=family.name, **{**plain, **inner, **sizes})
 
 
@@ -55,7 +58,15 @@ def rules() -> Iterator[tuple[str, Architecture, Rule]]:
                     names = [part.name for part in rule.parts]
                     sections = tuple(names.index(name) for name in names)
                     symbols = tuple(part.symbols for part in rule.parts)
-                    how = (rule.shard, rule.strands, rule.interleaved, rule.transposed, rule.stacked, rule.is_expert)
+                    how = (
+                        rule.shard,
+                        rule.strands,
+                        rule.hf_strands,
+                        rule.interleaved,
+                        rule.transposed,
+                        rule.stacked,
+                        rule.is_expert,
+                    )
                     kind = (symbols, sections, how, groups if rule.shard == "heads" else 0)
                     if rule.applies(arch) and kind not in seen:
                         seen.add(kind)
@@ -127,6 +138,9 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
         case "gate_up":
             halves = whole.chunk(2)
             wanted = [torch.cat([half.chunk(tp)[rank] for half in halves]) for rank in range(tp)]
+        case "parts":
+            sections = whole.split([shape[0] for shape in rule.part_shapes(arch)])
+            wanted = [torch.cat([section.chunk(tp)[rank] for section in sections]) for rank in range(tp)]
         case "vocab":
             rows = torch.cat([whole, whole.new_zeros(padded - len(whole), *whole.shape[1:])])
             wanted = list(rows.chunk(tp))
@@ -154,6 +168,16 @@ def test_sections_of_a_tensor_are_like_separate_tensors() -> None:
     assert rule.hf_shapes(arch) == {"qkv": (8,)}
     one = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
     assert assembled(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+
+
+def test_sections_repeat_in_a_tensor() -> None:
+    rule = gated_qkv("qkv", "q", "k", "v")
+    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1, attention_gate=True)
+    assert rule.hf_shapes(arch) == {"q": (8,), "k": (2,), "v": (2,)}
+    # Query and gate of each head; in Megatron-Core, queries and gates of each group.
+    q = torch.tensor([1, -1, 2, -2, 3, -3, 4, -4])
+    tensors = {"q": q, "k": torch.tensor([10, 20]), "v": torch.tensor([100, 200])}
+    assert assembled(rule, arch, tensors).tolist() == [1, 2, -1, -2, 10, 100, 3, 4, -3, -4, 20, 200]
 
 
 def test_interleaved_transposed_stacked_experts() -> None:

@@ -18,7 +18,7 @@ from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
-from isthmus.engine.layers.recompute import recompute_if
+from isthmus.engine.layers.recompute import recompute, recompute_if
 from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
@@ -108,8 +108,9 @@ class PackedSelfAttention(MegatronModule):
         self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
         """With several ranks for each group: this rank's group, and its part of the group's queries."""
         self.groups = max(1, groups // tp.size())
-        self.widths = (own.kv_channels * all_heads // groups, own.kv_channels, own.value_width)
-        """Of a group's queries, its keys and its values."""
+        gates = (own.value_width * all_heads // groups,) if own.attention_gate else ()
+        self.widths = (own.kv_channels * all_heads // groups, *gates, own.kv_channels, own.value_width)
+        """Of a group's queries, its gates, its keys and its values."""
         self.value_multiplier = own.value_multiplier
         self.clip = own.clip_qkv
         self.norms_rotated = own.qk_norm_after_rotation
@@ -142,7 +143,7 @@ class PackedSelfAttention(MegatronModule):
         ``hidden_states`` is [T, 1, H] of this rank's tokens, or [T / tp, 1, H] under sequence parallelism.
         ``rotary_pos_emb`` is that of :func:`~isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
         """
-        q, k, v = self._project(hidden_states)
+        q, k, v, *gate = self._project(hidden_states)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         table = None
@@ -152,19 +153,22 @@ class PackedSelfAttention(MegatronModule):
         recomputed = "rope" in self.config.recomputed and table is not None
         with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table)):
             attended = self.core_attention(*heads, v, packed_seq_params)
+        if gate:
+            attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
         return self.linear_proj(attended[:, None])
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]."""
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]; any gates [T, G, R, Dv]."""
         mixed, _ = self.linear_qkv(hidden_states)
         if self.ranks_per_group > 1:
             group, width = self.part_of_group[0], sum(self.widths)
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
-        q, k, v = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
-        q = q.unflatten(-1, (-1, self.widths[1]))
+        q, *gate, k, v = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
+        of_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
         if self.ranks_per_group > 1:
-            q = q.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]]
-        return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier
+            of_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in of_heads]
+        q, *gate = of_heads
+        return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None) -> list[Tensor]:
         """Queries [T, G, R, D] and keys [T, G, D] of the attention."""

@@ -55,3 +55,30 @@ class _Recomputed:
         if self.num_saved <= 0:
             self.results = None
         return tensor
+
+
+def recompute(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``compute(*inputs)``, of which only the inputs are saved; the backward pass computes it again.
+
+    All tensors with a gradient are among the inputs, also parameters. ``compute`` draws no random numbers.
+    """
+    if not torch.is_grad_enabled():
+        return compute(*inputs)
+    return _RecomputedCall.apply(compute, *inputs)  # type: ignore[no-any-return]
+
+
+class _RecomputedCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(*inputs)
+        return compute(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            output = ctx.compute(*inputs)
+        found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grads))
+        return None, *(next(found) if need else None for need in needed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.families.family import Derived, Fixed, Key
-from isthmus.families.rules.rule import Rule, copy, gate_up, qkv, where
+from isthmus.families.rules.rule import Rule, copy, gate_up, gated_qkv, qkv, where
 
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _HF_ATTENTION = LAYER + "self_attention.", HF_LAYER + "self_attn."
@@ -79,6 +79,17 @@ ATTENTION = (
     PROJECTION_BIAS,
     *QK_NORMS,
 )
+GATED_ATTENTION = (
+    gated_qkv(f"{_ATTENTION}linear_qkv.weight", *(f"{_HF_ATTENTION}{name}_proj.weight" for name in "qkv"), "H"),
+    *where(
+        "qkv_bias",
+        gated_qkv(
+            f"{_ATTENTION}linear_qkv.bias", *(f"{_HF_ATTENTION}{name}_proj.bias" for name in "qkv"), init="zeros"
+        ),
+    ),
+    *(rule for rule in ATTENTION if "linear_qkv" not in rule.canonical),
+)
+"""Attention with an output gate, whose rows follow those of the queries in each head of ``q_proj``."""
 MLP_NORM = layer_norm("pre_mlp_layernorm", "post_attention_layernorm")
 MLP = mlp(LAYER + "mlp.", HF_LAYER + "mlp.", "F", bias="mlp_bias")
 FUSED_MLP = (

@@ -5,22 +5,26 @@ strand is plain concatenation (a copy, or gate and up projection); one strand pe
 ``q q k v | q q k v | ...``. A rule only moves blocks of rows, so its inverse swaps source and destination, and a
 tensor-parallel shard is an intersection of row ranges.
 
-Parts with the same name are sections of one Hugging Face tensor. Shapes are tuples of symbols, see
-:func:`symbol_sizes`; ``N*D`` is a product.
+Parts with the same name are sections of one Hugging Face tensor, which may repeat (``hf_strands``). Shapes are tuples
+of symbols, see :func:`symbol_sizes`; ``N*D`` is a product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
 from isthmus.families.architecture import Architecture
 
-Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up"]
-Init = Literal["normal", "ones", "zeros"]
+Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up", "parts"]
+"""``gate_up``: both halves of the rows, each by rows; ``parts``: each part of the rule, by rows."""
+Init = Literal["normal", "ones", "zeros", "plain_ones", "log_decay", "time_step"]
+"""``ones`` is a gain of one, which is 0 in models with zero-centered norms; ``plain_ones`` is 1. ``log_decay``:
+logarithm of a uniform number from 0.01 to 16; ``time_step``: inverse softplus of a number whose logarithm is uniform,
+from 0.001 to 0.1 (arXiv 2405.21060)."""
 Shape = tuple[int, ...]
 WINDOWED = "w"
 """Suffix of the symbols of sliding-window layers."""
@@ -60,6 +64,8 @@ class Rule:
     shard: Shard = "whole"
     strands: str = "1"
     """Number of strands of each part, as a symbol."""
+    hf_strands: str = "1"
+    """Number of times that the sections of a Hugging Face tensor repeat in it, as a symbol."""
     interleaved: bool = False
     """The rows of parts with the same name alternate."""
     transposed: bool = False
@@ -67,7 +73,7 @@ class Rule:
     stacked: bool = False
     """The Hugging Face tensor has an extra first axis: the layer's experts, or 1 if it belongs to no expert."""
     init: Init = "normal"
-    """Random initialization; ``ones`` is a gain of one, also for zero-centered norms."""
+    """Random initialization."""
     dtype: Literal["float32"] | None = None
     """Dtype in Megatron-Core, if it is not the model's."""
     when: str | None = None
@@ -116,19 +122,35 @@ class Rule:
 
     def blocks(self, arch: Architecture) -> list[RowBlock]:
         """All rows in canonical order; the blocks cover both sides exactly once."""
-        strands = symbol_size(self.strands, symbol_sizes(arch))
+        sizes = symbol_sizes(arch)
+        strands = symbol_size(self.strands, sizes)
         rows = [shape[0] for shape in self.part_shapes(arch)]
-        names = [part.name for part in self.parts]
-        step = len(self.parts) if self.interleaved else 1
         blocks, at = [], 0
         for strand in range(strands):
             for part, total in enumerate(rows):
                 length = total // strands
-                before = sum(rows[other] for other in range(part) if names[other] == names[part])
-                start = part if self.interleaved else before
-                blocks.append(RowBlock(part, start + strand * length * step, at, length, step))
-                at += length
+                for start, run, step in self._hf_runs(part, rows, strand * length, length, sizes):
+                    blocks.append(RowBlock(part, start, at, run, step))
+                    at += run
         return blocks
+
+    def _hf_runs(
+        self, part: int, rows: Sequence[int], first: int, length: int, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Start, length and step in the Hugging Face tensor of ``length`` rows of a part, from its row ``first``."""
+        if self.interleaved:
+            yield part + first * len(self.parts), length, len(self.parts)
+            return
+        sections = [other for other in range(len(rows)) if self.parts[other].name == self.parts[part].name]
+        repeats = symbol_size(self.hf_strands, sizes) if len(sections) > 1 else 1
+        own, all_sections = rows[part] // repeats, sum(rows[other] for other in sections) // repeats
+        before = sum(rows[other] for other in sections if other < part) // repeats
+        end = first + length
+        while first < end:
+            repeat, inside = divmod(first, own)
+            run = min(end - first, own - inside)
+            yield repeat * all_sections + before + inside, run, 1
+            first += run
 
 
 def symbol_sizes(arch: Architecture) -> dict[str, int]:
@@ -138,7 +160,8 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
     Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts, X
     width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and
     values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its
-    value dim.
+    value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the numbers of key and value
+    heads, Ld is the value dim of a head, Lc the kernel of the convolution.
     """
     sizes = {
         "V": arch.vocab_size,
@@ -160,6 +183,15 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
             "Qh": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
             "Kv": mla.qk_nope_head_dim + mla.v_head_dim,
         }
+    if (delta := arch.delta_net) is not None:
+        sizes |= {
+            "Lk": delta.key_width,
+            "Lv": delta.value_width,
+            "Lm": delta.num_key_heads,
+            "Ln": delta.num_value_heads,
+            "Ld": delta.value_head_dim,
+            "Lc": delta.conv_kernel,
+        }
     return sizes
 
 
@@ -167,7 +199,8 @@ def _attention_sizes(arch: Architecture) -> dict[str, int]:
     heads, groups, width, values = (
         arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, arch.value_width,
     )  # fmt: skip
-    return {"N": heads, "G": groups, "D": width, "Vh": values, "W": (heads + groups) * width + groups * values}
+    rows = (heads + groups) * width + (groups + (heads if arch.attention_gate else 0)) * values
+    return {"N": heads, "G": groups, "D": width, "Vh": values, "W": rows}
 
 
 def symbol_size(symbol: str, sizes: Mapping[str, int]) -> int:
@@ -203,6 +236,12 @@ def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Ru
     """Fused QKV weights or biases, grouped by query group."""
     parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*Vh", *tail)))
     return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
+
+
+def gated_qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Rule:
+    """:func:`qkv` with gates, which follow the queries: of a group in Megatron-Core, of a head in ``q``."""
+    parts = (HfPart(q, ("N*D", *tail)), HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*D", *tail)))
+    return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", hf_strands="N", **fields)
 
 
 def gate_up(canonical: str, gate: str, up: str, *tail: str, width: str = "F", **fields: Any) -> Rule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def local_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
     """Shape of this rank's shard, with vocabulary padding."""
     shape = list(_padded_shape(rule, arch, layout))
     axis = _axis(rule)
-    shape[axis] = sum(length for _, length in _spans(rule, shape[axis], layout))
+    shape[axis] = sum(length for _, length in _spans(rule, arch, shape[axis], layout))
     return tuple(shape)
 
 
@@ -65,7 +66,7 @@ def owned_slices(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[I
     rows = rule.canonical_shape(arch)[axis]
     found: list[tuple[Index, Index]] = []
     local = 0
-    for start, length in _spans(rule, _padded_shape(rule, arch, layout)[axis], layout):
+    for start, length in _spans(rule, arch, _padded_shape(rule, arch, layout)[axis], layout):
         real = min(length, rows - start)
         if real > 0:
             before = (slice(None),) * axis
@@ -173,6 +174,8 @@ def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
     divisible = [("num_attention_heads", kind.num_attention_heads) for kind in arch.attention_kinds]
     divisible += [("ffn_hidden_size", arch.ffn_hidden_size)] if has_dense else []
     divisible += [("shared_ffn_hidden_size", moe.shared_ffn_hidden_size)] if moe is not None else []
+    if arch.delta_net is not None:
+        divisible.append(("num_key_heads of the delta net", arch.delta_net.num_key_heads))
     for name, size in divisible:
         if tp < 1 or size % tp:
             return f"does not divide {name}={size}"
@@ -206,18 +209,19 @@ def _padded_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:
     return (layout.padded_vocab_size if rule.shard == "vocab" else rows, *tail)
 
 
-def _spans(rule: Rule, size: int, layout: Layout) -> list[tuple[int, int]]:
+def _spans(rule: Rule, arch: Architecture, size: int, layout: Layout) -> list[tuple[int, int]]:
     """This rank's ``(start, length)`` intervals of the sharded axis, in shard order."""
     if rule.shard == "whole":
         return [(0, size)]
     rank, ranks = layout.rank_and_size(rule)
     # Gate and up projection are sharded separately: a rank needs the same rows of both.
-    strips = 2 if rule.shard == "gate_up" else 1
-    share, rest = divmod(size, strips * ranks)
-    if rest:
-        rows = size // strips
+    strips = [size // 2] * 2 if rule.shard == "gate_up" else [size]
+    if rule.shard == "parts":
+        strips = [shape[0] for shape in rule.part_shapes(arch)]
+    if rows := next((rows for rows in strips if rows % ranks), None):
         largest = max(tp for tp in range(1, ranks) if rows % tp == 0)
         size_of = f"the {rows} rows or columns of {rule.canonical}"
         kind = "etp" if rule.is_expert else "tp"
         raise UsageError(f"{kind}={ranks} does not divide {size_of}. Use {kind}={largest}.")
-    return [(strip * size // strips + rank * share, share) for strip in range(strips)]
+    starts = accumulate(strips, initial=0)
+    return [(start + rank * rows // ranks, rows // ranks) for start, rows in zip(starts, strips, strict=False)]

@@ -1,0 +1,49 @@
+"""Checkpoint entries of a weight with sections of rows that tensor-parallel ranks shard one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+
+def by_sections(entry: ShardedTensor, rows: Sequence[int]) -> ShardedTensorFactory:
+    """The entry of a rank's rows as one entry for each section; ``rows`` are those of a rank.
+
+    The whole tensor has section after section, each with the rows of all ranks in their order.
+    """
+    local, axis = sum(rows), entry.prepend_axis_num
+    rank, ranks = entry.global_offset[axis] // local, entry.global_shape[axis] // local
+    plain = entry.without_data()
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+        starts = accumulate(rows, initial=0)
+        found = []
+        for section, start, number in zip(tensor.split(list(rows)), starts, rows, strict=False):
+            offset = list(entry.global_offset)
+            offset[axis] = start * ranks + rank * number
+            found.append(
+                replace(
+                    plain,
+                    key=key,
+                    data=section,
+                    dtype=tensor.dtype,
+                    local_shape=tuple(section.shape),
+                    global_offset=tuple(offset),
+                    axis_fragmentations=None,  # sections have different sizes
+                    replica_id=replica_id,
+                )
+            )
+        return found
+
+    @torch.no_grad()
+    def merge(sections: list[Tensor]) -> Tensor:
+        return torch.cat(sections)
+
+    return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)

@@ -1,0 +1,93 @@
+"""Rules and config keys shared by families with a gated delta net or Kimi delta attention in some layers.
+
+Names are those of Megatron-Core's gated delta net, except ``gated_norm``: Megatron-Core's ``out_norm`` is zero-centered
+if the other norms are, and this one never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from isthmus.errors import DataError, UsageError
+from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.family import Derived, Key
+from isthmus.families.rules.decoder import HF_LAYER, LAYER
+from isthmus.families.rules.rule import HfPart, Init, Rule, copy
+
+MIXER = LAYER + "self_attention."
+HF_MIXER = HF_LAYER + "linear_attn."
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def in_proj(*parts: tuple[str, str], kind: Mixer = "gated_delta_net", hf: str = HF_MIXER, **fields: Any) -> Rule:
+    """The fused projection of the input; each part is a module of transformers and a symbol for its rows."""
+    tensors = tuple(HfPart(f"{hf}{module}.weight", (rows, "H")) for module, rows in parts)
+    return Rule(canonical=f"{MIXER}in_proj.weight", parts=tensors, shard="parts", layers=kind, **fields)
+
+
+def mixer_rules(
+    projection: Rule,
+    *,
+    norm: str,
+    out: str,
+    time_step: Init,
+    kind: Mixer = "gated_delta_net",
+    hf: str = HF_MIXER,
+    gate: str = "",
+) -> tuple[Rule, ...]:
+    """All rules of a mixer.
+
+    ``norm``, ``out`` and ``gate`` are transformers' names of the norm of the outputs, of the output projection and of
+    the module with the decays.
+    """
+    channel = "Lk" if kind == "kimi_delta_attention" else "Ln"
+    sections = tuple(HfPart(f"{hf}conv1d.weight", (rows, "1", "Lc")) for rows in ("Lk", "Lk", "Lv"))
+    return (
+        projection,
+        Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind),
+        copy(f"{MIXER}dt_bias", f"{hf}{gate}dt_bias", channel, shard="rows", init=time_step, layers=kind),
+        copy(f"{MIXER}A_log", f"{hf}{gate}A_log", "Ln", shard="rows", init="log_decay", layers=kind),
+        copy(f"{MIXER}gated_norm.weight", f"{hf}{norm}.weight", "Ld", init="plain_ones", layers=kind),
+        copy(f"{MIXER}out_proj.weight", f"{hf}{out}.weight", "H", "Lv", shard="cols", layers=kind),
+    )
+
+
+KEYS = {
+    "delta_net.num_key_heads": Key("linear_num_key_heads", default=16),
+    "delta_net.num_value_heads": Key("linear_num_value_heads", default=32),
+    "delta_net.key_head_dim": Key("linear_key_head_dim", default=128),
+    "delta_net.value_head_dim": Key("linear_value_head_dim", default=128),
+    "delta_net.conv_kernel": Key("linear_conv_kernel_dim", default=4),
+    "delta_net.norm_epsilon": Key("rms_norm_eps", kind=float, default=1e-6),
+}
+"""Defaults are those of Qwen3-Next in transformers."""
+
+
+def every_nth(hf: Mapping[str, Any]) -> list[str]:
+    """Every fourth layer has full attention, or every ``full_attention_interval``-th."""
+    interval, layers = Key("full_attention_interval", default=4).read(hf), range(Key("num_hidden_layers").read(hf))
+    return [_LINEAR if (layer + 1) % interval else _FULL for layer in layers]
+
+
+def mixers(kind: Mixer, default: Any = every_nth) -> Derived:
+    """``layer_types``, or ``default`` of the config if it has none."""
+    assert kind in get_args(Mixer)
+
+    def read(hf: Mapping[str, Any]) -> tuple[tuple[Mixer, ...], ...]:
+        types, number = hf.get("layer_types") or default(hf), Key("num_hidden_layers").read(hf)
+        if not isinstance(types, Sequence) or len(types) != number:
+            raise DataError(
+                f"config.json: layer_types must list the kind of each of {number} layers, got {types!r:.80}."
+            )
+        if unknown := sorted({str(each) for each in types} - {_LINEAR, _FULL}):
+            raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_LINEAR} and {_FULL} are.")
+        return tuple((kind,) if each == _LINEAR else ("attention",) for each in types)
+
+    def write(found: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+        if other := {each for each in found if each not in ((kind,), ("attention",))}:
+            raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
+        found = found or (("attention",),) * arch.num_layers
+        return {"layer_types": [_LINEAR if each == (kind,) else _FULL for each in found]}
+
+    return Derived(read, write)
