@@ -27,8 +27,8 @@ from isthmus.data.readers.file_formats import chunk_records, read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed, scan_indexed
 from isthmus.engine.checkpoint.checkpoint_folder import latest
 from isthmus.errors import DataError
-from isthmus.families.discover.json_family import load_family
-from isthmus.families.registry import family_for
+from isthmus.families.discover.family_file import load_family
+from isthmus.families.registry import all_families, family_for
 from isthmus.hf.model_folder import ModelFolder, read_json
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
@@ -181,7 +181,7 @@ def _rocm(path: Path) -> None:
 
 
 def _family(path: Path) -> None:
-    family = load_family(path)
+    family = load_family(path, all_families)
     config = parse_json(_seed("configs/qwen3.json"))
     family.to_hf_config(family.to_architecture(config))
 

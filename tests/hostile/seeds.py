@@ -26,7 +26,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from isthmus.convert.learn import prove
 from isthmus.convert.transfer import convert
 from isthmus.data.store.indexed_dataset import IndexedWriter, write_manifest
-from isthmus.families.discover.json_family import write_family
+from isthmus.families.discover.family_file import write_family
 from isthmus.families.registry import all_families
 from isthmus.families.rules.known_keys import keys_read
 from isthmus.file_checksums import CHECKSUMS, write_checksums

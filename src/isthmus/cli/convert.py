@@ -128,7 +128,7 @@ def _learn(source: Path, keep: Path | None, *, quiet: bool) -> Family:
     from rich.console import Console
 
     from isthmus.convert.learn import family_path, learn
-    from isthmus.families.discover.json_family import write_family
+    from isthmus.families.discover.family_file import write_family
 
     console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
     with console.status("learning"):

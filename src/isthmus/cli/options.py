@@ -68,7 +68,10 @@ Learn = Annotated[
 ]
 Keep = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Save the result of --learn in DIR; ISTHMUS_FAMILIES=DIR makes it available."),
+    typer.Option(
+        metavar="DIR|FILE.py",
+        help="Save the result of --learn in DIR, for ISTHMUS_FAMILIES=DIR, or as a module of families/models.",
+    ),
 ]
 Adapter = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Merge this LoRA adapter of PEFT into the Hugging Face folder SRC.")

@@ -25,7 +25,7 @@ from isthmus.convert.towers import Towers
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER, check_tracker
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.discover.json_family import FILE as FAMILY_FILE
+from isthmus.families.discover.family_file import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder

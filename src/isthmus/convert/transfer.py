@@ -24,8 +24,8 @@ from isthmus.convert.weight_source import TensorSpec
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError, disk_errors
 from isthmus.families.architecture import Dropout
-from isthmus.families.discover.json_family import FILE as FAMILY_FILE
-from isthmus.families.discover.json_family import write_family
+from isthmus.families.discover.family_file import FILE as FAMILY_FILE
+from isthmus.families.discover.family_file import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families

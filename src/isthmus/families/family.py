@@ -173,6 +173,10 @@ class Family:
     """Substrings of tensor names that differ in the module paths of transformers."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of configs that lack them, before the defaults of the keys."""
+    required: tuple[str, ...] = ()
+    """Settings that transformers derives from others if a config lacks them, which is not supported."""
     data: Mapping[str, Any] | None = None
     """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
     nested: Nested | None = None
@@ -208,6 +212,10 @@ class Family:
             UsageError: a setting is not supported, with the reason.
         """
         hf = self.language_config(hf, tensors)
+        hf = {**self.defaults, **hf} if self.defaults else hf
+        given = hf.keys() | ({"rope_parameters"} if "rope_theta" in hf else set())
+        if lacking := [name for name in self.required if name not in given]:
+            raise UsageError(f"config.json lacks {', '.join(lacking)}, which transformers derives. Add it.")
         self._check_fixed(hf, training=False)
         check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
@@ -309,7 +317,7 @@ class Family:
             outer = {} if base is inner else {key: value for key, value in (base or {}).items() if key != "auto_map"}
             outer |= {"architectures": [self.hf_architecture], "model_type": self.name}
             return self.nested.with_language_config(outer, language)
-        known = dict(base or {})
+        known = {**self.defaults, **base} if base else {}
         # Remote code is not copied: the export has the tensors of the family's own class.
         known.pop("auto_map", None)
         name = self.scored_architecture if arch.score_head else self.hf_architecture

@@ -12,8 +12,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families import models
-from isthmus.families.discover.config_inference import check_known_settings
-from isthmus.families.discover.json_family import load_family
+from isthmus.families.discover.family_file import check_settings, load_family
 from isthmus.families.family import Family
 
 ENTRY_POINTS = "isthmus.families"
@@ -101,10 +100,10 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
             f"config.json: no family has the model_type {model_type!r}. Families: {known}. "
             "isthmus convert --learn can infer the weight mapping of an unsupported model type."
         )
-    family = load_family(path)
+    family = load_family(path, all_families)
     if family.name != name:
         raise DataError(f"{path} is the family of {family.name}, but config.json has model_type {model_type!r}.")
-    check_known_settings(family.data or {}, hf_config)
+    check_settings(family, hf_config)
     return family
 
 

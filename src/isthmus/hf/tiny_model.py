@@ -216,7 +216,15 @@ def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
         built = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "auto_map"})
     except Exception as error:  # config classes raise their own exceptions
         raise UsageError(f"transformers rejects this config.json: {_short_reason(error)}.") from None
-    return dict(built.to_dict())
+    return {name: _with_infinity(value) for name, value in built.to_dict().items()}
+
+
+def _with_infinity(value: Any) -> Any:
+    """Undo how ``to_dict`` writes infinite numbers, which the config classes do not read."""
+    if isinstance(value, Mapping):
+        inner = {name: _with_infinity(each) for name, each in value.items()}
+        return float(inner["__float__"]) if inner.keys() == {"__float__"} else inner
+    return [_with_infinity(each) for each in value] if isinstance(value, list) else value
 
 
 def default_config(model_type: str) -> dict[str, Any]:

@@ -58,6 +58,8 @@ _FORMULAS = {
     "ffn_hidden_size": "4*{hidden_size}",
 }
 """Sizes whose setting may be absent or null."""
+SIZE_WORDS = {**_SIZES, **_EXPERT_SIZES, "norm_epsilon": _EPSILON, "activation": _ACTIVATION}
+"""The usual keys of fields of the Architecture."""
 METADATA = re.compile(
     r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
     r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|"
@@ -65,6 +67,13 @@ METADATA = re.compile(
 )
 """Settings without effect on tensors and logits."""
 _DROPOUT = re.compile(r".*drop.*")
+
+
+def is_dropout(name: str) -> bool:
+    """Whether a setting is a dropout rate."""
+    return _DROPOUT.fullmatch(name) is not None
+
+
 WINDOW = ("sliding_window", "layer_types")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _INIT = ("initializer_range", "init_std")
@@ -157,7 +166,7 @@ class ConfigInference:
             name
             for name, value in self.effective.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and value != 0
-            and name not in known and not METADATA.fullmatch(name) and not _DROPOUT.fullmatch(name)
+            and name not in known and not METADATA.fullmatch(name) and not is_dropout(name)
         ]  # fmt: skip
 
     def check_meanings(self, live: Container[str]) -> None:
@@ -238,7 +247,7 @@ class ConfigInference:
             absent = self.defaults.get(name)
             if name in self._layer_lists():
                 found[name] = {"each": value[0], "absent": absent}
-            elif not _DROPOUT.fullmatch(name):
+            elif not is_dropout(name):
                 found[name] = {"is": value, "absent": absent}
             elif isinstance(value, int | float):
                 found[name] = {"is": 0.0, "absent": absent, "training": True}

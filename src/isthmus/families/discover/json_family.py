@@ -6,12 +6,9 @@ It has the fields of a :class:`Family`, with names from a fixed list and formula
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 from isthmus.errors import DataError
@@ -20,11 +17,8 @@ from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
 from isthmus.families.rules.rule import HfPart, Init, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
-from isthmus.input_files import parse_json, read_bytes
 
 FORMAT = 1
-FILE = "family.json"
-"""Saved next to a checkpoint; conversion back to Hugging Face reads it."""
 _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
 _SYMBOLS = re.compile(r"[VHFPNGDWEXS12](?:\*[VHFPNGDWEXS12])*")
@@ -54,39 +48,6 @@ WHERE_UNKNOWN = (
 WHY = "the family was inferred from a config with another value; infer it for this model (isthmus convert --learn)"
 
 
-def load_family(path: Path) -> Family:
-    try:
-        return _parsed(read_bytes(path).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}.") from None
-    except DataError as error:
-        raise DataError(f"{path} is not a valid family: {error} Infer it again (isthmus convert --learn).") from None
-
-
-@cache
-def _parsed(text: str) -> Family:
-    """Cached, so that two models with the same file have the same family object."""
-    try:
-        return read_family(parse_json(text))
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}.") from None
-
-
-def write_family(family: Family) -> str:
-    """One line per entry."""
-    assert family.data is not None
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_format(value)}" for key, value in family.data.items()) + "\n}\n"
-
-
-def _format(value: Any) -> str:
-    if isinstance(value, dict) and value:
-        lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
-        return "{\n" + ",\n".join(lines) + "\n }"
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
-    return json.dumps(value)
-
-
 def read_family(data: Mapping[str, Any]) -> Family:
     """Raise DataError if a field is missing, unknown or of the wrong type."""
     try:
@@ -111,7 +72,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
             keys={_one_of(name, _FIELDS): _key(key, absent) for name, key in data["keys"].items()},
             rules=tuple(map(_rule, data["rules"])),
             dropout={},
-            fixed={name: _fixed(fixed) for name, fixed in data["fixed"].items()},
+            fixed={name: read_fixed(fixed) for name, fixed in data["fixed"].items()},
             traits={_one_of(name, _FIELDS): tuple(value) if isinstance(value, list) else value
                     for name, value in data["traits"].items()},
             derived={_one_of(name, _FIELDS): Derived(formula, lambda _value, _arch: _NO_SETTINGS)
@@ -184,17 +145,17 @@ def _without_window(
     return lambda hf: read_window(style, hf, window.get("default"), num_layers(hf), window.get("every"))[1]
 
 
-class _Each(tuple[Any, ...]):
+class AllEqual(tuple[Any, ...]):
     """Contains all lists whose elements equal its first element."""
 
     def __contains__(self, value: Any) -> bool:
         return isinstance(value, list) and all(each == self[0] for each in value)
 
 
-def _fixed(entry: Mapping[str, Any]) -> Fixed:
+def read_fixed(entry: Mapping[str, Any]) -> Fixed:
     _check_fields(entry, {"is", "each", "absent", "training"}, "a fixed setting")
     if "each" in entry:
-        return Fixed(_Each((entry["each"],)), WHY, absent=entry["absent"], strict=True)
+        return Fixed(AllEqual((entry["each"],)), WHY, absent=entry["absent"], strict=True)
     if entry.get("training", False):
         return Fixed((entry["is"],), WHERE_UNKNOWN, training=True, absent=entry["absent"])
     return Fixed((entry["is"],), WHY, absent=entry["absent"], strict=True)

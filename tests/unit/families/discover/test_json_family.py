@@ -12,9 +12,10 @@ import pytest
 from isthmus.errors import DataError, UsageError
 from isthmus.families.discover.candidates import Candidates
 from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.json_family import load_family, parse_formula, read_family, write_family
+from isthmus.families.discover.family_file import load_family, write_family
+from isthmus.families.discover.json_family import parse_formula, read_family
 from isthmus.families.discover.tensor_matching import match_tensors
-from isthmus.families.registry import FAMILIES_ENV, family_for
+from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 
 CONFIG: dict[str, Any] = {
     "model_type": "strange",
@@ -88,9 +89,9 @@ def test_file_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     family = read_family(_data())
     path = tmp_path / "strange.json"
     path.write_text(write_family(family), encoding="utf-8")
-    read = load_family(path)
+    read = load_family(path, all_families)
     assert read.data == family.data and read.rules == family.rules
-    assert load_family(path) is read
+    assert load_family(path, all_families) is read
     with pytest.raises(UsageError, match="isthmus convert --learn"):
         family_for(CONFIG)
     monkeypatch.setenv(FAMILIES_ENV, str(tmp_path))
@@ -150,7 +151,7 @@ def test_invalid_files_are_rejected(where: tuple[Any, ...], value: Any, tmp_path
     path = tmp_path / "strange.json"
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(DataError, match="is not a valid family"):
-        load_family(path)
+        load_family(path, all_families)
 
 
 @pytest.mark.parametrize(("text", "value"), [("a", 12), ("a/b", 4), ("2*b", 6), ("a*b**0.5", 6.0), ("7", 7)])

@@ -1,0 +1,1 @@
+"""Inference of families (``convert --learn``) with small random models."""

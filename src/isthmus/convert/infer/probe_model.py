@@ -1,0 +1,125 @@
+"""Small random models with which mappings are tested, and the tests."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from isthmus.convert.online import import_weights
+from isthmus.errors import UsageError
+from isthmus.families.family import Family
+from isthmus.families.rules.shard import unsharded
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.tiny_model import save_random_model, saved_model_logits
+from isthmus.platforms.detect import detect
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits; logits of a probe model are of order one."""
+_LENGTHS = (37, 23)
+"""Longer than any window and original context of a probe model."""
+_MIN_EFFECT = 1e-3
+"""Smallest change of the logits that counts as an effect."""
+Sizes = TypeVar("Sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeModel:
+    """A small model on disk, with the logits of transformers for some samples."""
+
+    folder: ModelFolder
+    samples: list[Tensor]
+    logits: list[Tensor]
+
+    @classmethod
+    def open(cls, path: Path) -> ProbeModel:
+        folder = ModelFolder.open(path)
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = (folder.config.get("text_config") or folder.config)["vocab_size"]
+        samples = [torch.randint(3, vocab_size, (length,), generator=generator) for length in _LENGTHS]
+        return cls(folder, samples, saved_model_logits(path, samples))
+
+    @classmethod
+    def build(cls, path: Path, config: Mapping[str, Any], seed: int) -> ProbeModel:
+        """A random model of this config, saved to ``path``; UsageError if transformers cannot build or run it."""
+        save_random_model(path, config, seed)
+        return cls.open(path)
+
+
+def build_first(
+    folder: Path, choices: Sequence[Sizes], config: Callable[[Sizes], Mapping[str, Any]], seed: int
+) -> tuple[ProbeModel, Sizes]:
+    """A probe model of the first sizes with which it can be built and run."""
+    failures = []
+    for number, sizes in enumerate(choices):
+        try:
+            return ProbeModel.build(folder.with_name(f"{folder.name}-{number}"), config(sizes), seed), sizes
+        except UsageError as error:
+            failures.append(error)
+    raise failures[-1]
+
+
+def proven(first: float, second: float) -> str:
+    """What the differences of logits of two probe models show."""
+    return f"proven: logits agree to {first:.1e} and, with other sizes, to {second:.1e}; every tensor affects them"
+
+
+@torch.no_grad()
+def logits_difference(family: Family, probe: ProbeModel) -> float:
+    """Largest difference between the logits of transformers and of Megatron-Core with this family."""
+    return max_difference(_logits(_load(family, probe), probe), probe.logits)
+
+
+def _load(family: Family, probe: ProbeModel) -> Any:
+    from isthmus.engine.megatron_model import build_model, live_tensors
+    from isthmus.engine.model_config import transformer_config
+
+    arch = family.to_architecture(probe.folder.config)
+    device = torch.device(detect().device_type)
+    model = build_model(arch, transformer_config(arch, dtype=torch.float32, device=device)).eval()
+    live = live_tensors(model)
+    if unused := sorted(family.placements(arch).keys() - live.keys() - {"output_layer.weight"}):
+        raise ValueError(f"{unused[0]} is not a tensor of this decoder")
+    import_weights(live, family, arch, probe.folder, layout=unsharded(arch))
+    return model
+
+
+def _logits(model: Any, probe: ProbeModel) -> list[Tensor]:
+    from isthmus.data.batching.packed_batch import PackedBatch
+
+    device = next(model.parameters()).device
+    batch = PackedBatch.for_inference([sample.to(device) for sample in probe.samples])
+    return list(model(batch).float().cpu().split(batch.lengths))
+
+
+def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Infinite if a difference is NaN."""
+    differences = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+    return float("inf") if any(map(math.isnan, differences)) else max(differences)
+
+
+@torch.no_grad()
+def check_effects(family: Family, probe: ProbeModel) -> None:
+    """Raise a UsageError if a tensor hardly affects the logits: its mapping is unverified then."""
+    from isthmus.engine.megatron_model import live_tensors
+
+    model = _load(family, probe)
+    effects: dict[str, float] = {}
+    for name, tensor in live_tensors(model).items():
+        # The experts of a layer count as one: the router may not use all of them.
+        alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
+        if effects.get(alike, 0.0) >= _MIN_EFFECT:
+            continue
+        original = tensor.clone()
+        tensor.copy_(tensor.roll(1))
+        effects[alike] = max(effects.get(alike, 0.0), max_difference(_logits(model, probe), probe.logits))
+        tensor.copy_(original)
+    for name, effect in effects.items():
+        if effect < _MIN_EFFECT:
+            raise UsageError(f"{name} changes the logits of a probe model by only {effect:.1e}, which proves nothing.")

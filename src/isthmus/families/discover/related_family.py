@@ -1,0 +1,260 @@
+"""A model type that is a supported family with another name, other tensor names, and a few other traits.
+
+Its JSON file names that family (``like``) and lists every setting of its configs: those that the family reads and whose
+meaning was verified, and those that must keep their value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args, get_origin, get_type_hints
+
+from isthmus.errors import DataError, IsthmusError, UsageError
+from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.discover.config_inference import METADATA, ROPE, SIZE_WORDS, WHY
+from isthmus.families.discover.json_family import FORMAT, parse_formula, read_fixed
+from isthmus.families.family import Derived, Family
+from isthmus.families.rules.rule import Shape, field_of, renamed
+
+_UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
+"""What a family raises for the config of another."""
+_ROOTS = "embedding.word_embeddings.weight"
+_SQUARE_ROOT = "hidden_size**0.5"
+Data = dict[str, Any]
+
+
+def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
+    """Raise DataError if a field is missing or of the wrong type, or the family that it is like is not installed."""
+    try:
+        if data["format"] != FORMAT:
+            raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
+        if data["like"] not in families:
+            raise DataError(f"it is like the family {data['like']!r}, which this version does not have.")
+        base, traits, formulas = families[data["like"]], dict(data["traits"]), dict(data["derived"])
+        own = traits.keys() | formulas.keys()
+        keys = {
+            name: replace(key, hf=data["keys"].get(name, key.hf), aliases=() if name in data["keys"] else key.aliases)
+            for name, key in base.keys.items()
+            if name not in own
+        }
+        derived = {name: way for name, way in base.derived.items() if name not in own}
+        for name, (donor, kind) in data["settings_of"].items():
+            keys.pop(name, None)
+            derived.pop(name, None)
+            ways: dict[str, Any] = keys if kind == "keys" else derived
+            ways[name] = getattr(families[donor], kind)[name]
+        derived |= {name: Derived(parse_formula(text, {}), lambda _value, _arch: {}) for name, text in formulas.items()}
+        return replace(
+            base,
+            name=data["name"],
+            hf_architecture=data["hf_architecture"],
+            scored_class=None,
+            keys=keys,
+            derived=derived,
+            traits={**{name: value for name, value in base.traits.items() if name not in own}, **traits},
+            fixed={**base.fixed, **{name: read_fixed(entry) for name, entry in data["fixed"].items()}},
+            dropout={},
+            auto_map={},
+            rules=renamed(base.rules, data["tensor_names"]),
+            defaults={name: entry["default"] for name, entry in data["settings"].items() if "default" in entry},
+            required=tuple(name for name, entry in data["settings"].items() if "default" not in entry),
+            data=data,
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{type(error).__name__}: {error}.") from None
+
+
+def check_related_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise UsageError if a config has settings that were absent when the family was inferred."""
+    known = data["settings"].keys() | data["fixed"].keys() | {"rope_scaling", "rope_theta"}
+    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
+
+
+class ReadSettings(dict[str, Any]):
+    """A config that records the names of the settings that are read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.names: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+
+def settings_read(family: Family, config: Mapping[str, Any]) -> set[str]:
+    """The settings of a config that the family uses."""
+    recorded = ReadSettings(config)
+    arch = family.to_architecture(recorded)
+    rotary = {*ROPE, "original_max_position_embeddings", *family.rope_names.values()}
+    return (recorded.names | (rotary if arch.position == "rope" else set())) & config.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A model type without a family: its config, completed by transformers, and the tensors of a model."""
+
+    name: str
+    hf_architecture: str
+    config: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    """Values of absent settings."""
+    shapes: Mapping[str, Shape]
+
+
+def related_candidates(unknown: Unknown, families: Mapping[str, Family]) -> Iterator[tuple[Data, str]]:
+    """Data of candidates that have the model's tensors, with a description: families first, then other traits."""
+    found: list[tuple[Family, Data]] = []
+    for base in _nearest(unknown.config, families):
+        if (data := _like(base, unknown)) is not None:
+            donated = _with_donors(data, unknown, families)
+            found += [(base, data), *([(base, donated)] if donated["settings_of"] else [])]
+    seen: list[Architecture] = []
+    for number in (0, 1):
+        for base, data in found:
+            for traits in _changes(base, data, unknown.config, families)[number]:
+                changed = data | {"traits": data["traits"] | traits}
+                if "embedding_multiplier" in traits:
+                    changed |= {"traits": data["traits"], "derived": {"embedding_multiplier": _SQUARE_ROOT}}
+                arch = _fitting(changed, unknown, families)
+                if arch is not None and replace(arch, family="") not in seen:
+                    seen.append(replace(arch, family=""))
+                    with_traits = "".join(f", {name} {value}" for name, value in traits.items())
+                    yield changed, f"{base.name}{with_traits}"
+
+
+def _nearest(config: Mapping[str, Any], families: Mapping[str, Family]) -> list[Family]:
+    """Those with the most settings in common first."""
+
+    def distance(family: Family) -> int:
+        names = {key.hf for key in family.keys.values()}
+        return len(names - config.keys()) - len(names & config.keys())
+
+    return sorted((family for family in families.values() if family.nested is None), key=distance)
+
+
+def _like(base: Family, unknown: Unknown) -> Data | None:
+    """Data of a family like ``base``; None if it cannot read the config."""
+    config = unknown.config
+    keys: dict[str, str] = {}
+    traits: Data = {}
+    taken = {key.hf for key in base.keys.values()}
+    for name, key in base.keys.items():
+        if not {key.hf, *key.aliases} & config.keys():
+            other = next((word for word in SIZE_WORDS.get(name, ()) if word in config and word not in taken), None)
+            if other is not None:
+                keys[name] = other
+                taken.add(other)
+        try:
+            value = replace(key, hf=keys.get(name, key.hf)).read(config)
+        except UsageError:
+            if key.choices is None:
+                return None
+            traits[name] = next(iter(key.choices.values()))
+        except _UNREADABLE:
+            return None
+        else:
+            if name == "mtp_layers" and value:
+                traits[name] = 0  # transformers has no tensors of these layers
+    unsupported = [name for name, fixed in base.fixed.items()
+                   if not fixed.training and config.get(name, fixed.absent) not in fixed.allowed]  # fmt: skip
+    return {
+        "format": FORMAT,
+        "name": unknown.name,
+        "hf_architecture": unknown.hf_architecture,
+        "like": base.name,
+        "tensor_names": _renaming(base, unknown.shapes),
+        "keys": keys,
+        "settings_of": {},
+        "traits": traits,
+        "derived": {},
+        "fixed": {name: {"is": config.get(name), "absent": unknown.defaults.get(name)} for name in unsupported},
+        "settings": {},
+    }
+
+
+def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -> Data:
+    """Fields that the family does not read from a setting of the config are read as another family does."""
+    try:
+        family = read_related(data, families)
+        arch = family.to_architecture(unknown.config)
+        unread = unknown.config.keys() - settings_read(family, unknown.config)
+    except _UNREADABLE:
+        return data
+    donors: dict[str, list[str]] = {}
+    for donor in _nearest(unknown.config, families):
+        for name, way in {**donor.keys, **donor.derived}.items():
+            recorded = ReadSettings(unknown.config)
+            try:
+                value = way.read(recorded)
+            except _UNREADABLE:
+                continue
+            own = recorded.names & unread
+            if own and name not in donors and value != field_of(arch, name):
+                donors[name] = [donor.name, "keys" if name in donor.keys else "derived"]
+                unread = unread - own
+    return data | {"settings_of": donors, "traits": {k: v for k, v in data["traits"].items() if k not in donors}}
+
+
+def _renaming(base: Family, shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """Replaces the root of the names, ``model.``, if the model has another."""
+    embedding = next(rule.parts[0].name for rule in base.rules if rule.canonical == _ROOTS)
+    root, _, last = embedding.removesuffix(".weight").rpartition(".")
+    roots = [name.removesuffix(f"{last}.weight") for name in shapes if name.endswith(f".{last}.weight")]
+    return {f"{root}.": roots[0]} if root and roots and roots[0] != f"{root}." else {}
+
+
+def _changes(
+    base: Family, data: Data, config: Mapping[str, Any], families: Mapping[str, Family]
+) -> tuple[list[Data], list[Data]]:
+    """No change; and every change of one field that has few values."""
+    try:
+        arch = read_related(data, families).to_architecture(config)
+    except _UNREADABLE:
+        return [], []
+    single: list[Data] = []
+    for name, values in _FEW_VALUES.items():
+        current = field_of(arch, name)
+        if current is not None or "." not in name:
+            single += [{name: value} for value in values if value != current]
+    if arch.attention_scale is None:
+        single.append({"attention_scale": 1.0})
+    if arch.embedding_multiplier == 1:
+        single.append({"embedding_multiplier": _SQUARE_ROOT})
+    return [{}], single
+
+
+def _fitting(data: Data, unknown: Unknown, families: Mapping[str, Family]) -> Architecture | None:
+    """The architecture of a candidate; None if the model has other tensors."""
+    try:
+        family = read_related(data, families)
+        arch = family.to_architecture(unknown.config)
+        return arch if family.hf_shapes(arch) == dict(unknown.shapes) else None
+    except _UNREADABLE:
+        return None
+
+
+def _few_values() -> dict[str, tuple[Any, ...]]:
+    """The values of each field of the Architecture and of its Moe that is a flag or a word."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for prefix, kind in (("", Architecture), ("moe.", Moe)):
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            if hints[each.name] is bool:
+                found[prefix + each.name] = (False, True)
+            elif str(get_origin(hints[each.name])).endswith("Literal"):
+                found[prefix + each.name] = get_args(hints[each.name])
+    return {name: values for name, values in found.items() if name not in ("score_head", "tie_embeddings")}
+
+
+_FEW_VALUES = _few_values()

@@ -1,0 +1,124 @@
+"""Shrinks the config of any decoder: sizes are replaced by small ones, other settings are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers"
+_GROUPS = "num_key_value_heads num_kv_heads n_head_kv multi_query_groups"
+_WIDTH = "head_dim attention_head_dim kv_channels"
+_SIZES: tuple[tuple[int, int, str], ...] = (
+    (64, 144, "hidden_size n_embd d_model dim model_dim embed_dim hidden_dim embedding_size"),
+    (4, 6, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"),
+    (4, 6, "attention_heads linear_num_value_heads index_n_heads"),
+    (4, 5, _LAYERS),
+    (16, 24, "linear_key_head_dim linear_value_head_dim qk_nope_head_dim kv_lora_rank index_head_dim"),
+    (16, 16, "mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size"),
+    (16, 24, "mamba_d_head mamba_head_dim"),
+    (8, 12, "mamba_n_heads mamba_num_heads"),
+    (88, 136, "intermediate_size n_inner ffn_hidden_size ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim"),
+    (88, 136, "dense_intermediate_size intermediate_size_mlp mlp_hidden_size"),
+    (96, 112, "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions"),
+    (6, 9, "n_routed_experts num_experts num_local_experts moe_num_experts"),
+    (20, 28, "moe_intermediate_size expert_intermediate_size expert_ffn_hidden_size moe_ffn_hidden_size"),
+    (28, 36, "shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
+    (8, 12, "qk_rope_head_dim index_topk"),
+    (8, 8, "rotary_dim"),
+    (16, 16, "original_max_position_embeddings"),
+    (12, 20, "v_head_dim"),
+    (7, 5, "sliding_window sliding_window_size"),
+    (101, 83, "vocab_size"),
+)
+_COUNTS: tuple[tuple[int, int, str], ...] = (
+    (2, 3, "linear_num_key_heads num_global_key_value_heads mamba_n_groups n_groups mamba_ngroups"),
+    (2, 3, "num_experts_per_tok num_experts_per_token experts_per_token moe_k moe_topk top_k_experts n_group"),
+    (2, 2, "encoder_layers num_encoder_layers n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (1, 2, "topk_group first_k_dense_replace num_dense_layers"),
+    (0, 0, "num_nextn_predict_layers num_mtp_layers num_kv_shared_layers"),
+)
+"""They stay smaller if the config has fewer: one expert per token differs from two."""
+_AT_MOST = frozenset(name for *_, names in _COUNTS for name in names.split())
+_WANTED = {name: sizes for *sizes, names in (*_SIZES, *_COUNTS) for name in names.split()}
+SIZE_NAMES = frozenset((*_WANTED, *_GROUPS.split(), *_WIDTH.split()))
+_OF_IMAGES = {"hidden_size": 32, "embed_dim": 32, "num_hidden_layers": 2, "intermediate_size": 48, "image_size": 28}
+_OF_IMAGES |= {"num_attention_heads": 2, "num_heads": 2, "depth": 2, "patch_size": 14}
+_MOST_LAYERS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SmallSizes:
+    """One of two sets of sizes, with the number of query groups and the width of a head, which not all models have."""
+
+    second: bool
+    groups: int
+    width: int
+
+
+FIRST = tuple(SmallSizes(False, groups, width) for groups, width in ((2, 24), (2, 16), (4, 16), (1, 16)))
+"""The first sizes that the model supports are used."""
+SECOND = tuple(SmallSizes(True, groups, width) for groups, width in ((3, 32), (3, 24), (6, 24), (1, 24)))
+
+
+def small_config(config: Mapping[str, Any], sizes: SmallSizes) -> dict[str, Any]:
+    """The complete config of a model of a few layers."""
+    return _shrunk(config, sizes, image=False)
+
+
+def size_keys(config: Mapping[str, Any]) -> set[str]:
+    """The settings of a config that :func:`small_config` replaces."""
+    return {name for name in config.keys() & SIZE_NAMES if isinstance(config[name], int)}
+
+
+def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dict[str, Any]:
+    found = dict(config)
+    num_layers = next((config[name] for name in _LAYERS.split() if isinstance(config.get(name), int)), 0)
+    lists = [name for name, value in config.items() if isinstance(value, list) and len(value) == num_layers > 1]
+    layers = max((_needed_layers(config[name]) for name in lists), default=4) + sizes.second
+    wanted = {name: pair[sizes.second] for name, pair in _WANTED.items()}
+    wanted |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
+    if config.get("qk_rope_head_dim"):  # latent attention has no query groups
+        rotary = wanted["qk_rope_head_dim"]
+        queries = wanted["qk_head_dim"] = wanted["qk_nope_head_dim"] + rotary
+        rotated_only = config.get("head_dim") == config["qk_rope_head_dim"]
+        wanted |= dict.fromkeys(_WIDTH.split(), rotary if rotated_only else queries)
+        wanted |= dict.fromkeys(_GROUPS.split(), wanted["num_attention_heads"])
+    wanted |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name.endswith("_config"):
+            found[name] = _shrunk(value, sizes, image=not re.match("text|llm|decoder", name))
+        elif name == "rope_parameters" and isinstance(value, Mapping):
+            found[name] = _short_context(value, next((wanted[key] for key in _WIDTH.split() if config.get(key)), 16))
+        elif name == "per_layer_config" and isinstance(value, Mapping):
+            found[name] = {layer: inner for layer, inner in value.items() if int(layer) < layers}
+        elif name in lists:
+            found[name] = (value * layers)[:layers]
+        elif name in wanted and isinstance(value, int) and not isinstance(value, bool):
+            found[name] = min(wanted[name], value) if name in _AT_MOST else wanted[name]
+        elif name.endswith("_token_id"):
+            found[name] = 0 if name.startswith("pad") and value is not None else None if value is None else 1
+    return found
+
+
+def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Rotary settings with an original context that samples exceed, and with as many factors as rotary pairs."""
+    found: dict[str, Any] = {}
+    pairs = int(width * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            value = _short_context(value, width)
+        elif isinstance(value, list):
+            value = value[:pairs]
+        elif name == "original_max_position_embeddings" and value is not None:
+            value = 16
+        found[name] = value
+    return found
+
+
+def _needed_layers(kinds: list[Any]) -> int:
+    """The fewest first layers, and at least 4, with every kind of layer."""
+    every = {str(kind) for kind in kinds}
+    counts = range(4, _MOST_LAYERS + 1)
+    return next((count for count in counts if {str(kind) for kind in kinds[:count]} == every), _MOST_LAYERS)
