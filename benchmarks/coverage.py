@@ -179,7 +179,9 @@ def isolated(model_type: str, limit_s: float) -> dict[str, Any]:
         return {"type": model_type, **found, "time_s": time.monotonic() - started_s}
 
 
-def walk(types: Sequence[str], state_file: Path | None, limit_s: float, pause: Path | None) -> list[dict[str, Any]]:
+def walk(
+    types: Sequence[str], state_file: Path | None, *, limit_s: float, pause: Path | None, commit: str | None
+) -> list[dict[str, Any]]:
     """A row for each type; those in the state are not measured again."""
     known = json.loads(state_file.read_text()) if state_file is not None and state_file.exists() else []
     rows = {row["type"]: row for row in known}
@@ -188,7 +190,7 @@ def walk(types: Sequence[str], state_file: Path | None, limit_s: float, pause: P
             continue
         while pause is not None and pause.exists():
             time.sleep(2)
-        row = rows[name] = isolated(name, limit_s)
+        row = rows[name] = isolated(name, limit_s) | {"commit": commit}
         print(
             f"{number:3}/{len(types)} {row['result']:8}{row['time_s']:5.1f} s  {name}  {row.get('reason', '')}",
             flush=True,
@@ -213,8 +215,8 @@ def main(arguments: list[str]) -> int:
     import isthmus.convert.learn
     import isthmus.recipes.setup.load_model  # noqa: F401
 
-    types = chosen.only or (["llama", "mixtral", "helium", "bert"] if chosen.quick else model_types())
-    rows = walk(types, chosen.state, chosen.limit_s, chosen.pause_while)
+    types = chosen.only or (["llama", "mixtral", "iquestcoder", "rwkv"] if chosen.quick else model_types())
+    rows = walk(types, chosen.state, limit_s=chosen.limit_s, pause=chosen.pause_while, commit=certified["commit"])
     counts = Counter(row["result"] for row in rows)
     print(", ".join(f"{name} {counts[name]}" for name in RESULTS))
     result = {"benchmark": "coverage", "certificate": certified, "counts": dict(counts), "rows": rows}

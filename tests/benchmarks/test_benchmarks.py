@@ -179,3 +179,21 @@ def test_asynchronous_checkpoints(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "async.json", "async_checkpoint.py")
     behind, here = result["runs"]
     assert behind["steps_during_write"] > 0 == here["steps_during_write"] and behind["blocked_s"] < here["blocked_s"]
+
+
+@pytest.mark.benchmarks
+def test_coverage(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "coverage.json"
+    command = [sys.executable, str(repository / "benchmarks" / "coverage.py"), "--quick", "--out", str(out)]
+    state = ["--state", str(tmp_path / "state.json")]
+    assert subprocess.run([*command, *state], capture_output=True, timeout=300).returncode == 0
+    result = json.loads(out.read_text())
+    assert result["certificate"].keys() >= CERTIFICATE and str(tmp_path) not in json.dumps(result)
+    rows = {row["type"]: row for row in result["rows"]}
+    assert {name: row["result"] for name, row in rows.items()} == {
+        "llama": "native", "mixtral": "native", "iquestcoder": "learned", "rwkv": "refused"
+    }  # fmt: skip
+    assert all(row["max_abs_difference"] < 1e-4 for row in rows.values() if row["result"] != "refused")
+    # With the state, nothing is measured again.
+    assert subprocess.run([*command, *state], capture_output=True, timeout=300).returncode == 0
+    assert json.loads(out.read_text())["rows"] == result["rows"]

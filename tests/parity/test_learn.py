@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from isthmus.cli.main import main
-from isthmus.families.registry import FAMILIES_ENV
+from isthmus.convert.learn import save_family
+from isthmus.errors import NoSpace
+from isthmus.families.registry import FAMILIES_ENV, family_for
+from isthmus.hf.model_folder import read_json
 from parity.tasks import disregard_family
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
@@ -29,7 +33,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model types whose family is disregarded, if they have one."""
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "differential attention": ("diffllama", {}, "lambda_k1 [16] has no role"),
+    "differential attention": ("diffllama", {}, "lambda_k1 [24] has no role"),
     "encoder": ("bart", {}, "the model has an encoder"),
     "no attention": ("rwkv", {}, "has no known key for num_attention_heads"),
     "several stacks of layers": ("hrm_text", {}, "expected one prefix of layers"),
@@ -78,6 +82,16 @@ def test_inferred_family_round_trip(
     assert "isthmus convert --learn" in capsys.readouterr().err
     monkeypatch.setenv(FAMILIES_ENV, f"{model}-families")
     assert main(["verify", str(model), megatron]) == 0
+    # The family as a module is the same table, without the file.
+    config = read_json(model / "config.json")
+    inferred = family_for(config)
+    kept = runpy.run_path(str(save_family(inferred, tmp_path / "kept.py")))["FAMILY"]
+    arch = kept.to_architecture(config)
+    assert kept.data is None and arch == inferred.to_architecture(config)
+    assert kept.placements(arch) == inferred.placements(arch)
+    assert kept.to_hf_config(arch, config) == inferred.to_hf_config(arch, config)
+    with pytest.raises(NoSpace, match=r"kept.* exists already"):
+        save_family(inferred, tmp_path / "kept.py")
 
 
 def _config(folder: Path) -> dict[str, Any]:
