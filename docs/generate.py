@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import json
 import re
 import sys
 from collections import Counter
@@ -151,7 +150,6 @@ def families_page() -> str:
         "MTP layers (`num_nextn_predict_layers`) are converted, and trained if the checkpoint contains their weights",
         "(`train.mtp_loss_weight`).",
         "",
-        *_coverage(),
         "## Rejected config values",
         "",
         "`router_jitter_noise` is rejected for training only; conversion accepts it.",
@@ -165,40 +163,6 @@ def families_page() -> str:
         "`lm_head.weight` of a tied model are ignored.",
     ]
     return "\n".join(lines) + "\n"
-
-
-_COVERED = {
-    "native": "have a family",
-    "learned": "have none, and `isthmus convert --learn` finds the mapping",
-    "refused": "are refused",
-    "unbuilt": "could not be tried: transformers builds or runs no small causal language model of the type",
-    "wrong": "have other logits or bytes without an error",
-    "failed": "end with an error without a hint",
-}
-
-
-def _coverage() -> list[str]:
-    """The recorded result of benchmarks/coverage.py: the model types of transformers."""
-    path = max((REFERENCE.parents[1] / "benchmarks/results").glob("*_coverage_*.json"))
-    result = json.loads(path.read_text())
-    rows, packages = result["rows"], result["certificate"]["packages"]
-    names = {kind: [row["type"] for row in rows if row["result"] == kind] for kind in _COVERED}
-    reasons = [f"| `{row['type']}` | {row['result']} | {_one_line(row['reason'])} |" for row in rows if "reason" in row]
-    return [
-        "## Model types of transformers",
-        "",
-        f"`benchmarks/coverage.py` builds a small random model of each model type of transformers {packages['transformers']}",
-        "that has a causal language model, or a model for images and text. It converts the model to a checkpoint for",
-        f"megatron-core {packages['megatron-core']} and back, and compares float32 logits and bytes. Of {len(rows)} types,",
-        "",
-        *(f"- {len(names[kind])} {meaning}{';' if kind != 'failed' else '.'}" for kind, meaning in _COVERED.items()),
-        "",
-        *(f"**{kind}**: {', '.join(f'`{name}`' for name in names[kind])}\n" for kind in ("native", "learned")),
-        "| `model_type` | result | reason |",
-        "| --- | --- | --- |",
-        *reasons,
-        "",
-    ]
 
 
 def _family_row(family: Family, cases: int) -> str:
