@@ -213,7 +213,9 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the defaults of transformers filled in."""
     try:
-        built = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "auto_map"})
+        built = CONFIG_MAPPING[config["model_type"]].from_dict(
+            {name: _with_infinity(value) for name, value in config.items() if name != "auto_map"}
+        )
     except Exception as error:  # config classes raise their own exceptions
         raise UsageError(f"transformers rejects this config.json: {_short_reason(error)}.") from None
     return {name: _with_infinity(value) for name, value in built.to_dict().items()}
@@ -235,7 +237,8 @@ def default_config(model_type: str) -> dict[str, Any]:
 def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap."""
     try:
-        settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        config = {name: _with_infinity(value) for name, value in config.items()}
+        settings = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         with torch.random.fork_rng(devices=[]), no_progress_bars():
             torch.manual_seed(seed)
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
@@ -243,7 +246,7 @@ def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> Non
                 _draw(tensor)
             model.save_pretrained(folder)
         # Some models change their config while they are built; save the requested one.
-        CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).save_pretrained(folder)
+        CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(folder)
     except Exception as error:  # model code raises any exception for sizes that it does not support
         raise UsageError(f"transformers cannot build a small model with this config: {_short_reason(error)}.") from None
 
