@@ -14,7 +14,7 @@ from isthmus.errors import DataError, IsthmusError, UsageError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.discover.config_inference import METADATA, ROPE, SIZE_WORDS, WHY
 from isthmus.families.discover.json_family import FORMAT, parse_formula, read_fixed
-from isthmus.families.family import Derived, Family
+from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules.rule import Shape, field_of, renamed
 
 _UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
@@ -42,8 +42,8 @@ def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
         for name, (donor, kind) in data["settings_of"].items():
             keys.pop(name, None)
             derived.pop(name, None)
-            ways: dict[str, Any] = keys if kind == "keys" else derived
-            ways[name] = getattr(families[donor], kind)[name]
+            target: dict[str, Any] = keys if kind == "keys" else derived
+            target[name] = getattr(families[donor], kind)[name]
         derived |= {name: Derived(parse_formula(text, {}), lambda _value, _arch: {}) for name, text in formulas.items()}
         return replace(
             base,
@@ -193,7 +193,8 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
         return data
     donors: dict[str, list[str]] = {}
     for donor in _nearest(unknown.config, families):
-        for name, way in {**donor.keys, **donor.derived}.items():
+        ways: dict[str, Key | Derived] = {**donor.keys, **donor.derived}
+        for name, way in ways.items():
             recorded = ReadSettings(unknown.config)
             try:
                 value = way.read(recorded)
