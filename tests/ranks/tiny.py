@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
@@ -122,7 +123,8 @@ def tiny_config(family: str, sizes: Mapping[str, Any] | None = None, **settings:
     values = {**(SIZES if sizes is None else sizes), **OWN_SIZES.get(family, {}), **settings}
     tiny = TINY_FAMILIES.get(family)
     if tiny is None or tiny.around is None:
-        return AutoConfig.for_model(family, **values)
+        computed = {name for name in values if isinstance(getattr(CONFIG_MAPPING[family], name, None), property)}
+        return AutoConfig.for_model(family, **{name: value for name, value in values.items() if name not in computed})
     outer = {"tie_word_embeddings": values["tie_word_embeddings"]} if "tie_word_embeddings" in values else {}
     return AutoConfig.for_model(family, text_config=values, **tiny.around, **outer)
 

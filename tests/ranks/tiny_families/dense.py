@@ -14,6 +14,11 @@ _PARTIAL = _PLAIN | {"partial_rotary_factor": 1.0}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _GPT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+_LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8},
+    **{"v_head_dim": 6, "head_dim": 8},
+}
+
 FAMILIES: dict[str, TinyFamily] = {
     "ernie4_5": TinyFamily(
         logits={"ernie4_5": ({}, {"use_bias": True}), "ernie4_5-biases": ({"use_bias": True}, {"use_bias": False})}
@@ -99,6 +104,63 @@ FAMILIES: dict[str, TinyFamily] = {
             "gpt_bigcode": ({}, {"n_inner": 48}),
             "gpt_bigcode-many-groups": ({"multi_query": False, "n_inner": 48}, {"multi_query": True}),
         },
+    ),
+    "olmo": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={
+            "olmo": ({"clip_qkv": 0.3}, {"clip_qkv": None}),
+            "olmo-biases": ({"attention_bias": True}, {"clip_qkv": 0.3}),
+        },
+        training={"clip_qkv": 0.3},
+    ),
+    "nanochat": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={"nanochat": ({}, {"final_logit_softcapping": None, "hidden_act": "relu"})},
+    ),
+    "opt": TinyFamily(
+        sizes={"ffn_dim": 48, "dropout": 0.0},
+        logits={
+            "opt": ({}, {"activation_function": "gelu"}),
+            "opt-no-biases": ({"enable_bias": False}, {"enable_bias": True}),
+        },
+    ),
+    "biogpt": TinyFamily(
+        sizes=dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        logits={"biogpt": ({}, {"scale_embedding": False})},
+    ),
+    "gpt_neo": TinyFamily(
+        sizes={"num_hidden_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 5},
+        logits={"gpt_neo": ({}, {"window_size": 50})},
+    ),
+    "youtu": TinyFamily(
+        sizes=_LATENT,
+        logits={
+            "youtu": ({}, {"rope_interleave": False}),
+            "youtu-plain": ({"q_lora_rank": None}, {"rms_norm_eps": 0.1}),
+        },
+    ),
+    "minicpm3": TinyFamily(
+        sizes=_LATENT | {"dim_model_base": 16},
+        logits={"minicpm3": ({}, {"scale_depth": 3.0}), "minicpm3-scales": ({"scale_emb": 3.0}, {"dim_model_base": 8})},
+    ),
+    "falcon": TinyFamily(
+        sizes={"ffn_hidden_size": 48},
+        logits={
+            "falcon": ({}, {"parallel_attn": False}),
+            "falcon-new": ({"new_decoder_architecture": True, "num_kv_heads": 2}, {"num_kv_heads": 4}),
+            "falcon-biases": ({"parallel_attn": False, "multi_query": False, "bias": True}, {"bias": False}),
+        },
+        training={"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "granite_swa": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={
+            "granite_swa": (
+                {"sliding_window": 5, "layer_rope_theta": [10000.0, 0, 10000.0, 0], "attention_multiplier": 0.3},
+                {"sliding_window": 5, "layer_rope_theta": [10000.0, 0, 10000.0, 10000.0], "attention_multiplier": 0.3},
+            )
+        },
+        training={"sliding_window": 5},
     ),
 }
 """Of every family with partial rotary embedding the second settings rotate all channels."""

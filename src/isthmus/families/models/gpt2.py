@@ -18,7 +18,7 @@ NAMES = {
     "model.norm": "transformer.ln_f",
 }
 
-POSITIONS = copy("embedding.position_embeddings.weight", "transformer.wpe.weight", "P", "H")
+(POSITIONS,) = renamed((decoder.POSITIONS,), {"model.embed_positions": "transformer.wpe"})
 
 FAMILY = Family(
     name="gpt2",

@@ -13,7 +13,7 @@ from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, layer_norm, number
-from isthmus.families.rules.rule import copy, where
+from isthmus.families.rules.rule import where
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "clamped_swiglu": "clamped_swiglu"}
 
@@ -110,7 +110,7 @@ FAMILY = Family(
     rope_defaults={"partial_rotary_factor": 1.0},
     rules=(
         *decoder.EMBEDDING,
-        copy("embedding.position_embeddings.weight", "model.embed_positions.weight", "P", "H", when="position=learned"),
+        *where("position=learned", decoder.POSITIONS),
         *where("form=pre|sandwich|parallel|parallel_two_norms", *decoder.INPUT_NORM),
         *decoder.ATTENTION,
         in_layer(

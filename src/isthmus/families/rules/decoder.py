@@ -63,6 +63,7 @@ def mlp(canonical: str, hf: str, width: str, *, bias: str | None = None, **field
 
 
 EMBEDDING = (copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V", "H", shard="vocab"),)
+POSITIONS = copy("embedding.position_embeddings.weight", "model.embed_positions.weight", "P", "H")
 INPUT_NORM = layer_norm("input_layernorm")
 PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "H", "N*Vh", shard="cols")
 PROJECTION_BIAS = in_layer(
@@ -113,6 +114,11 @@ def pre_norm_rules(*, attention: tuple[Rule, ...] = ATTENTION, mlp: tuple[Rule, 
 
 
 RULES = pre_norm_rules()
+
+
+def without_norms(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules of a model whose norms have no weights."""
+    return tuple(rule for rule in rules if "layernorm." not in rule.canonical)
 
 
 def kv_heads(default: int | None) -> Key:

@@ -1,0 +1,47 @@
+"""BioGPT: learned positions, LayerNorms, scaled embeddings, biases in all linear layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate
+from isthmus.families.models import opt
+from isthmus.families.rules import decoder
+from isthmus.families.rules.decoder import flag
+from isthmus.families.rules.rule import renamed
+
+
+def _scale(hf: Mapping[str, Any]) -> float:
+    return float(hf["hidden_size"] ** 0.5) if hf.get("scale_embedding", True) else 1.0
+
+
+FAMILY = Family(
+    name="biogpt",
+    hf_architecture="BioGptForCausalLM",
+    keys={name: key for name, key in decoder.KEYS.items() if name not in ("kv_channels", "norm_epsilon")}
+    | {
+        "num_query_groups": Key("num_attention_heads"),
+        "max_position_embeddings": Key("max_position_embeddings", default=1024),
+        "activation": decoder.activation("hidden_act", default="gelu"),
+        "tie_embeddings": flag("tie_word_embeddings", default=True),
+    },
+    derived={
+        "kv_channels": decoder.HEAD_DIM,
+        "embedding_multiplier": Derived(_scale, lambda scale, _arch: {"scale_embedding": scale != 1}),
+    },
+    # The class does not read layer_norm_eps.
+    traits=decoder.BIASED | dict(opt.FAMILY.traits),
+    fixed=decoder.PLAIN_FIXED
+    | {
+        "layerdrop": opt.LAYERDROP,
+        "activation_dropout": Fixed((0.0,), "dropout within the feed-forward block is not supported", training=True),
+    },
+    dropout={
+        "attention": dropout_rate("attention_probs_dropout_prob", 0.1),
+        "hidden": dropout_rate("hidden_dropout_prob", 0.1),
+        "embedding": dropout_rate("hidden_dropout_prob", 0.1),
+    },
+    rules=renamed(
+        (decoder.POSITIONS, *decoder.RULES),
+        opt.NAMES | {"model.norm": "model.layer_norm", "model.": "biogpt.", "lm_head": "output_projection"},
+    ),
+)
