@@ -21,7 +21,22 @@ EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, TinyFamily] = {
+    "qwen3_5_text": TinyFamily(
+        sizes=DELTA,
+        logits={
+            "qwen3_5_text": ({"tie_word_embeddings": True}, {"full_attention_interval": 4}),
+            "qwen3_5_text-mrope": (
+                {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+            ),
+        },
+    ),
+    "qwen3_5_moe_text": TinyFamily(
+        sizes=DELTA | EXPERTS,
+        logits={"qwen3_5_moe_text": ({"attention_bias": True}, {"num_experts_per_tok": 1})},
+    ),
     "qwen3_next": TinyFamily(
         sizes=DELTA | EXPERTS,
         logits={

@@ -3,7 +3,6 @@
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.rule import renamed
 
 FAMILY = Family(
     name="qwen2_moe",
@@ -22,13 +21,5 @@ FAMILY = Family(
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"moe.shared_gate": True},
     derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
-    rules=decoder.pre_norm_rules(
-        mlp=(
-            *expert_tensors.DENSE,
-            *expert_tensors.ROUTER,
-            *expert_tensors.EXPERTS,
-            *renamed(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
-            expert_tensors.SHARED_GATE,
-        )
-    ),
+    rules=decoder.pre_norm_rules(mlp=expert_tensors.GATED_SHARED_MLP),
 )

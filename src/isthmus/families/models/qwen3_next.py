@@ -1,9 +1,8 @@
 """Qwen3-Next: gated delta nets, every fourth layer gated attention; many small experts and a gated shared one."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Key
 from isthmus.families.rules import decoder, delta_net, expert_tensors
 from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.rule import in_layers, renamed
 
 _PROJECTION = delta_net.in_proj(
     *(("in_proj_qkvz", rows) for rows in ("Lk", "Lk", "Lv", "Lv")),
@@ -27,21 +26,9 @@ FAMILY = Family(
         "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=512),
         "moe.normalize": flag("norm_topk_prob", default=True),
     },
-    fixed=decoder.FIXED | {"attn_output_gate": Fixed((True,), "attention of this family has a gate")},
-    traits={"qk_norm": True, "norm_zero_centered": True, "attention_gate": True, "moe.shared_gate": True},
+    fixed=decoder.FIXED | delta_net.QWEN_FIXED,
+    traits=delta_net.QWEN_TRAITS | {"moe.shared_gate": True},
     derived={"moe.dense_layers": expert_tensors.SPARSE_STEP, "mixers": delta_net.mixers("gated_delta_net")},
-    rope_defaults={"partial_rotary_factor": 0.25},
-    rules=decoder.pre_norm_rules(
-        attention=(
-            *in_layers("attention", *decoder.GATED_ATTENTION),
-            *delta_net.mixer_rules(_PROJECTION, norm="norm", out="out_proj", time_step="plain_ones"),
-        ),
-        mlp=(
-            *expert_tensors.DENSE,
-            *expert_tensors.ROUTER,
-            *expert_tensors.EXPERTS,
-            *renamed(expert_tensors.SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
-            expert_tensors.SHARED_GATE,
-        ),
-    ),
+    rope_defaults=delta_net.QWEN_ROPE,
+    rules=decoder.pre_norm_rules(attention=delta_net.qwen_mixers(_PROJECTION), mlp=expert_tensors.GATED_SHARED_MLP),
 )

@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer
-from isthmus.families.family import Derived, Key
+from isthmus.families.family import Derived, Fixed, Key
+from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
-from isthmus.families.rules.rule import HfPart, Init, Rule, copy
+from isthmus.families.rules.rule import HfPart, Init, Rule, copy, in_layers
 
 MIXER = LAYER + "self_attention."
 HF_MIXER = HF_LAYER + "linear_attn."
@@ -53,6 +54,24 @@ def mixer_rules(
     )
 
 
+def qwen_mixers(projection: Rule) -> tuple[Rule, ...]:
+    """Of Qwen3-Next and Qwen3.5: gated attention, or a gated delta net with this projection."""
+    return (
+        *in_layers("attention", *decoder.GATED_ATTENTION),
+        *mixer_rules(projection, norm="norm", out="out_proj", time_step="plain_ones"),
+    )
+
+
+QWEN_TRAITS = {"qk_norm": True, "norm_zero_centered": True, "attention_gate": True}
+QWEN_FIXED = {"attn_output_gate": Fixed((True,), "attention of this family has a gate")}
+QWEN_ROPE = {"partial_rotary_factor": 0.25, "mrope_section": None}
+SEPARATE = in_proj(
+    *(("in_proj_qkv", rows) for rows in ("Lk", "Lk", "Lv")),
+    ("in_proj_z", "Lv"),
+    ("in_proj_b", "Ln"),
+    ("in_proj_a", "Ln"),
+)
+"""The projection of Qwen3.5."""
 KEYS = {
     "delta_net.num_key_heads": Key("linear_num_key_heads", default=16),
     "delta_net.num_value_heads": Key("linear_num_value_heads", default=32),

@@ -11,7 +11,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer
-from isthmus.families.rules.rule import where
+from isthmus.families.rules.rule import renamed, where
 
 DENSE = tuple(replace(rule, layers="dense") for rule in decoder.MLP)
 ROUTER = (in_layer("mlp.router.weight", "mlp.gate.weight", "E", "H", layers="moe"),)
@@ -45,6 +45,14 @@ SHARED_GATE = in_layer(
     layers="moe",
     when="moe.shared_ffn_hidden_size and moe.shared_gate",
 )
+GATED_SHARED_MLP = (
+    *DENSE,
+    *ROUTER,
+    *EXPERTS,
+    *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+    SHARED_GATE,
+)
+"""Of Qwen: one shared expert with a gate."""
 DENSE_AND_MOE = (*DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
 MLP = (*decoder.MLP_NORM, *DENSE_AND_MOE)
 RULES = decoder.pre_norm_rules(mlp=DENSE_AND_MOE)

@@ -34,6 +34,9 @@ _TYPES: Mapping[str, Callable[[Any], Any]] = {_CONTEXT: int, "truncate": bool} |
 _ALIASES = {"su": "longrope"}
 _DEFAULTS = {field.name: field.default for field in fields(RopeScaling)}
 _KNOWN = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"], *_OPTIONAL["yarn"], *_LISTS}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""They select among the positions of a token in an image, which are all the same in a text. Families of language models
+beside a vision tower have a default for the first one."""
 _LAYERED = ("full_attention", "sliding_attention")
 _WINDOW_THETA = "rope_local_base_freq"
 _ALPHA = "alpha"
@@ -107,7 +110,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
     if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
-    settings.pop(_SHARE, None)
+    for name in (_SHARE, *(_OF_IMAGES if _OF_IMAGES[0] in defaults else ())):
+        settings.pop(name, None)
     named = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(named, str):
         raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {named!r}.")
@@ -147,6 +151,8 @@ def write_rotary(
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
     settings = _write_rope(arch, plain, defaults)
+    given = plain.get("rope_parameters") or {}
+    settings["rope_parameters"] |= {name: given[name] for name in _OF_IMAGES if name in given}
     is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
     if _SHARE in defaults and not (is_default and _SHARE not in (plain.get("rope_parameters") or defaults)):
         settings["rope_parameters"][_SHARE] = arch.rotary_percent
