@@ -228,7 +228,9 @@ def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         network.save_pretrained(folder)
-        return {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+        found = {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+    nested = family_for(network.config.to_dict()).nested
+    return found if nested is None else {new: found[old] for old, new in nested.renamed(found).items()}
 
 
 def train(

@@ -20,6 +20,7 @@ from isthmus.families.registry import family_for
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 from ranks.tiny_families import TINY_FAMILIES
+from ranks.tiny_families.tiny_family import LATENT
 
 # Registered like a class of transformers; tests of exported model code unregister it.
 AutoConfig.register("isthmus", IsthmusConfig)
@@ -40,20 +41,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "head_dim": 8,
-    "v_head_dim": 6,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
 ARCHETYPES = ("qwen3", "gpt2", "gpt_oss", "deepseek_v3")
 """Dense; LayerNorm with biases and position embeddings; MoE with biases and sinks; MLA."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
@@ -67,7 +54,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "eos_token_id": 2},
-    "deepseek_v2": _LATENT,
+    "deepseek_v2": LATENT,
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -93,7 +80,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "auto_map": dict(ISTHMUS.auto_map),
         **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "expert_mlp_bias", "moe_output_bias"), True),
     },
-    "deepseek_v3": _LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+    "deepseek_v3": LATENT | {"n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
     **{name: tiny.sizes for name, tiny in TINY_FAMILIES.items()},
 }
 """Additional sizes of some families."""
@@ -142,7 +129,17 @@ def build_model_folder(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
+    _restore_names(folder)
     return folder
+
+
+def _restore_names(folder: Path) -> None:
+    """Names of published files, where transformers writes others."""
+    nested = family_for(json.loads((folder / "config.json").read_text())).nested
+    for file in folder.glob("*.safetensors") if nested is not None else ():
+        tensors = load_file(file)
+        if nested is not None and (names := nested.renamed(tensors)) != {name: name for name in tensors}:
+            save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 
 def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:

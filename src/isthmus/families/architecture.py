@@ -186,6 +186,22 @@ class Dropout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QueryScaling:
+    """Queries grow with their position p in the sample (arXiv 2501.19399).
+
+    They are multiplied by ``1 + rate * log(1 + floor((p + first) / period))``, after their rotation.
+    """
+
+    rate: float
+    period: int
+    """Tokens."""
+    first: int = 0
+    """The number of the first token."""
+    unrotated_only: bool = False
+    """Only in layers without rotary embedding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """Everything that determines the tensors and the computation of a decoder-only model."""
 
@@ -262,6 +278,7 @@ class Architecture:
     value_multiplier: float = 1.0
     attention_scale: float | None = None
     """Multiplier of attention scores; None: 1/sqrt(head dim)."""
+    query_scaling: QueryScaling | None = None
     attention_softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     attention_sinks: bool = False

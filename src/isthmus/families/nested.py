@@ -7,8 +7,8 @@ config. The language model is that of a family of its own, under other tensor na
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from isthmus.errors import DataError
@@ -29,12 +29,22 @@ class Nested:
     section counts."""
     aliases: tuple[str, ...] = ()
     """Other names of ``model_type`` in the section."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of tensor names in the files of other programs, and those of the family, which exports have."""
 
     def is_around(self, hf: Mapping[str, Any]) -> bool:
         """Whether the language model of a config is this one; without its ``model_type`` any is."""
         section = hf.get(_SECTION)
         kind = section.get("model_type") if isinstance(section, Mapping) else None
         return kind in (None, self.model_type, *self.aliases)
+
+    def renamed(self, names: Iterable[str]) -> dict[str, str]:
+        """The names of the family for tensor names of a file."""
+        found = {}
+        for name in names:
+            old = next((prefix for prefix in self.other_names if name.startswith(prefix)), "")
+            found[name] = self.other_names.get(old, "") + name.removeprefix(old)
+        return found
 
     def is_tower(self, tensor: str) -> bool:
         """Whether a tensor belongs to no language model."""
@@ -57,8 +67,10 @@ class Nested:
     def with_language_config(self, hf: Mapping[str, Any], language: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of ``language_config``: ``hf`` with another language model, and its other sections."""
         section = hf.get(_SECTION) or {}
-        kept = ("architectures",) if self.tied is None else ("architectures", _TIED)
-        own = {key: value for key, value in language.items() if key not in kept}
+        own = {key: value for key, value in language.items() if key != "architectures"}
+        if self.tied is not None:
+            own.pop(_TIED, None)
+        kept = ("architectures", "model_type") if self.tied is None else ("architectures", "model_type", _TIED)
         config = {**hf, _SECTION: own | {key: section[key] for key in kept if key in section}}
         if self.tied is not None and language.get(_TIED, False) != self.language_config(config)[_TIED]:
             config[_TIED] = language[_TIED]

@@ -25,6 +25,7 @@ GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """In a folder of PEFT, which has LoRA weights and no model."""
+_QUANTIZATION, _TEXT = "quantization_config", "text_config"
 _MAX_NAME = 255
 """Bytes of a file name."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,10 +44,13 @@ class ModelFolder:
     def __init__(self, path: Path, config: dict[str, Any], *, without_weights: bool = False) -> None:
         self.path = path
         self._without_weights = without_weights
-        self.config = {key: value for key, value in config.items() if key != "quantization_config"}
+        self.config = {key: value for key, value in config.items() if key != _QUANTIZATION}
         """``config.json`` without ``quantization_config``."""
-        self.quantization = config.get("quantization_config")
+        self.quantization = config.get(_QUANTIZATION)
         """None if the weights are not quantized."""
+        if isinstance(text := config.get(_TEXT), dict) and _QUANTIZATION in text:  # of a multimodal model
+            self.config[_TEXT] = {key: value for key, value in text.items() if key != _QUANTIZATION}
+            self.quantization = self.quantization or text[_QUANTIZATION]
         self._verifier = ChecksumVerifier()
         self._reader = TensorReader(self._verifier)
 
@@ -69,11 +73,11 @@ class ModelFolder:
     @classmethod
     def from_config(cls, name: str | os.PathLike[str], config: Mapping[str, Any]) -> ModelFolder:
         """A model without weights: ``name`` is its folder, if it has one, or a name for messages."""
-        return cls(Path(name), {**config, "quantization_config": None}, without_weights=True)
+        return cls(Path(name), {**config, _QUANTIZATION: None}, without_weights=True)
 
     def with_config(self, config: Mapping[str, Any]) -> ModelFolder:
         """The same weights under another config."""
-        return ModelFolder(self.path, {**config, "quantization_config": self.quantization})
+        return ModelFolder(self.path, {**config, _QUANTIZATION: self.quantization})
 
     @property
     def has_weights(self) -> bool:
@@ -112,7 +116,7 @@ class ModelFolder:
     def end_tokens(self) -> set[int]:
         """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
         path = self.path / GENERATION_FILE
-        text = self.config.get("text_config")  # of a multimodal model
+        text = self.config.get(_TEXT)
         own = {**text, **self.config} if isinstance(text, dict) else self.config
         named = (read_json(path) if path.is_file() else own).get("eos_token_id")
         listed = named if isinstance(named, list) else [] if named is None else [named]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranks.tiny_families.tiny_family import TinyFamily
+from ranks.tiny_families.tiny_family import LATENT, TinyFamily
 
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -15,6 +15,13 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 
+_GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+_MINISTRAL3: dict[str, Any] = {"rope_parameters": _GROWING | {"llama_4_scaling_beta": 0.7, "mscale": 1.0}}
+_KIMI_VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
+    **{"pos_emb_height": 4, "pos_emb_width": 4},
+}
+
 FAMILIES: dict[str, TinyFamily] = {
     "gemma3": TinyFamily(
         sizes={"sliding_window": 5, "sliding_window_pattern": 2},
@@ -23,7 +30,35 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "mistral3": TinyFamily(
         around={"vision_config": _VISION | {"head_dim": 8}},
-        logits={"mistral3": ({"sliding_window": 5}, {"sliding_window": None})},
+        logits={
+            "mistral3": ({"sliding_window": 5}, {"sliding_window": None}),
+            "mistral3-ministral3": (_MINISTRAL3 | {"model_type": "ministral3"}, None),
+        },
         training={"tie_word_embeddings": False},
+    ),
+    "ministral": TinyFamily(
+        logits={
+            "ministral": ({"sliding_window": 5}, {"sliding_window": 50}),
+            "ministral-listed": (
+                {"sliding_window": 5, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+                {"layer_types": ["sliding_attention"] * 4},
+            ),
+        },
+        training={"sliding_window": 5},
+    ),
+    "ministral3": TinyFamily(
+        logits={
+            "ministral3": (
+                _MINISTRAL3,
+                {"rope_parameters": _MINISTRAL3["rope_parameters"] | {"llama_4_scaling_beta": 0.0}},
+            ),
+        },
+        training=_MINISTRAL3,
+    ),
+    "kimi_k25": TinyFamily(
+        sizes=LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+        around={"vision_config": _KIMI_VISION, "projection_hidden_size": 16},
+        logits={"kimi_k25": ({"tie_word_embeddings": False}, {"tie_word_embeddings": False, "topk_group": 2})},
+        layouts=({"ep": 2},),
     ),
 }

@@ -5,6 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+"""Sizes of latent attention with experts (DeepSeek)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyFamily:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,15 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         source = dequantized = DequantizedWeights(source, quantization, dtype)
         if dequantized.num_dequantized:
             notes.append(f"weights are {quantization}: dequantized to {str(dtype).removeprefix('torch.')}")
-    prefixed = _add_prefix(source, family, folder.config)
-    if prefixed is not None:
-        source = prefixed
-        notes.append(f"tensor names lack the prefix '{prefixed.prefix}', which is added")
+    if family.nested is not None:
+        names = family.nested.renamed(source.tensors)
+        if other := next((name for name, new in names.items() if name != new), None):
+            source = RenamedWeights(source, names)
+            notes.append(f"tensor names of another program are replaced, such as {other} by {names[other]}")
+    elif (prefixed := _add_prefix(source, family, folder.config)) is not None:
+        prefix, names = prefixed
+        source = RenamedWeights(source, names)
+        notes.append(f"tensor names lack the prefix '{prefix}', which is added")
     return OpenedHfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(notes))
 
 
@@ -65,26 +70,24 @@ def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> Opene
     return replace(opened, source=WithScoreHead(opened.source, family, arch, seed), arch=arch)
 
 
-class PrefixedWeights:
-    """Tensors of a separately saved base model, under their names in the complete model."""
+class RenamedWeights:
+    """Tensors under other names than in their files."""
 
-    def __init__(self, source: WeightSource, prefix: str, names: Container[str]) -> None:
-        """Add the prefix to tensors whose name with prefix is in ``names``."""
-        self._source, self._names = source, names
-        self.prefix = prefix
-        self.tensors: dict[str, TensorSpec | TensorInfo] = {
-            prefix + name if prefix + name in names else name: meta for name, meta in source.tensors.items()
-        }
+    def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
+        """``names`` has the new name of each tensor of ``source``."""
+        self._source = source
+        self._old = {new: old for old, new in names.items()}
+        self.tensors: dict[str, TensorSpec | TensorInfo] = {names[name]: meta for name, meta in source.tensors.items()}
 
     def __str__(self) -> str:
         return str(self._source)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        return self._source.read(name.removeprefix(self.prefix) if name in self._names else name, index, into=into)
+        return self._source.read(self._old[name], index, into=into)
 
 
-def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any]) -> PrefixedWeights | None:
-    """The source with the base model's prefix (``model.``), if all names lack it; else None."""
+def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
+    """The base model's prefix (``model.``), if all names lack it, and the names with it; else None."""
     rule = next(rule for rule in family.rules if rule.canonical == "embedding.word_embeddings.weight")
     embedding, present = rule.parts[0].name, source.tensors
     base, _, rest = embedding.partition(".")
@@ -96,7 +99,7 @@ def _add_prefix(source: WeightSource, family: Family, config: Mapping[str, Any])
         return None
     if any(name.removeprefix(prefix) not in present for name in expected):
         return None
-    return PrefixedWeights(source, prefix, expected)
+    return prefix, {name: prefix + name if prefix + name in expected else name for name in present}
 
 
 def config_dtype(config: Mapping[str, Any], default: torch.dtype) -> torch.dtype:

@@ -57,6 +57,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("value_multiplier={0.value_multiplier:g}", lambda arch: arch.value_multiplier != 1),
     ("a different rotary base in layers with a window", lambda arch: arch.window_rotary_base is not None),
     ("attention_scale={0.attention_scale:g}", lambda arch: arch.attention_scale not in (None, arch.kv_channels**-0.5)),
+    ("queries that grow with their position", lambda arch: arch.query_scaling is not None),
     ("attention_softcap={0.attention_softcap:g}", lambda arch: arch.attention_softcap is not None),
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
     ("the activation {0.activation} in this model", lambda arch: _activation_args(arch) is None),

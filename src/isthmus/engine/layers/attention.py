@@ -21,7 +21,7 @@ from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
 from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, QueryScaling
 
 
 class CoreAttention(nn.Module):
@@ -114,6 +114,8 @@ class PackedSelfAttention(MegatronModule):
         self.value_multiplier = own.value_multiplier
         self.clip = own.clip_qkv
         self.norms_rotated = own.qk_norm_after_rotation
+        scaling = own.query_scaling
+        self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
         self.core_attention = CoreAttention(
             config, layer_number, window=architecture.window(layer), scale=own.attention_scale,
             softcap=own.attention_softcap, sinks=all_heads // tp.size() if own.attention_sinks else 0,
@@ -149,9 +151,10 @@ class PackedSelfAttention(MegatronModule):
         table = None
         if self.rotated and rotary_pos_emb is not None:
             table = rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
-        heads = self._normed_and_rotated(q, k, table)
+        factors = None if self.query_scaling is None else query_factors(self.query_scaling, packed_seq_params)
+        heads = self._normed_and_rotated(q, k, table, factors)
         recomputed = "rope" in self.config.recomputed and table is not None
-        with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table)):
+        with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table, factors)):
             attended = self.core_attention(*heads, v, packed_seq_params)
         if gate:
             attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
@@ -170,18 +173,28 @@ class PackedSelfAttention(MegatronModule):
         q, *gate = of_heads
         return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
 
-    def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None) -> list[Tensor]:
+    def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None, factors: Tensor | None) -> list[Tensor]:
         """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
         if not self.norms_rotated:
             q, k = self._normed(q, k)
         if table is not None:
             q, k = (rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k))
-        return [*self._normed(q, k)] if self.norms_rotated else [q, k]
+        if self.norms_rotated:
+            q, k = self._normed(q, k)
+        return [q if factors is None else q * factors.to(q.dtype), k]
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_layernorm is None or self.k_layernorm is None:
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)
+
+
+def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:
+    """The factor of each query, float32 [T, 1, 1, 1]; None if all are 1, which the host knows."""
+    if sum(batch.lengths) + scaling.first <= scaling.period:
+        return None
+    periods = (batch.position_ids + scaling.first) // scaling.period
+    return (1 + scaling.rate * torch.log1p(periods.float()))[:, None, None, None]
 
 
 def _qk_norm(

@@ -14,6 +14,12 @@ LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm
 LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 """These prefixes in the module paths of transformers."""
 LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
+LLAVA_OTHER_NAMES = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
 
 
 def multimodal(
@@ -24,13 +30,13 @@ def multimodal(
     tied: bool | None,
     names: Mapping[str, str] = LLAVA_NAMES,
     module_names: Mapping[str, str] = LLAVA_MODULES,
+    other_names: Mapping[str, str] = LLAVA_OTHER_NAMES,
     aliases: tuple[str, ...] = (),
 ) -> Family:
     """The family of a multimodal class around one of the language models, the first if the config names none.
 
     ``names`` are prefixes of the language models' tensors and what they are here, ``module_names`` is the family's
-    field. ``towers``, ``tied`` and ``aliases``, which are of the first language model, are those of
-    :class:`~isthmus.families.nested.Nested`.
+    field. The others are fields of :class:`~isthmus.families.nested.Nested`; ``aliases`` of the first language model.
     """
     first, *others = (
         replace(
@@ -39,10 +45,16 @@ def multimodal(
             hf_architecture=hf_architecture,
             rules=tuple(_prefixed(rule, names) for rule in text.rules),
             module_names={**module_names, **text.module_names},
-            nested=Nested(model_type=text.name, towers=towers, tied=tied, aliases=() if number else aliases),
+            nested=Nested(
+                model_type=text.name,
+                towers=towers,
+                tied=tied,
+                aliases=aliases if text is language_models[0] else (),
+                other_names=other_names,
+            ),
             language_model=text,
         )
-        for number, text in enumerate(language_models)
+        for text in language_models
     )
     return replace(first, variants=tuple(others))
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, RopeScaling
+from isthmus.families.architecture import Architecture, QueryScaling, RopeScaling
 
 _DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e38
@@ -41,6 +41,8 @@ _LAYERED = ("full_attention", "sliding_attention")
 _WINDOW_THETA = "rope_local_base_freq"
 _ALPHA = "alpha"
 """The factor of ``ntk_alpha``, in configs of ``dynamic`` scaling. A family that supports it has a default for it."""
+_QUERY_RATE = "llama_4_scaling_beta"
+"""Of families that have a default for it: queries grow with the position."""
 
 
 def read_rotary(
@@ -70,7 +72,20 @@ def read_rotary(
     for name in _LISTS:
         if scaling is not None and (factors := getattr(scaling, name)) and len(factors) != width // 2:
             raise DataError(f"config.json: {name} must have {width // 2} numbers, got {len(factors)}.")
+    if _QUERY_RATE in defaults:
+        window["query_scaling"] = _query_scaling(hf, defaults)
     return {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": float(share), **window}
+
+
+def _query_scaling(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> QueryScaling:
+    settings = _flat_settings(hf, defaults)
+    rate, period = settings.get(_QUERY_RATE), settings.get(_CONTEXT)
+    if not isinstance(rate, int | float) or not 0 <= rate < _MAX_NUMBER or not isinstance(period, int) or period < 1:
+        raise DataError(
+            f"config.json: rope_parameters needs a {_QUERY_RATE} and a positive {_CONTEXT}, got {rate!r} and "
+            f"{period!r}."
+        )
+    return QueryScaling(rate=float(rate), period=period)
 
 
 def _rotated(share: Any, head_width: int) -> int:
@@ -110,7 +125,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
     if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
-    for name in (_SHARE, *(_OF_IMAGES if _OF_IMAGES[0] in defaults else ())):
+    others = [names for names in (_OF_IMAGES, (_QUERY_RATE, "max_position_embeddings")) if names[0] in defaults]
+    for name in (_SHARE, *(name for names in others for name in names)):
         settings.pop(name, None)
     named = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(named, str):
@@ -166,6 +182,9 @@ def write_rotary(
         windowed |= {_SHARE: arch.windowed.rotary_percent} if _SHARE in defaults else {}
         settings["rope_parameters"] = dict(zip(_LAYERED, (settings["rope_parameters"], windowed), strict=True))
         settings |= {} if defaults[_WINDOW_THETA] is None else {_WINDOW_THETA: theta}
+    if _QUERY_RATE in defaults and (growth := arch.query_scaling) is not None:
+        for written in filter(None, (settings["rope_parameters"], settings["rope_scaling"])):
+            written |= {_QUERY_RATE: growth.rate, _CONTEXT: growth.period}
     return {names.get(key, key): value for key, value in settings.items()}
 
 

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
 
-Window = Literal["never", "always", "by_layer", "pattern", "first_and_pattern", "by_depth"]
-"""``by_layer``: Qwen's ``use_sliding_window`` and ``max_window_layers``; ``pattern``: every nth layer has no window;
-``first_and_pattern``: nor has the first one, and ``sliding_window_size`` counts the keys before the query's own;
-``by_depth``: layers from ``max_window_layers`` on have a window."""
+Window = Literal["never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth"]
+"""``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
+``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
+``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on have a
+window."""
 Pattern = int | Callable[[int], bool]
 """Every nth layer has full attention, or those, counted from 0, for which it is true."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -56,6 +57,8 @@ def _default_kinds(
         period = _positive(hf, "sliding_window_pattern", every) or every or 1
         kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
         return kinds if style == "pattern" else [_FULL, *kinds[1:]]
+    if style == "listed":
+        return [_FULL if window is None else _SLIDING] * num_layers
     full = hf.get("max_window_layers", every or 28) if window is not None else num_layers
     if not isinstance(full, int):
         raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")
