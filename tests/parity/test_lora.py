@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
-from ranks.tiny import VOCAB, build_model_folder
+from ranks.tiny import VOCAB, build_model_folder, load_network
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
 TOKENS = torch.arange(3, 27)[None] % VOCAB
@@ -31,6 +30,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
             {"tp": 2}, id="deepseek_v3-rslora",
         ),
         pytest.param("qwen3_moe", {"num_hidden_layers": 2}, {}, {"ep": 2}, id="experts-ep2"),
+        pytest.param("gemma3", {"num_hidden_layers": 2}, {}, {"tp": 2}, id="multimodal-tp2"),
         pytest.param("gpt_oss", {"num_hidden_layers": 2}, {}, {"tp": 2, "etp": 1}, id="transposed-experts-tp2-etp1"),
         pytest.param(
             "qwen3", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2},
@@ -76,9 +76,10 @@ def test_exported_adapter_of_pissa_is_for_the_original_weights(one: RankPool, sa
 def _check_exports(base: Path, exports: Path) -> None:
     """The adapter gives the logits of the merged model, and these are not those of the base."""
     with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-        merged = AutoModelForCausalLM.from_pretrained(exports / "hf", attn_implementation="eager")
+        plain, merged = (load_network(folder, attn_implementation="eager") for folder in (base, exports / "hf"))
         logits = {"base": plain(TOKENS).logits, "merged": merged(TOKENS).logits}
-        logits["adapted"] = peft.PeftModel.from_pretrained(plain, exports / "adapter")(TOKENS).logits
+        adapted = peft.PeftModel.from_pretrained(plain, exports / "adapter")
+        logits["adapted"] = adapted(TOKENS).logits
+    assert not any("lora_" in name for name, _ in adapted.named_parameters() if "vision" in name)
     assert (logits["adapted"] - logits["merged"]).abs().max() < 1e-5
     assert (logits["adapted"] - logits["base"]).abs().max() > 0.05

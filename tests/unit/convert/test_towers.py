@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, UsageError
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.setup.model_source import open_source
 from ranks.tiny import build_adapter, build_model_folder, load_network, without_checksums
 
 TOWER = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"
@@ -101,3 +104,32 @@ def test_an_adapter_of_the_language_model_is_merged(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = peft.PeftModel.from_pretrained(load_network(base), adapter)(INPUT_IDS).logits
         assert torch.allclose(load_network(tmp_path / "merged")(INPUT_IDS).logits, expected, atol=1e-5)
+
+
+def test_names_of_another_program_become_those_of_the_family(tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", "gemma3", tie_word_embeddings=False)
+    tensors = load_file(base / "model.safetensors")
+    other = shutil.copytree(base, tmp_path / "other")
+    others = {"language_model.lm_head.weight": "lm_head.weight"}
+    names = {name: others.get(name, f"model.{name.replace('_model.model', '_model')}") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    notes = convert(other, tmp_path / "back", "hf").notes
+    assert notes[0].startswith("tensor names of another program are replaced, such as")
+    export = load_file(tmp_path / "back/model.safetensors")
+    assert export.keys() == tensors.keys() and all(torch.equal(export[name], tensors[name]) for name in tensors)
+
+
+def test_random_weights_are_those_of_the_language_model(gemma3: Path) -> None:
+    keys = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    found = open_source(ModelConfig(path=str(gemma3), init="random", config=keys))
+    assert found.config["model_type"] == "gemma3_text" and found.config["num_hidden_layers"] == 2
+    longer = open_source(ModelConfig(path=str(gemma3), config={"max_position_embeddings": 256}))
+    assert longer.config["text_config"]["max_position_embeddings"] == 256 and "vision_config" in longer.config
+    with pytest.raises(UsageError, match=r"model.config: a model of type gemma3_text does not use text_config"):
+        open_source(ModelConfig(path=str(gemma3), config={"text_config": {"max_position_embeddings": 256}}))
+
+
+def test_settings_of_quantization_in_the_section() -> None:
+    quantized = {"quant_method": "compressed-tensors"}
+    folder = ModelFolder(Path("any"), {"text_config": {"quantization_config": quantized, "hidden_size": 8}})
+    assert folder.quantization == quantized and folder.config == {"text_config": {"hidden_size": 8}}

@@ -22,8 +22,8 @@ FAMILY = replace(
     mistral.FAMILY,
     name="ministral3",
     hf_architecture="Ministral3ForCausalLM",
-    keys=mistral.FAMILY.keys
-    | {
+    keys={
+        **mistral.FAMILY.keys,
         "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
         "max_position_embeddings": Key("max_position_embeddings", default=262144),
         "norm_epsilon": number("rms_norm_eps", 1e-5),

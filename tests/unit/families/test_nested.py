@@ -1,0 +1,78 @@
+"""Configs of multimodal models: their language model, and what stays around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isthmus.errors import DataError, UsageError
+from isthmus.families.registry import family_for, language_config
+from ranks.tiny import tiny_config
+
+HEAD = "language_model.lm_head.weight"
+
+
+def mistral3(**changes: Any) -> dict[str, Any]:
+    return {**tiny_config("mistral3").to_dict(), **changes}
+
+
+def test_only_the_language_model_changes() -> None:
+    config = mistral3(torch_dtype="bfloat16", image_token_index=7)
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    longer = family.to_hf_config(replace(arch, max_position_embeddings=256), config, dtype="float16")
+    assert longer["text_config"]["max_position_embeddings"] == 256 and longer["text_config"]["dtype"] == "float16"
+    assert longer["dtype"] == longer["torch_dtype"] == "float16"
+    assert longer["vision_config"] == config["vision_config"] and longer["image_token_index"] == 7
+    assert "max_position_embeddings" not in longer
+
+
+def test_a_new_config_reads_back() -> None:
+    family = family_for(mistral3())
+    for tied in (True, False):
+        arch = replace(family.to_architecture(mistral3()), tie_embeddings=tied)
+        assert family.to_architecture(family.to_hf_config(arch)) == arch
+
+
+@pytest.mark.parametrize(
+    ("key", "tensors", "tied"),
+    [(True, {HEAD}, True), (False, (), False), (None, (), True), (None, None, True), (None, {HEAD}, False)],
+)
+def test_an_output_layer_in_the_file_is_not_tied_by_default(key: bool | None, tensors: Any, tied: bool) -> None:
+    config = mistral3(tie_word_embeddings=key)
+    family = family_for(config)
+    arch = family.to_architecture(config, tensors)
+    assert arch.tie_embeddings == tied
+    assert family.to_architecture(family.to_hf_config(arch, config), () if tied else {HEAD}).tie_embeddings == tied
+    assert family.to_hf_config(arch, config)["text_config"]["tie_word_embeddings"] is False  # as before
+
+
+def test_the_language_model_selects_the_family() -> None:
+    config = mistral3()
+    del config["text_config"]["model_type"]
+    assert family_for(config) is family_for(mistral3())
+    config["text_config"]["model_type"] = "ministral3"
+    assert family_for(config).language_model is family_for({"model_type": "ministral3"})
+    config["text_config"]["model_type"] = "qwen3"
+    with pytest.raises(UsageError, match="mistral3 around a language model of type 'qwen3' is not supported; around "):
+        family_for(config)
+    kimi = tiny_config("kimi_k25").to_dict()
+    kimi["text_config"]["model_type"] = "kimi_k2"
+    family = family_for(kimi)
+    assert family.to_hf_config(family.to_architecture(kimi), kimi)["text_config"]["model_type"] == "kimi_k2"
+
+
+def test_unusable_configs_are_refused() -> None:
+    family = family_for(mistral3())
+    with pytest.raises(DataError, match="text_config must be the object of the language model, got None"):
+        family.to_architecture({"model_type": "mistral3"})
+    with pytest.raises(UsageError, match=r"reward model \(Mistral3ForSequenceClassification\) is not supported"):
+        family.to_architecture(mistral3(architectures=["Mistral3ForSequenceClassification"]))
+
+
+def test_language_config_of_other_models_is_all_of_it() -> None:
+    for config in ({"model_type": "llama"}, {"model_type": "unknown"}, {}):
+        assert language_config(config) is config
+    assert language_config(mistral3())["model_type"] == "mistral"
