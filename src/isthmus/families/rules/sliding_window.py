@@ -10,8 +10,8 @@ from isthmus.errors import DataError, UsageError
 Window = Literal["never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth"]
 """``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
 ``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
-``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on have a
-window."""
+``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on
+have a window."""
 Pattern = int | Callable[[int], bool]
 """Every nth layer has full attention, or those, counted from 0, for which it is true."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
