@@ -88,7 +88,11 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
 def all_linears(family: Family, arch: Architecture) -> dict[str, tuple[HfLinear, ...]]:
     """Every linear layer that can have an adapter, by canonical weight name."""
     placements = family.placements(arch)
-    return {name: _linears(placed, family, arch) for name, placed in placements.items() if _WEIGHT.fullmatch(name)}
+    return {
+        name: _linears(placed, family, arch)
+        for name, placed in placements.items()
+        if placed.rule.trained and _WEIGHT.fullmatch(name)
+    }
 
 
 def name_of(module: str) -> str:

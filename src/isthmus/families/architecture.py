@@ -125,6 +125,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeyIndexer:
+    """Selection of the keys that a query attends to, if there are more than ``top_k`` (DeepSeek-V3.2)."""
+
+    top_k: int
+    num_heads: int
+    head_dim: int
+    rotary_interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that use the selection of the layer before and have no indexer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Moe:
     """Mixture-of-experts blocks and their router."""
 
@@ -288,6 +300,8 @@ class Architecture:
     mla: Mla | None = None
     delta_net: DeltaNet | None = None
     """Of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
+    indexer: KeyIndexer | None = None
+    """Of latent attention with low-rank queries."""
 
     # Feed-forward block.
     activation: Activation = "silu"
@@ -334,10 +348,18 @@ class Architecture:
         return self.form if other is None or "attention" in self.mixers_of(layer) else other
 
     def layer_kinds(self, layer: int) -> frozenset[str]:
-        """What rules can select layers by: mixers, ``moe`` or ``dense``, and ``windowed`` or ``full`` attention."""
+        """What rules can select layers by.
+
+        Mixers, ``moe`` or ``dense``, ``windowed`` or ``full`` attention, and ``indexed`` if it has an indexer.
+        """
         feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else "dense",)
         reach = "full" if self.window(layer) is None else "windowed"
-        return frozenset((*self.mixers_of(layer), *feed_forward, reach))
+        indexed = ("indexed",) if self.is_indexed(layer) else ()
+        return frozenset((*self.mixers_of(layer), *feed_forward, reach, *indexed))
+
+    def is_indexed(self, layer: int) -> bool:
+        """Whether the attention of the layer, counted from 0, has an indexer."""
+        return self.indexer is not None and layer not in self.indexer.shared_layers
 
     def window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""

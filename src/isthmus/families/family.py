@@ -14,6 +14,7 @@ from isthmus.families.architecture import (
     Architecture,
     DeltaNet,
     Dropout,
+    KeyIndexer,
     Mla,
     Moe,
     WindowAttention,
@@ -398,6 +399,7 @@ _INNER: Mapping[str, Callable[..., Any]] = {
     "mla": Mla,
     "delta_net": DeltaNet,
     "window_attention": WindowAttention,
+    "indexer": KeyIndexer,
 }
 
 

@@ -17,11 +17,11 @@ Value = TypeVar("Value")
 
 
 def trained_tensors(family: Family, arch: Architecture) -> dict[str, Placement]:
-    """The tensors that gradients train, by canonical name: no buffers, no copies of the model's own embedding."""
+    """The tensors that gradients train, by canonical name: no buffers, indexers, or copies of the own embedding."""
     return {
         name: placement
         for name, placement in family.placements(arch).items()
-        if not (name.endswith("expert_bias") or is_mtp_copy(name))
+        if placement.rule.trained and not (name.endswith("expert_bias") or is_mtp_copy(name))
     }
 
 
@@ -83,6 +83,11 @@ def frozen_tensors(family: Family, arch: Architecture, patterns: tuple[str, ...]
     if frozen >= trained_tensors(family, arch).keys():
         raise UsageError("train.freeze matches all tensors of this model, so nothing is trained. Name fewer.")
     return frozen
+
+
+def untrained_tensors(family: Family, arch: Architecture) -> frozenset[str]:
+    """Canonical names of the weights that no gradient reaches."""
+    return frozenset(name for name, placement in family.placements(arch).items() if not placement.rule.trained)
 
 
 def _near(pattern: str, names: Mapping[str, None]) -> str:

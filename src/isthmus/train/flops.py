@@ -36,8 +36,8 @@ def flops_per_batch(
 
     A matmul is 2 FLOPs per weight and token; the backward pass is twice the forward pass (Kaplan et al. 2020, section
     2.1; Chowdhery et al. 2022, appendix B). Only routed experts count. Attention is causal within each sample: L tokens
-    are L^2 / 2 pairs, each 2 D FLOPs for the score and 2 D for the value, per head. Softmax, norms and the optimizer
-    are not counted.
+    are L^2 / 2 pairs, each 2 D FLOPs for the score and 2 D for the value, per head. An indexer has a forward pass only, and
+    attention then has the selected pairs. Softmax, norms and the optimizer are not counted.
 
     Args:
         num_tokens: without padding.
@@ -45,15 +45,29 @@ def flops_per_batch(
         loss_tokens: tokens whose logits are computed; None: all of them.
     """
     a = architecture
-    layers = attention = 0.0
+    layers = attention = selection = 0.0
     for layer in range(a.num_layers + a.mtp_layers):  # MTP layers come last
         window = a.window(layer)
         pairs = sum_squared_lengths / 2
         pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
+        if a.indexer is not None:
+            selection += _selection(a, num_tokens, pairs) if a.is_indexed(layer) else 0.0
+            pairs = min(pairs, float(a.indexer.top_k) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
         own = a.attention_of(layer)
         attention += 2.0 * own.num_attention_heads * (own.kv_channels + own.value_width) * pairs
     rows = 1 if a.score_head else a.vocab_size
     head = 2.0 * a.hidden_size * rows * (num_tokens if loss_tokens is None else loss_tokens)
     mtp_projection = 2.0 * 2 * a.hidden_size**2 * num_tokens
-    return 3.0 * (layers + attention + head + a.mtp_layers * (mtp_projection + head))
+    return selection + 3.0 * (layers + attention + head + a.mtp_layers * (mtp_projection + head))
+
+
+def _selection(a: Architecture, num_tokens: int, pairs: float) -> float:
+    """FLOPs of an indexer, which runs if samples have more keys than it selects."""
+    indexer, mla = a.indexer, a.mla
+    assert indexer is not None and mla is not None
+    if 2 * pairs <= indexer.top_k * num_tokens:
+        return 0.0
+    width = indexer.num_heads * indexer.head_dim
+    weights = (mla.q_lora_rank or 0) * width + a.hidden_size * (indexer.head_dim + indexer.num_heads)
+    return 2.0 * (weights * num_tokens + width * pairs)

@@ -52,6 +52,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ),
     ("rotary pairs of halves in latent attention", lambda arch: arch.mla is not None and not arch.rotary_interleaved),
     ("rope scaling '{0.rope_scaling.kind}' with these numbers", lambda arch: not _rope_is_supported(arch)),
+    ("selected keys", lambda arch: arch.indexer is not None),
     ("other attention sizes in layers with a window", lambda arch: arch.window_attention is not None),
     ("values of another width than keys", lambda arch: arch.mla is None and arch.value_width != arch.kv_channels),
     ("value_multiplier={0.value_multiplier:g}", lambda arch: arch.value_multiplier != 1),

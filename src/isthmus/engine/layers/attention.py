@@ -44,6 +44,8 @@ class CoreAttention(nn.Module):
         if sinks:
             self.softmax_offset = nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.indexer: Any = None
+        """Set by latent attention with selected keys; here as in Megatron-Core's names."""
         self.layer_number = layer_number
         self.backend = BACKENDS[config.attention]
         self.dropout_rate = config.attention_dropout
@@ -75,7 +77,7 @@ class CoreAttention(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """The attention sinks, sharded by heads."""
+        """The attention sinks, sharded by heads, and the weights of the indexer, which every tp rank has."""
         own = self.state_dict(prefix="", keep_vars=True)
         axes = {"softmax_offset": 0}
         return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.attention import CoreAttention
+from isthmus.engine.layers.key_selection import Indexer
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.layers.norm import RMSNorm
 from isthmus.engine.layers.rope import rotate, yarn_mscale
+from isthmus.engine.layers.sparse_attention import sparse_attention
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.architecture import Architecture
@@ -71,21 +73,31 @@ class LatentAttention(MegatronModule):
         width_kv = all_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
+        self.scale = latent_scale(architecture)
         self.core_attention = CoreAttention(
-            config, layer_number, window=architecture.window(layer_number - 1), scale=latent_scale(architecture),
+            config, layer_number, window=architecture.window(layer_number - 1), scale=self.scale,
             softcap=architecture.attention_softcap, sinks=self.heads if architecture.attention_sinks else 0,
         )  # fmt: skip
+        if architecture.is_indexed(layer_number - 1):
+            self.core_attention.indexer = Indexer(config, architecture)
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
         """Shapes are those of ``PackedSelfAttention``, without bias; ``rotary_pos_emb`` is [T, qk_rope_head_dim]."""
-        q = self._queries(hidden_states, rotary_pos_emb)
+        compressed = self._compressed(hidden_states)
+        q = self._queries(compressed, rotary_pos_emb)
         latent, rope = self._latent(hidden_states, rotary_pos_emb, packed_seq_params)
+        selected = None
+        if (indexer := self.core_attention.indexer) is not None:
+            selected = indexer(hidden_states, compressed, rotary_pos_emb, packed_seq_params)
 
         def attend(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-            return self.core_attention.attend(q, *self._expanded(latent, rope), packed_seq_params)
+            k, v = self._expanded(latent, rope)
+            if selected is None:
+                return self.core_attention.attend(q, k, v, packed_seq_params)
+            return sparse_attention(q, k, v, packed_seq_params.lengths, selected, self.scale)
 
         if self.core_attention.recomputed and self.training:
             # Recomputes keys and values too: they are many times wider than their latent vectors.
@@ -95,13 +107,14 @@ class LatentAttention(MegatronModule):
         out, _ = self.linear_proj(attended[:, None])
         return out, None
 
-    def _queries(self, hidden: Tensor, table: Tensor) -> Tensor:
+    def _compressed(self, hidden: Tensor) -> Tensor:
+        """The low-rank queries of this rank's tokens, [T, 1, q_lora_rank]; without them the hidden states."""
+        return hidden if self.mla.q_lora_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden))
+
+    def _queries(self, compressed: Tensor, table: Tensor) -> Tensor:
         """Queries of this rank's heads, [T, heads, 1, D]."""
         mla = self.mla
-        if mla.q_lora_rank is None:
-            q, _ = self.linear_q_proj(hidden)
-        else:
-            q, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        q, _ = (self.linear_q_proj if mla.q_lora_rank is None else self.linear_q_up_proj)(compressed)
         widths = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
         nope, rope = q.view(q.size(0), self.heads, -1).split(widths, dim=-1)
         rope = rotate(rope, table, interleaved=self.config.rotary_interleaved)

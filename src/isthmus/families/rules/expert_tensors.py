@@ -112,14 +112,17 @@ SPARSE_STEP = Derived(
 """Every nth layer has experts, except the listed ones."""
 
 
-def mlp_layer_types(dense: int) -> Derived:
-    """``mlp_layer_types`` lists ``dense`` and ``sparse`` layers; without it the first ``dense`` ones are dense."""
+def mlp_layer_types(dense: int, key: str | None = None) -> Derived:
+    """``mlp_layer_types`` lists ``dense`` and ``sparse`` layers.
+
+    Without it the first layers are dense: ``dense`` of them, or as many as another ``key`` says.
+    """
 
     def read(hf: Mapping[str, Any]) -> tuple[int, ...]:
         layers = _int(hf, "num_hidden_layers")
         kinds = hf.get("mlp_layer_types")
         if kinds is None:
-            return tuple(range(min(dense, layers)))
+            return tuple(range(min(dense if key is None else _int(hf, key, dense), layers)))
         if not isinstance(kinds, Sequence) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
             raise DataError(
                 f"config.json: mlp_layer_types must be a list of dense or sparse for {layers} layers, got {kinds!r}."

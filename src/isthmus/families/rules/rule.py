@@ -81,6 +81,8 @@ class Rule:
     unless: str | None = None
     layers: str = "all"
     """Kinds of the layers that have the tensor, separated by ``|``, see :meth:`Architecture.layer_kinds`."""
+    trained: bool = True
+    """Whether gradients reach the tensor."""
     alias: bool = False
     """Another rule exports the parts; this tensor is only imported from them."""
 
@@ -161,7 +163,8 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
     width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and
     values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its
     value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the numbers of key and value
-    heads, Ld is the value dim of a head, Lc the kernel of the convolution.
+    heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
+    Di are its heads and their dim.
     """
     sizes = {
         "V": arch.vocab_size,
@@ -192,6 +195,8 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
             "Ld": delta.value_head_dim,
             "Lc": delta.conv_kernel,
         }
+    if (indexer := arch.indexer) is not None:
+        sizes |= {"Ni": indexer.num_heads, "Di": indexer.head_dim}
     return sizes
 
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
 
-Window = Literal["never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth"]
+Window = Literal["never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth", "unread"]
 """``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
 ``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
 ``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on
-have a window."""
+have a window; ``unread``: none has, whatever the config lists."""
 Pattern = int | Callable[[int], bool]
 """Every nth layer has full attention, or those, counted from 0, for which it is true."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -25,6 +25,8 @@ def read_window(
     Returns (None, ()) if all layers have full attention. With ``pattern``, ``every`` selects the layers with full
     attention, unless the config has ``layer_types``.
     """
+    if style == "unread":
+        return None, ()
     has_none = style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False))
     window = None if has_none else _positive(hf, "sliding_window", default)
     if style == "first_and_pattern" and (before := _positive(hf, "sliding_window_size", None)) is not None:
@@ -74,7 +76,7 @@ def _positive(hf: Mapping[str, Any], key: str, default: int | None) -> int | Non
 
 
 def write_window(style: Window, window: int | None, full: tuple[int, ...], num_layers: int) -> dict[str, Any]:
-    if style == "never":
+    if style in ("never", "unread"):
         return {}
     if style == "always":
         return {"sliding_window": window}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, KeyIndexer
 from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.planner.cost.kernels import Kernels
 from isthmus.planner.cost.workload import Workload
@@ -14,6 +14,8 @@ KINDS = ("gemm", "attention", "memory", "tp", "cp", "ep")
 """Where the time of a layer goes: compute, memory-bound kernels, and communication that nothing overlaps."""
 HOST_WAIT_S = 3e-5
 """The host reads the number of routed tokens and launches kernels that depend on it."""
+SCORE_PASSES = 6
+"""Times that plain attention reads or writes its float32 scores: mask, softmax and casts."""
 HIDDEN_BY_ASYNC_TP = 0.4
 """Share of tensor-parallel communication that ``parallel.async_tp`` hides behind the matmuls next to it."""
 
@@ -227,12 +229,23 @@ class LayerModel:
         length = work.seq_length / work.samples_per_sequence
         pairs = self.tokens * (length / 2 if window is None else min(length / 2, float(window)))
         heads, width = arch.num_attention_heads / self.tp, arch.kv_channels + arch.value_width
+        if arch.indexer is not None and length > arch.indexer.top_k:
+            return self._selected_attention(heads, pairs, width, arch.indexer)
         found.forward.attention = self.kernels.attention(heads, pairs, width)
         found.backward.attention = self.kernels.attention(heads, pairs, width, backward=True)
         if self.parallel.cp > 1:
             groups = heads if arch.mla is not None else max(1.0, arch.num_query_groups / self.tp)
             whole = self.tokens * self.parallel.cp * groups * width * self.kernels.element
             found.forward.cp = found.backward.cp = self.cp_ring.gather(whole)
+        return found
+
+    def _selected_attention(self, heads: float, pairs: float, width: float, indexer: KeyIndexer) -> LayerTime:
+        """Plain PyTorch scores all pairs, of the indexer and of attention, which the backward pass repeats."""
+        kernels, found = self.kernels, LayerTime()
+        own = kernels.attention(heads, pairs, width) + kernels.memory(SCORE_PASSES * 4 * heads * pairs)
+        found.forward.attention = own + kernels.attention(indexer.num_heads, pairs, indexer.head_dim)
+        found.forward.attention += kernels.memory(SCORE_PASSES * 4 * indexer.num_heads * pairs)
+        found.backward.attention = 3 * own
         return found
 
     def _activation(self, to: LayerTime, rows: float, width: float, module: str, extra: int = 0) -> None:

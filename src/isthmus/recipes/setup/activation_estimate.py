@@ -19,6 +19,7 @@ from isthmus.engine.layers import cross_entropy_cpu
 from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, elements_for
 from isthmus.engine.layers.distillation_loss import CHUNK_SHARE
 from isthmus.engine.layers.distillation_loss import TEMPORARY_BYTES as DIVERGENCE_BYTES
+from isthmus.engine.layers.sparse_attention import BLOCK_QUERIES
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
 from isthmus.recipes.setup.model_plan import ModelPlan
@@ -154,6 +155,9 @@ def _layer_buffers(arch: Architecture, settings: _Settings, *, fp8: bool, on_gpu
         found.append(settings.tokens * (gated + eager) * dense + 2 * settings.outside * hidden)
         if fp8:  # a float32 weight gradient, and FP8 copies of its factors and of the weight
             found.append(gated * dense * (5 * hidden + settings.tokens) // settings.element)
+    if arch.indexer is not None and settings.longest > arch.indexer.top_k:  # float32 scores, probabilities, gradients
+        heads = 4 * arch.num_attention_heads // parallel.tp + 2 * arch.indexer.num_heads
+        found.append(4 * heads * BLOCK_QUERIES * settings.longest // settings.element)
     if arch.moe is not None:
         experts, width = arch.moe.num_experts // parallel.ep, arch.moe.ffn_hidden_size // parallel.expert_tp
         found.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
@@ -175,6 +179,8 @@ class _Settings:
         longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
         sp = parallel.sequence_parallel
         self.parallel = parallel
+        self.longest = config.data.seq_length
+        """Tokens of a sample."""
         self.tokens = longest // parallel.cp
         """Of the longest micro batch on a rank."""
         self.outside = self.tokens // parallel.tp if sp else self.tokens
@@ -232,10 +238,12 @@ def _latent_terms(arch: Architecture, settings: _Settings, *, recomputed: bool, 
     keys, values = arch.kv_channels, mla.v_head_dim
     of_attention = keys + (2 * keys if on_gpu else mla.qk_nope_head_dim + values)  # keys, values; output
     channels = arch.num_attention_heads * (keys + values + (0 if recomputed else of_attention))
+    selected = 0 if arch.indexer is None or settings.longest <= arch.indexer.top_k else arch.indexer.top_k
     low_rank = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
     return {
         ATTENTION: settings.tokens * channels // settings.parallel.tp * settings.element,
         "low-rank queries, keys and values, with their norms": settings.tokens * low_rank * settings.element,
+        "selected keys": 4 * settings.tokens * selected,
     }
 
 

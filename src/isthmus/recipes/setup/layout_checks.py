@@ -27,6 +27,11 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
             f"parallel.ep={parallel.ep} and parallel.etp={parallel.expert_tp} with parallel.tp={parallel.tp} need "
             "parallel.sp=true: each rank dispatches its own tokens to the experts. Set it."
         )
+    if architecture.indexer is not None and parallel.cp > 1:
+        raise UsageError(
+            f"parallel.cp={parallel.cp}: the keys of a query are selected on one rank ({architecture.family}). Leave "
+            "parallel.cp out, and use parallel.tp for long samples."
+        )
     check_stages(architecture, parallel.pp, parallel.vpp)
     without_mtp = {
         "parallel.cp": parallel.cp > 1,

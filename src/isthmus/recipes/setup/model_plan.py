@@ -22,6 +22,7 @@ from isthmus.families.matched_tensors import (
     frozen_tensors,
     hidden_matrices,
     trained_tensors,
+    untrained_tensors,
     values_by_pattern,
 )
 from isthmus.families.registry import family_for
@@ -89,6 +90,7 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
     else:
         saved = saved_tensors(family, architecture, modules_to_save(config, existing), adapters)
         frozen = frozenset(trained_tensors(family, architecture)) - saved
+    frozen |= untrained_tensors(family, architecture)
     if existing is not None:
         values = MergedWeights(weights.source, family, architecture, existing, factor=0.0)
         weights = replace(weights, source=values)
@@ -132,7 +134,7 @@ def _teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
     check_layout(arch, parallel)
     _check_positions(config, arch)
     weights = replace(weights, source=PartOfWeights(weights.source, family, weights.arch, arch), arch=arch)
-    frozen = frozenset(trained_tensors(family, arch))
+    frozen = frozenset(trained_tensors(family, arch)) | untrained_tensors(family, arch)
     return ModelPlan(
         source, weights, family, arch, parallel, student.world_size, frozen=frozen, least_vocab_size=tokens
     )
@@ -205,6 +207,7 @@ def check_training_settings(config: RunConfig, plan: ModelPlan) -> None:
     """The checks of :func:`check_training` that do not depend on the layout."""
     plan.family.check_training(plan.source.config)
     _check_positions(config, plan.architecture)
+    _check_selected_keys(config.data.seq_length, plan)
     _check_optimizer(config.optim, plan)
     _check_expert_bias(config, plan)
     check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
@@ -252,6 +255,22 @@ def _check_expert_bias(config: RunConfig, plan: ModelPlan) -> None:
             raise UsageError(
                 f"train.freeze: {pattern} matches {frozen[0]}, and {setting} changes it. Leave one of them out."
             )
+
+
+def _check_selected_keys(longest: int, plan: ModelPlan) -> None:
+    """Refuse samples of ``longest`` tokens if the keys of their queries cannot be selected."""
+    family, indexer = plan.architecture.family, plan.architecture.indexer
+    if indexer is None or longest <= indexer.top_k:
+        return
+    length = f"data.seq_length={longest} is more than index_topk={indexer.top_k} ({family}), and beyond it"
+    if indexer.shared_layers:
+        raise UsageError(
+            f"{length} layers that share the selected keys of another are not supported. Use {indexer.top_k} or less."
+        )
+    if plan.dropout.attention > 0:
+        raise UsageError(
+            f"{length} attention has no dropout. Set train.attention_dropout=0, or use {indexer.top_k} or less."
+        )
 
 
 def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
