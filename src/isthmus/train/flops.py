@@ -36,8 +36,8 @@ def flops_per_batch(
 
     A matmul is 2 FLOPs per weight and token; the backward pass is twice the forward pass (Kaplan et al. 2020, section
     2.1; Chowdhery et al. 2022, appendix B). Only routed experts count. Attention is causal within each sample: L tokens
-    are L^2 / 2 pairs, each 2 D FLOPs for the score and 2 D for the value, per head. An indexer has a forward pass only, and
-    attention then has the selected pairs. Softmax, norms and the optimizer are not counted.
+    are L^2 / 2 pairs, each 2 D FLOPs for the score and 2 D for the value, per head. An indexer has only a forward pass,
+    and attention then the selected pairs. Softmax, norms and the optimizer are not counted.
 
     Args:
         num_tokens: without padding.

@@ -13,7 +13,10 @@ KEYS = {name: key for name, key in deepseek_v3.FAMILY.keys.items() if name not i
     "mla.q_lora_rank": Key("q_lora_rank", default=1536),
     "mtp_layers": replace(mtp.KEY, default=0),
 }
-FIXED = deepseek_v3.FAMILY.fixed | {"mlp_bias": Fixed((False,), "biases of linear layers are not supported")}
+FIXED = {
+    **deepseek_v3.FAMILY.fixed,
+    "mlp_bias": Fixed((False,), "biases of linear layers are not supported"),
+}
 RULES = (*decoder.EMBEDDING, *_LAYER, *mtp.mtp_rules(_LAYER), *decoder.HEAD)
 
 FAMILY = Family(
@@ -23,7 +26,7 @@ FAMILY = Family(
     | key_indexer.keys(heads=64)
     | {"max_position_embeddings": Key("max_position_embeddings", default=163840)},
     fixed=FIXED,
-    traits=deepseek_v3.FAMILY.traits | {"rotary_interleaved": True},
+    traits={**deepseek_v3.FAMILY.traits, "rotary_interleaved": True},
     derived=mla.DERIVED | {"moe.dense_layers": expert_tensors.mlp_layer_types(dense=3, key="first_k_dense_replace")},
     sliding_window="unread",
     rules=RULES,

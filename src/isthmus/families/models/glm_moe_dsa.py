@@ -47,8 +47,8 @@ FAMILY = Family(
         "moe.group_top_k": Key("topk_group", default=1),
     },
     fixed=deepseek_v32.FIXED,
-    traits=deepseek_v32.FAMILY.traits | {"indexer.rotary_interleaved": True},
-    derived=deepseek_v32.FAMILY.derived | {"indexer.shared_layers": Derived(_shared, _listed)},
+    traits={**deepseek_v32.FAMILY.traits, "indexer.rotary_interleaved": True},
+    derived={**deepseek_v32.FAMILY.derived, "indexer.shared_layers": Derived(_shared, _listed)},
     sliding_window="unread",
     rules=deepseek_v32.RULES,
 )
