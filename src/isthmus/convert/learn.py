@@ -91,6 +91,8 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
     """Infer the family of a config, even if the model type has a family already."""
     architecture = architecture_of(config)
     effective = effective_config(config)
+    if effective.get("is_encoder_decoder"):
+        raise UsageError("the model has an encoder; only decoders are supported.")
     log(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     families = {name: family for name, family in all_families().items() if name != config["model_type"]}
     open_groups(ParallelConfig(), detect(), seed=0)

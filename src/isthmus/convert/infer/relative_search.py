@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.discover.config_inference import METADATA
 from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
 from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
-from isthmus.families.discover.small_config import FIRST, SECOND, size_keys, small_config
+from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, size_keys, small_config
 from isthmus.families.family import Family
 from isthmus.hf.tiny_model import effective_config
 
-MAX_CANDIDATES = 200
+MAX_CANDIDATES = 80
 Log = Callable[[str], None]
 
 
@@ -42,17 +42,15 @@ class RelativeSearch:
     def run(self) -> Data | None:
         """The data of the family; None if no candidate has the tensors and the logits of the model."""
         try:
-            first, second = (
-                build_first(self._scratch / name, sizes, partial(small_config, self._config), seed=seed)[0]
-                for name, sizes, seed in (("small", FIRST, 1), ("larger", SECOND, 2))
-            )
+            first = self._probe("small", FIRST, seed=1)
         except UsageError as error:
             self._log(f"no model with small sizes: {error}")
             return None
-        for data, description in self._candidates(first):
+        for data, description, difference in self._candidates(first):
             family = read_related(data, self._families)
-            differences = [self._difference(family, probe) for probe in (first, second)]
-            if not max(differences) <= TOLERANCE:
+            second = self._probe(f"larger-{self.tried}", SECOND, seed=2)
+            differences = [difference, self._difference(family, second)]
+            if not differences[1] <= TOLERANCE:
                 self._log(f"like {description}, but logits differ with other sizes")
                 continue
             for probe in (first, second):
@@ -63,8 +61,11 @@ class RelativeSearch:
             return data | {"proof": {"max_abs_difference": differences}}
         return None
 
-    def _candidates(self, probe: ProbeModel) -> Iterator[tuple[Data, str]]:
-        """Those that agree with one probe model."""
+    def _probe(self, name: str, sizes: Sequence[SmallSizes], seed: int) -> ProbeModel:
+        return build_first(self._scratch / name, sizes, partial(small_config, self._config), seed=seed)[0]
+
+    def _candidates(self, probe: ProbeModel) -> Iterator[tuple[Data, str, float]]:
+        """Those that agree with one probe model, and the difference of logits."""
         shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
         unknown = Unknown(
             str(self._config["model_type"]), self._architecture, probe.folder.config, self._defaults, shapes
@@ -73,7 +74,7 @@ class RelativeSearch:
             self.tried += 1
             difference = self._difference(read_related(data, self._families), probe)
             if difference <= TOLERANCE:
-                yield data, description
+                yield data, description, difference
 
     def _difference(self, family: Family, probe: ProbeModel) -> float:
         try:

@@ -85,8 +85,6 @@ class ConfigInference:
     def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """``effective``: the config with the defaults of transformers filled in."""
         self.effective, self.defaults = effective, defaults
-        if effective.get("is_encoder_decoder"):
-            raise UsageError("the model has an encoder; only decoders are supported.")
         for name, value in effective.items():
             if isinstance(value, Mapping) and value and not METADATA.fullmatch(name) and name not in ROPE:
                 raise UsageError(f"config.json: {name} is an object; nested settings are not supported.")

@@ -6,6 +6,7 @@ meaning was verified, and those that must keep their value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,6 +20,8 @@ from isthmus.families.rules.rule import Shape, field_of, renamed
 
 _UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 """What a family raises for the config of another."""
+_MOST_DIFFERING = 8
+"""Names that a candidate and the model may not share; another trait can add or remove some."""
 _ROOTS = "embedding.word_embeddings.weight"
 _SQUARE_ROOT = "hidden_size**0.5"
 Data = dict[str, Any]
@@ -116,7 +119,7 @@ def related_candidates(unknown: Unknown, families: Mapping[str, Family]) -> Iter
     """Data of candidates that have the model's tensors, with a description: families first, then other traits."""
     found: list[tuple[Family, Data]] = []
     for base in _nearest(unknown.config, families):
-        if (data := _like(base, unknown)) is not None:
+        if (data := _like(base, unknown)) is not None and _differing_names(data, unknown, families) <= _MOST_DIFFERING:
             donated = _with_donors(data, unknown, families)
             found += [(base, data), *([(base, donated)] if donated["settings_of"] else [])]
     seen: list[Architecture] = []
@@ -205,6 +208,17 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
                 donors[name] = [donor.name, "keys" if name in donor.keys else "derived"]
                 unread = unread - own
     return data | {"settings_of": donors, "traits": {k: v for k, v in data["traits"].items() if k not in donors}}
+
+
+def _differing_names(data: Data, unknown: Unknown, families: Mapping[str, Family]) -> int:
+    """How many names only the candidate or only the model has; all layers and experts count as one."""
+    try:
+        family = read_related(data, families)
+        names = family.hf_shapes(family.to_architecture(unknown.config)).keys()
+    except _UNREADABLE:
+        return _MOST_DIFFERING + 1
+    ours, theirs = ({re.sub(r"\d+", "N", name) for name in side} for side in (names, unknown.shapes))
+    return len(ours ^ theirs)
 
 
 def _renaming(base: Family, shapes: Mapping[str, Shape]) -> dict[str, str]:
