@@ -84,10 +84,13 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
 def _build(model_type: str, folder: Path) -> Path:
     """A random model with the defaults of its type, and the first sizes with which it runs."""
     from isthmus.errors import IsthmusError
+    from isthmus.families.discover.setting_values import independent_defaults
     from isthmus.families.discover.small_config import FIRST, SIZE_NAMES, small_config
-    from isthmus.hf.tiny_model import default_config, save_random_model, saved_model_logits
+    from isthmus.hf.tiny_model import default_config, effective_config, save_random_model, saved_model_logits
 
     default = default_config(model_type) | OWN_SETTINGS.get(model_type, {})
+    own = independent_defaults(default, lambda name, value: effective_config({"model_type": model_type, name: value}))
+    default = {name: value for name, value in default.items() if name in own or not isinstance(value, int)}
     # Some classes have no default for a size that they need.
     complete = default | {name: LARGE for name in SIZE_NAMES if default.get(name, 0) is None}
     failures = []

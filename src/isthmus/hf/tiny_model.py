@@ -21,14 +21,19 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 from transformers import __version__ as transformers_version
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from isthmus.data.chat.template_capabilities import CHATML
@@ -241,7 +246,7 @@ def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> Non
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         with torch.random.fork_rng(devices=[]), no_progress_bars():
             torch.manual_seed(seed)
-            model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            model: Any = _class_of(settings).from_config(settings, dtype=torch.float32)
             for tensor in [*model.parameters(), *_saved_buffers(model)]:
                 _draw(tensor)
             model.save_pretrained(folder)
@@ -251,12 +256,18 @@ def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> Non
         raise UsageError(f"transformers cannot build a small model with this config: {_short_reason(error)}.") from None
 
 
+def _class_of(config: PreTrainedConfig) -> Any:
+    """The class that builds the whole model, with the towers of a multimodal one."""
+    multimodal = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
 def saved_model_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
     """Float32 logits [S, V] for each sample, int64 [S]; ``changes`` override settings of the saved config."""
     try:
         with no_progress_bars(), torch.inference_mode():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = _class_of(config).from_pretrained(
                 folder, config=config, dtype=torch.float32, local_files_only=True
             )
             return [model.eval()(input_ids=sample[None], use_cache=False).logits[0].clone() for sample in samples]
