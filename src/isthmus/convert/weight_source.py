@@ -100,6 +100,8 @@ class RandomWeights:
 
     def _draw(self, name: str) -> Tensor:
         meta, init = self.tensors[name], self._init[name]
+        if isinstance(init, float):
+            return torch.full(meta.shape, init, dtype=meta.dtype)
         constants = {"ones": self._gain_of_one, "zeros": 0.0, "plain_ones": 1.0}
         if init in constants:
             return torch.full(meta.shape, constants[init], dtype=meta.dtype)

@@ -11,7 +11,7 @@ from torch import nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
-from isthmus.engine.layers.activation import Activation, activation_function
+from isthmus.engine.layers.activation import Activation, Xielu, activation_function
 from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
@@ -92,8 +92,12 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
     return MLPSubmodules(
         linear_fc1=fc1,
         linear_fc2=fc2,
-        activation_func=ModuleSpec(
-            module=Activation,
-            params={"function": activation_function(architecture.activation, gated=architecture.gated)},
-        ),
+        activation_func=activation_spec(architecture),
     )
+
+
+def activation_spec(architecture: Architecture) -> ModuleSpec | type:
+    if architecture.activation == "xielu":
+        return Xielu
+    function = activation_function(architecture.activation, gated=architecture.gated)
+    return ModuleSpec(module=Activation, params={"function": function})

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from isthmus.errors import DataError
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
 Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention"]
 """What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]

@@ -19,7 +19,7 @@ ATTENTION = "attention: T (queries, keys, values, rotated queries and keys, outp
 """Name of the part of :func:`layer_terms` that latent attention replaces."""
 _MLP = {
     ("silu", True): 3, ("gelu", True): 4, ("relu", True): 4, ("relu2", True): 5,
-    ("silu", False): 2, ("gelu", False): 2, ("relu", False): 1, ("relu2", False): 2,
+    ("silu", False): 2, ("gelu", False): 2, ("relu", False): 1, ("relu2", False): 2, ("xielu", False): 2,
 }  # fmt: skip
 """[T, F] tensors saved by a feed-forward block, by activation and gating."""
 

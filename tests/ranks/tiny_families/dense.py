@@ -105,6 +105,7 @@ FAMILIES: dict[str, TinyFamily] = {
             "gpt_bigcode-many-groups": ({"multi_query": False, "n_inner": 48}, {"multi_query": True}),
         },
     ),
+    "apertus": TinyFamily(logits={"apertus": ({}, {"rope_parameters": _PLAIN | {"rope_theta": 12000000.0}})}),
     "olmo": TinyFamily(
         sizes={"head_dim": 8},
         logits={

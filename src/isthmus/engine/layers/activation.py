@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from isthmus.engine.compiled import compiled_on_gpu, compiles
@@ -115,3 +117,62 @@ class Activation(nn.Module):
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """Megatron-Core's MLP calls it on each submodule."""
         return {}
+
+
+class Xielu(nn.Module):
+    """xIELU (arXiv 2411.13010): ``beta x`` plus a parabola above zero and an exponential below, of learned sizes.
+
+    ``beta`` and ``eps`` are not trained.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+            trained = name.startswith("alpha")
+            value = torch.zeros(1, dtype=config.params_dtype)
+            self.register_parameter(name, nn.Parameter(value, requires_grad=trained))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` has this rank's channels; the gradients of the parameters are summed over the ranks."""
+        sizes = (copy_to_tensor_model_parallel_region(size) for size in (self.alpha_p, self.alpha_n))
+        return _XieluFunction.apply(x, *sizes, self.beta, self.eps)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets)
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    above, below = nn.functional.softplus(alpha_p), beta + nn.functional.softplus(alpha_n)
+    curve = torch.where(x > 0, above * x * x, (torch.expm1(torch.minimum(x, eps)) - x) * below)
+    return curve + beta * x
+
+
+class _XieluFunction(torch.autograd.Function):
+    """Saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _xielu_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_xielu_backward(grads[0], *ctx.saved_tensors), None, None)
+
+
+@compiled_on_gpu
+def _xielu_forward(*inputs: Tensor) -> Tensor:
+    return _xielu(*inputs)
+
+
+@compiled_on_gpu
+def _xielu_backward(
+    grad: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, *constants: Tensor
+) -> tuple[Tensor, ...]:
+    def of_trained(*inputs: Tensor) -> Tensor:
+        return _xielu(*inputs, *constants)
+
+    return cast(tuple[Tensor, ...], torch.func.vjp(of_trained, x, alpha_p, alpha_n)[1](grad))

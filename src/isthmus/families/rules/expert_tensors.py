@@ -24,6 +24,7 @@ EXPERT_BIAS = where(
         layers="moe",
         init="zeros",
         dtype="float32",
+        trained=False,
     ),
 )
 EXPERTS = decoder.mlp(

@@ -21,10 +21,10 @@ from isthmus.families.architecture import Architecture
 
 Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up", "parts"]
 """``gate_up``: both halves of the rows, each by rows; ``parts``: each part of the rule, by rows."""
-Init = Literal["normal", "ones", "zeros", "plain_ones", "log_decay", "time_step"]
+Init = Literal["normal", "ones", "zeros", "plain_ones", "log_decay", "time_step"] | float
 """``ones`` is a gain of one, which is 0 in models with zero-centered norms; ``plain_ones`` is 1. ``log_decay``:
 logarithm of a uniform number from 0.01 to 16; ``time_step``: inverse softplus of a number whose logarithm is uniform,
-from 0.001 to 0.1 (arXiv 2405.21060)."""
+from 0.001 to 0.1 (arXiv 2405.21060); a number: that constant."""
 Shape = tuple[int, ...]
 WINDOWED = "w"
 """Suffix of the symbols of sliding-window layers."""
@@ -74,6 +74,10 @@ class Rule:
     """The Hugging Face tensor has an extra first axis: the layer's experts, or 1 if it belongs to no expert."""
     init: Init = "normal"
     """Random initialization."""
+    trained: bool = True
+    """The tensor is a parameter; otherwise it has no gradient."""
+    scalar: bool = False
+    """The Hugging Face tensor has no axes; in Megatron-Core it is [1]."""
     dtype: Literal["float32"] | None = None
     """Dtype in Megatron-Core, if it is not the model's."""
     when: str | None = None
@@ -118,6 +122,8 @@ class Rule:
             found[part.name] = (found[part.name][0] + rows if part.name in found else rows, *tail)
         if self.transposed:
             found = {name: shape[::-1] for name, shape in found.items()}
+        if self.scalar:
+            found = dict.fromkeys(found, ())
         if self.stacked:
             found = {name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in found.items()}
         return found

@@ -38,10 +38,13 @@ class TensorSlice:
     local: Index
     transposed: bool = False
     stacked: bool = False
+    scalar: bool = False
 
     def view(self, tensor: Tensor) -> Tensor:
         """A view of this rank's ``tensor``, in the shape of the Hugging Face rectangle."""
         found = tensor[self.local]
+        if self.scalar:
+            return found.view(())
         if self.transposed:
             found = found.mT if found.dim() > 1 else found
         return found[None] if self.stacked else found
@@ -120,8 +123,10 @@ def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert
             hf = hf[::-1]
         if rule.stacked:
             hf = (slice(expert, expert + 1), *hf)
+        if rule.scalar:
+            hf = ()
         here = (slice(low + shift, high + shift), *local_columns)
-        found.append(TensorSlice(b.part, hf, here, rule.transposed, rule.stacked))
+        found.append(TensorSlice(b.part, hf, here, rule.transposed, rule.stacked, rule.scalar))
     return found
 
 

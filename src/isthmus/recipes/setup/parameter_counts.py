@@ -48,7 +48,7 @@ class ParameterCounter:
         self._rules: dict[int, Rule] = {}
         experts: defaultdict[tuple[int, str, tuple[int, _Adapters]], list[int]] = defaultdict(list)
         for name, placement in placements.items():
-            if name in left_out or name.endswith("expert_bias"):
+            if name in left_out or not placement.rule.trained:
                 continue
             if is_mtp_copy(name) and not _MTP_EMBEDDING.match(name):
                 continue
