@@ -18,7 +18,9 @@ from ranks.tiny import VOCAB, tiny_config
 FAMILIES = sorted(name for name, family in all_families().items() if name in CONFIG_MAPPING and family.nested is None)
 READ_IN_OTHER_CONFIGS = {
     "deepseek_v2": {"n_group", "topk_group"},  # with grouped experts
+    "deepseek_v32": {"first_k_dense_replace"},  # without mlp_layer_types
     "exaone4": {"sliding_window_pattern"},  # without layer_types
+    "glm_moe_dsa": {"first_k_dense_replace"},  # without mlp_layer_types
     "phi3": {"original_max_position_embeddings"},  # with rope scaling
     "smollm3": {"no_rope_layer_interval"},  # without no_rope_layers
 }

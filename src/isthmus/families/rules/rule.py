@@ -74,8 +74,6 @@ class Rule:
     """The Hugging Face tensor has an extra first axis: the layer's experts, or 1 if it belongs to no expert."""
     init: Init = "normal"
     """Random initialization."""
-    trained: bool = True
-    """The tensor is a parameter; otherwise it has no gradient."""
     scalar: bool = False
     """The Hugging Face tensor has no axes; in Megatron-Core it is [1]."""
     dtype: Literal["float32"] | None = None
