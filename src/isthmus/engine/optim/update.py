@@ -20,6 +20,7 @@ from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_
 from torch import Tensor
 
 from isthmus.engine.optim.optimizer import chain
+from isthmus.engine.upstream.megatron_features import grads_for_norm
 
 
 def reduce_and_scale_grads(model: list[Any], count: Tensor | None = None, **groups: Any) -> None:
@@ -47,7 +48,7 @@ def prepare_grads(optimizer: MegatronOptimizer) -> Tensor:
             overflow = torch.maximum(overflow, _unscale(one))
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
     for one in chain(optimizer):
-        by_group.setdefault(one.get_grad_stats_parallel_group(), []).extend(one.get_main_grads_for_grad_norm())
+        by_group.setdefault(one.get_grad_stats_parallel_group(), []).extend(grads_for_norm(one))
     squares = [_squared_norm(grads, group, overflow) for group, grads in by_group.items()]
     return torch.cat([torch.stack(squares).double().sum(0), overflow.double(), optimizer.get_loss_scale().double()])
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import functools
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @functools.cache
@@ -14,6 +18,13 @@ def saves_common_state_object() -> bool:
     It reads ``common.pt`` as well, older versions only that. Does not import megatron.core.
     """
     return '"common_state"' in _source("dist_checkpointing/serialization.py")
+
+
+def grads_for_norm(optimizer: Any) -> list[Tensor]:
+    """The gradients of this rank that count in the gradient norm; 0.19 renamed the method."""
+    own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    grads: list[Tensor] = own()
+    return grads
 
 
 def _source(name: str) -> str:
