@@ -42,7 +42,7 @@ def load_into_megatron_model(
     ours = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
     wanted = live_tensors(ours)
     args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
-    theirs = _megatron_model(args, tp, pp)
+    theirs = build_megatron_model(args, tp, pp)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.zero_()
@@ -58,7 +58,7 @@ def load_into_megatron_model(
     return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
 
 
-def _megatron_model(args: Namespace, tp: int, pp: int) -> GPTModel:
+def build_megatron_model(args: Namespace, tp: int, pp: int) -> GPTModel:
     """Build the model from arguments like Megatron-LM's ``gpt_builders.py``."""
     fields = {
         field.name: getattr(args, field.name)
