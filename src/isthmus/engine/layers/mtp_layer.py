@@ -7,6 +7,7 @@ k + 1 positions later. As in Megatron-Core, the first depth takes the hidden sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -43,6 +44,11 @@ class MtpLayer(MegatronModule):
         )
         self.transformer_layer = build_layer(architecture, config, architecture.num_layers + depth - 1)
         self.final_layernorm = build_norm(architecture, config)
+
+    @property
+    def mtp_model_layer(self) -> Any:
+        """Its name in megatron-core 0.17 and newer, whose schedules read it; in checkpoints the older one stays."""
+        return self.transformer_layer
 
     def forward(self, hidden: Tensor, embedded: Tensor, tables: Tensor | None, batch: PackedBatch) -> Tensor:
         """Compute the input of the output layer and of the next depth, of the shape of ``hidden`` and ``embedded``.
