@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all bench-dry fuzz torture flips upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -56,6 +56,27 @@ test: $(STAMP)  ## The tests that run on a CPU, without further layouts and mode
 
 test-all: $(STAMP)  ## Every test that runs on a CPU: before a release, and after a change of the engine
 	$(PYTEST)
+
+# The engine with the oldest and the newest megatron-core, and the checkpoints of all under each other. Wheels of 0.17 and
+# newer are for Python 3.12: older ones install them anyway, without the compiled dataset helpers.
+MEGATRON_VERSIONS := 0.16 0.17 0.18 0.19
+MEGATRON_CORE := build/megatron-core
+ENGINE_TESTS := tests/unit/engine tests/parity/test_logits.py $(addprefix tests/ranks/test_, $(addsuffix .py, \
+	layouts pipeline mtp experts fsdp ddp_overlap context_parallel precision optimizers checkpoint converted_checkpoints lora)) \
+	--ignore=tests/unit/engine/upstream/test_dataset_helpers.py
+
+$(MEGATRON_CORE)/%/.done: $(STAMP)
+	@rm -rf $(@D)
+	@other=; test $* = 0.16 || $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	other='--python-version 3.12 --only-binary=:all: --ignore-requires-python'; $(PIP) --no-deps --target $(@D) $$other 'megatron-core==$*.*'
+	@touch $@
+
+# The plugin imports isthmus.engine first: without Triton, megatron-core 0.18 and newer cannot be imported alone.
+test-megatron-core: $(MEGATRON_VERSIONS:%=$(MEGATRON_CORE)/%/.done)  ## The engine with the oldest and the newest megatron-core; needs network
+	@set -e; for version in $(firstword $(MEGATRON_VERSIONS)) $(lastword $(MEGATRON_VERSIONS)); do \
+	echo "megatron-core $$version"; PYTHONPATH=$(CURDIR)/$(MEGATRON_CORE)/$$version \
+	$(PYTEST) -p isthmus.engine -m "not thorough" $(ENGINE_TESTS); done
+	ISTHMUS_MEGATRON_CORE=$(CURDIR)/$(MEGATRON_CORE) $(PYTEST) tests/megatron_versions
 
 bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it works: when one has changed
 	$(PYTEST) tests/benchmarks

@@ -1,4 +1,4 @@
-"""Run by test_versions.py in a process with one version of megatron-core: writes checkpoints, and reads those of others.
+"""Run by test_versions.py in a process with one version of megatron-core: writes checkpoints, reads those of others.
 
 ``python version_tasks.py write|read SETTINGS`` prints a JSON object.
 """

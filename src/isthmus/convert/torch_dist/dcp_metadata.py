@@ -111,6 +111,7 @@ _OTHER_TYPES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,  # Python 3.13
     # megatron-core 0.14 and 0.15, with the shapes of flattened optimizer state, which is not converted
     (_MEGATRON, "MCoreMetadata"): Metadata,
 }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from isthmus.engine.upstream.compat import deferred_compile
+from isthmus.engine.upstream.compat import _without_triton, deferred_compile
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -52,6 +55,18 @@ def test_imports_are_quiet_and_do_not_compile() -> None:
         f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {loaded}"
     )
     assert (ours.stdout, ours.stderr) == ("False\n", "")
+
+
+def test_stand_in_for_triton() -> None:
+    """As in megatron.core.transformer.moe.paged_stash of 0.18: an annotated kernel, and imports of other modules."""
+    module = ModuleType("kernels")
+    code = (
+        "import json\nimport triton\nimport triton.language as tl\nfrom pathlib import Path\n"
+        "@triton.jit\ndef kernel(x, size: tl.constexpr): return x"
+    )
+    exec(code, vars(_without_triton(module)))
+    assert module.kernel(3, 1) == 3 and (module.json, module.Path) == (json, Path)
+    assert "triton" not in sys.modules or find_spec("triton") is not None
 
 
 def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
