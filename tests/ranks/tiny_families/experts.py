@@ -19,6 +19,7 @@ _LATENT = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "v_head_dim": 6},
     **{"qk_rope_head_dim": 8, "head_dim": 8, "n_shared_experts": 2},
 }
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
 
 
@@ -106,5 +107,33 @@ FAMILIES: dict[str, TinyFamily] = {
     "kimi_k2": TinyFamily(
         sizes=_LATENT | _ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
         logits={"kimi_k2": ({}, {"routed_scaling_factor": 1.0})},
+    ),
+    "exaone_moe": TinyFamily(
+        sizes=_EXPERTS | {"num_experts": 6, "head_dim": 8, "sliding_window": 5},
+        logits={
+            "exaone_moe": (_GROUPS, {"topk_group": 1}),
+            "exaone_moe-layers": (
+                {"layer_types": [_FULL, _SLIDING] * 2, "mlp_layer_types": ["sparse", "dense"] * 2},
+                {"layer_types": [_SLIDING, _FULL] * 2},
+            ),
+        },
+    ),
+    "hunyuan_v1_moe": TinyFamily(
+        sizes={"num_experts": 6, "moe_topk": 2},
+        logits={
+            "hunyuan_v1_moe": ({"attention_bias": True}, {"moe_topk": 1}),
+            "hunyuan_v1_moe-alpha": (
+                {"rope_parameters": _ALPHA, "moe_topk": [2] * 4},
+                {},
+            ),
+        },
+    ),
+    "afmoe": TinyFamily(
+        sizes=_EXPERTS | {"num_experts": 6, "sliding_window": 5},
+        logits={
+            "afmoe": ({"mup_enabled": True, "route_scale": 2.0}, {"mup_enabled": False}),
+            "afmoe-layers": ({"layer_types": [_FULL, _SLIDING] * 2, "num_dense_layers": 2}, {"layer_types": None}),
+        },
+        training={"mup_enabled": True},
     ),
 }
