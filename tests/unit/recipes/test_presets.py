@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from isthmus.config.load import load_config
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.model import ModelConfig
 from isthmus.families.registry import family_for
 from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
+from isthmus.recipes.setup.memory_estimate import estimate_memory
+from isthmus.recipes.setup.model_plan import plan_model
 
-OF_ID = {"Qwen/Qwen3-0.6B": "qwen3-0.6b", "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
-"""Model presets of the Hub ids that presets name."""
+OF_ID = {"meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
+"""Model presets of Hub ids that are not named like them."""
 OPTIONS = {"--data": "data", "--out": "out", "--nproc": None}
 
 
@@ -38,11 +42,19 @@ def opened(name: str) -> tuple[RunConfig, int]:
     return load_config(recipe, file, overrides, flags), world
 
 
+def model_preset(config: RunConfig) -> str:
+    """The preset with the config.json of the model."""
+    path = str(config.model.path)
+    if config.model.init == "random":
+        return path
+    return f"preset:{OF_ID.get(path, path.partition('/')[2].lower())}"
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_preset_layout_fits_its_model(name: str) -> None:
     config, world = opened(name)
     assert config.model.path is not None
-    model = read_model(config.model.path if config.model.init == "random" else f"preset:{OF_ID[config.model.path]}")
+    model = read_model(model_preset(config))
     family = family_for(model)
     arch = family.to_architecture(model)
     family.check_training(model)
@@ -80,3 +92,18 @@ def test_benchmark_presets_have_the_published_settings() -> None:
         "qwen2.5-7b": (10, 640, 2048, "bf16"),
         "qwen2.5-72b-fsdp": (4, 32, 2048, "bf16"),
     }
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-sft", "-lora"))])
+def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
+    """As a run estimates it before it starts; benchmarks have the settings of their publication."""
+    named = re.search(r"GPUs? of (\d+) GB", " ".join(opening_lines(config_path(f"preset:{name}"))))
+    assert named is not None
+    capacity = int(named[1]) * 2**30
+    config, world = opened(name)
+    random = ModelConfig(path=model_preset(config), init="random")
+    config = config.model_copy(update={"model": random})
+    estimate = estimate_memory(
+        plan_model(config, world_size=world), config, config.train.precision or "bf16", gpu_bytes=capacity
+    )
+    assert estimate.total < 0.95 * capacity, str(estimate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import UsageError
 from isthmus.families.family import Derived, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import in_layer
@@ -55,12 +55,8 @@ def _heads(hf: Mapping[str, Any]) -> int:
 
 
 def _width(hf: Mapping[str, Any]) -> int:
-    """Width of a head's queries. ``head_dim`` counts the rotary channels only."""
-    rotated = KEYS["mla.qk_rope_head_dim"].read(hf)
-    if hf.get("head_dim") not in (None, rotated):
-        raise DataError(f"config.json: head_dim={hf['head_dim']} is not qk_rope_head_dim={rotated}. Leave it out.")
-    plain: int = KEYS["mla.qk_nope_head_dim"].read(hf)
-    return plain + int(rotated)
+    """Width of a head's queries. The classes of transformers overwrite ``head_dim``."""
+    return int(KEYS["mla.qk_nope_head_dim"].read(hf) + KEYS["mla.qk_rope_head_dim"].read(hf))
 
 
 DERIVED = {
