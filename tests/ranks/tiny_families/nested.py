@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ranks.tiny_families.delta_net import DELTA, EXPERTS
 from ranks.tiny_families.tiny_family import LATENT, TinyFamily
 
 _VISION: dict[str, Any] = {
@@ -20,6 +21,11 @@ _MINISTRAL3: dict[str, Any] = {"rope_parameters": _GROWING | {"llama_4_scaling_b
 _KIMI_VISION: dict[str, Any] = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
     **{"pos_emb_height": 4, "pos_emb_width": 4},
+}
+
+_QWEN_VISION: dict[str, Any] = {
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32},
+    **{"num_position_embeddings": 16, "spatial_merge_size": 2},
 }
 
 FAMILIES: dict[str, TinyFamily] = {
@@ -54,6 +60,17 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
         },
         training=_MINISTRAL3,
+    ),
+    "qwen3_5": TinyFamily(
+        sizes=DELTA,
+        around={"vision_config": _QWEN_VISION},
+        logits={"qwen3_5": ({"tie_word_embeddings": True}, {"full_attention_interval": 4})},
+    ),
+    "qwen3_5_moe": TinyFamily(
+        sizes=DELTA | EXPERTS,
+        around={"vision_config": _QWEN_VISION},
+        logits={"qwen3_5_moe": ({}, {"num_experts_per_tok": 1})},
+        layouts=({"ep": 2},),
     ),
     "kimi_k25": TinyFamily(
         sizes=LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},

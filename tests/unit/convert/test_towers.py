@@ -133,3 +133,23 @@ def test_settings_of_quantization_in_the_section() -> None:
     quantized = {"quant_method": "compressed-tensors"}
     folder = ModelFolder(Path("any"), {"text_config": {"quantization_config": quantized, "hidden_size": 8}})
     assert folder.quantization == quantized and folder.config == {"text_config": {"hidden_size": 8}}
+
+
+def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
+    base = build_model_folder(tmp_path / "base", "qwen3_5_moe")
+    whole = load_file(base / "model.safetensors")
+    fused = {name: tensor for name, tensor in whole.items() if ".experts." not in name}
+    for layer in range(4):
+        owner = f"model.language_model.layers.{layer}.mlp.experts"
+        each = {
+            leaf: torch.stack([whole[f"{owner}.{expert}.{leaf}_proj.weight"] for expert in range(6)])
+            for leaf in ("gate", "up", "down")
+        }
+        fused |= {f"{owner}.gate_up_proj": torch.cat([each["gate"], each["up"]], 1), f"{owner}.down_proj": each["down"]}
+    other = shutil.copytree(base, tmp_path / "other")
+    save_file({name: tensor.contiguous() for name, tensor in fused.items()}, other / "model.safetensors")
+    assert "one tensor for all experts" in convert(other, tmp_path / "megatron").notes[0]
+    compare_models(base, tmp_path / "megatron")
+    compare_models(base, other)
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()

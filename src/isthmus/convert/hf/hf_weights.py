@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.hf.dequantize import DequantizedWeights
+from isthmus.convert.hf.fused_experts import split_experts
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
 from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
 from isthmus.errors import DataError, MissingInput, UsageError
@@ -50,6 +51,9 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         prefix, names = prefixed
         source = RenamedWeights(source, names)
         notes.append(f"tensor names lack the prefix '{prefix}', which is added")
+    if (split := split_experts(source, family)) is not None:
+        source = split
+        notes.append("the file has one tensor for all experts of a layer: an export has one for each, as transformers")
     return OpenedHfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(notes))
 
 

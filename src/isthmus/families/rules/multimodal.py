@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from isthmus.families.family import Family
 from isthmus.families.nested import Nested
@@ -14,6 +15,14 @@ LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm
 LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 """These prefixes in the module paths of transformers."""
 LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
+QWEN: Mapping[str, Any] = {
+    "tied": False,
+    "names": {"model.": "model.language_model."},
+    "module_names": {},
+    "towers": ("model.visual.*", "mtp.*"),
+    "other_names": {},
+}
+"""Arguments of Qwen's multimodal models. transformers does not load their MTP layers, which are passed through."""
 LLAVA_OTHER_NAMES = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
