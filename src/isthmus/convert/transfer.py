@@ -79,6 +79,12 @@ class _Plan:
         return max(dict.fromkeys(dtypes), key=dtypes.count)
 
     @property
+    def num_tensors(self) -> int:
+        """In the files, with those of the towers."""
+        towers = 0 if self.model.towers is None else len(self.model.towers.tensors)
+        return towers + len(self.model.family.hf_shapes(self.model.arch) if self.format == "hf" else self.tensors)
+
+    @property
     def dropout(self) -> Dropout:
         """That of the Hugging Face config; without one, none."""
         folder = self.model.hf_folder
@@ -155,14 +161,13 @@ def convert(
         with disk_errors(staged.path):
             _write_small_files(plan, staged.path)
     model, is_hf = plan.model, plan.format == "hf"
-    num_towers = 0 if model.towers is None else len(model.towers.tensors)
     return ConversionResult(
         source=str(source),
         source_format=model.format,
         destination=str(destination),
         destination_format=plan.format,
         family=model.family.name,
-        num_tensors=(len(model.family.hf_shapes(model.arch)) if is_hf else len(plan.tensors)) + num_towers,
+        num_tensors=plan.num_tensors,
         num_bytes=num_bytes,
         time_s=time.monotonic() - start_s,
         megatron_flags=[] if plan.unsupported or is_hf else _megatron_flags(plan, Path(destination), spelling),
