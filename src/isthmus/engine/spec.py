@@ -11,18 +11,27 @@ from torch import nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
-from isthmus.engine.layers.activation import Activation, Xielu, activation_function
+from isthmus.engine.layers.activation import Activation, Xielu, activation_function, scaled_swiglu
 from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
+from isthmus.engine.layers.multiplied import multiplied
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet
+from isthmus.engine.mixers.mamba import MambaMixer
+from isthmus.engine.mixers.mamba2 import Mamba2Mixer
+from isthmus.engine.mixers.short_convolution import ShortConvolutionMixer
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.families.architecture import Architecture, Mixer
 
-MIXERS: dict[Mixer, tuple[str, type]] = {"gated_delta_net": ("self_attention", GatedDeltaNet)}
+MIXERS: dict[Mixer, tuple[str, type]] = {
+    "gated_delta_net": ("self_attention", GatedDeltaNet),
+    "mamba2": ("mixer", Mamba2Mixer),
+    "mamba": ("mixer", MambaMixer),
+    "short_convolution": ("mixer", ShortConvolutionMixer),
+}
 """Attribute of the layer and class of each mixer other than attention, see :func:`mixer_spec`."""
 
 
@@ -50,7 +59,7 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
 def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> LayerSpec:
     mixers, moe = architecture.mixers_of(layer), architecture.is_moe(layer)
     mlp = ModuleSpec(
-        module=MoeBlock if moe else DenseMlp,
+        module=MoeBlock if moe else multiplied(DenseMlp, 1.0, architecture.mlp_multipliers[1]),
         params={"moe": architecture.moe, "settings": settings, "layer": layer} if moe else {},
         submodules=mlp_modules(architecture, moe=moe),
     )
@@ -75,6 +84,8 @@ def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec
     if kind == "attention":
         return "self_attention", attention_spec(architecture)
     attribute, module = MIXERS[kind]
+    if kind == "mamba2" and architecture.mamba2 is not None:
+        module = multiplied(module, *architecture.mamba2.multipliers)
     return attribute, ModuleSpec(module=module, params={"architecture": architecture})
 
 
@@ -82,7 +93,7 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
     if architecture.mla is not None:
         return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
     params = {"architecture": architecture, "norm": norm_spec(architecture)}
-    return ModuleSpec(module=PackedSelfAttention, params=params)
+    return ModuleSpec(module=multiplied(PackedSelfAttention, *architecture.attention_multipliers), params=params)
 
 
 def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
@@ -100,4 +111,6 @@ def activation_spec(architecture: Architecture) -> ModuleSpec | type:
     if architecture.activation == "xielu":
         return Xielu
     function = activation_function(architecture.activation, gated=architecture.gated)
+    if (multiplier := architecture.mlp_multipliers[0]) != 1:
+        function = partial(scaled_swiglu, multiplier=multiplier)
     return ModuleSpec(module=Activation, params={"function": function})

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from isthmus.errors import DataError
+from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
-Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention"]
+Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "mamba2", "mamba", "short_convolution"]
 """What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
 Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 """Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
@@ -144,6 +145,8 @@ class Moe:
     top_k: int
     ffn_hidden_size: int
     """Width of one expert."""
+    latent_size: int | None = None
+    """Width of the inputs and outputs of routed experts, between two projections; None: the hidden size."""
     shared_ffn_hidden_size: int = 0
     """Total width of the shared experts; 0: none."""
     shared_gate: bool = False
@@ -156,6 +159,8 @@ class Moe:
     """The weights of the selected experts are divided by their sum."""
     normalize_min: float = 1e-20
     """Lower bound of the divisor."""
+    normalize_offset: float = 0.0
+    """Added to the divisor."""
     scaling_factor: float = 1.0
     """Multiplier of the final weights."""
     expert_bias: bool = False
@@ -297,16 +302,23 @@ class Architecture:
     """Each head has a learned logit in the softmax that has no value."""
     attention_gate: bool = False
     """The output of attention is multiplied by the sigmoid of a projection as wide as the queries."""
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    """Of the input and of the output of attention."""
     mla: Mla | None = None
     delta_net: DeltaNet | None = None
     """Of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
     indexer: KeyIndexer | None = None
     """Of latent attention with low-rank queries."""
+    mamba2: Mamba2 | None = None
+    mamba: Mamba | None = None
+    short_convolution: ShortConvolution | None = None
 
     # Feed-forward block.
     activation: Activation = "silu"
     gated: bool = True
     mlp_bias: bool = False
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    """Of the gate before its activation, SiLU, and of the output."""
     moe: Moe | None = None
     mtp_layers: int = 0
     """Multi-token prediction layers (arXiv 2412.19437)."""

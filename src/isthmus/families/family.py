@@ -24,6 +24,7 @@ from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Pattern, Window, read_window, write_window
+from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
@@ -246,7 +247,7 @@ class Family:
             inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
             if inner:
                 values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
-        for sizes in (values.get("moe"), values.get("delta_net")):
+        for sizes in (values.get("moe"), values.get("delta_net"), values.get("mamba2")):
             if sizes is not None and (why := sizes.invalid_reason()) is not None:
                 raise DataError(f"config.json: {why}.")
         arch = Architecture(family=self.name, **values)
@@ -400,6 +401,7 @@ _INNER: Mapping[str, Callable[..., Any]] = {
     "delta_net": DeltaNet,
     "window_attention": WindowAttention,
     "indexer": KeyIndexer,
+    **{"mamba2": Mamba2, "mamba": Mamba, "short_convolution": ShortConvolution},
 }
 
 

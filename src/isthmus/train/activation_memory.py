@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, Mixer
+from isthmus.train.mixer_memory import mixer_terms
 
 Recomputed = Literal["core_attn", "mlp", "layernorm", "mlp_act", "rope"]
 _NORMS = {"pre": (4, 2), "post": (4, 2), "sandwich": (6, 4), "parallel": (2, 1), "parallel_two_norms": (3, 2)}
@@ -33,13 +34,15 @@ def layer_terms(
     sp: bool = False,
     recomputed: Sequence[Recomputed] = (),
     fused: bool = False,
+    mixers: Sequence[Mixer] = ("attention",),
+    has_mlp: bool = True,
 ) -> dict[str, int]:
     """Activation bytes of one dense decoder layer for T = ``num_tokens`` tokens, by part.
 
     With hidden size H, feed-forward width F, N query heads, G key/value heads, D channels (of values V), in elements:
 
-    - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and
-      one float32 number per token (LayerNorm: two), the projection its input; 4 T H for the form ``pre``;
+    - norms and the projections after them (divided by tp only with sequence parallelism): a norm saves its input and a
+      float32 number per token (LayerNorm: two), the projection its input; 4 T H for ``pre``;
     - attention (divided by tp): QKV output T ((N + G) D + G V), rotated queries and keys T (N + G) D, output T N V, no
       scores. QK norm saves one float32 number per head, or two float32 copies if it is over all heads;
     - feed-forward (divided by tp): output of the first projection T F (gated: T 2F) and activation T F; gated GELU
@@ -55,21 +58,20 @@ def layer_terms(
         architecture: has no MLA and at least one dense layer.
         bytes_per_element: FP8 matmuls save bfloat16.
         fused: activations are compiled, so that any of them saves only its input.
+        mixers: of the layer, see :func:`mixer_terms`; ``has_mlp``: it has a feed-forward block.
     """
     a = architecture
     if a.mla is not None or (a.moe is not None and len(a.moe.dense_layers) == 0):
         raise ValueError(f"{a.family} has no layer with plain attention and a dense feed-forward block")
     outside = num_tokens // tp if sp else num_tokens
-    activation = "gelu" if a.activation in ("gelu_tanh", "clamped_swiglu") else a.activation
-    tensors_of_mlp = _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
-    feed_forward = 0 if "mlp" in recomputed else tensors_of_mlp
-    tensors, norms = _NORMS[a.form]
-    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
+    feed_forward = _feed_forward_tensors(a, recomputed, fused=fused) if has_mlp else 0
+    tensors, norms = _norm_tensors(a, recomputed, mixers, has_mlp=has_mlp)
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
-    if a.qk_norm:
+    if a.qk_norm and "attention" in mixers:
         heads = a.num_attention_heads + a.num_query_groups
         float32 += num_tokens * heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels) // tp
-    return {
+    sizes = {"num_tokens": num_tokens, "bytes_per_element": bytes_per_element, "tp": tp}
+    found = {
         f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
         ATTENTION: num_tokens * _attention_channels(a, recomputed) // tp * bytes_per_element,
         f"{feed_forward} T F of the feed-forward block": (
@@ -77,6 +79,30 @@ def layer_terms(
         ),
         "float32 statistics of norms": 4 * float32,
     }
+    if "attention" not in mixers:
+        del found[ATTENTION]
+    for mixer in set(mixers) - {"attention"}:
+        found |= mixer_terms(a, mixer, **sizes, recomputed="core_attn" in recomputed)
+    return found
+
+
+def _feed_forward_tensors(a: Architecture, recomputed: Sequence[Recomputed], *, fused: bool) -> int:
+    """[T, F] tensors that a feed-forward block saves."""
+    multiplied = a.mlp_multipliers[0] != 1
+    activation = "gelu" if a.activation in ("gelu_tanh", "clamped_swiglu") or multiplied else a.activation
+    return 0 if "mlp" in recomputed else _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
+
+
+def _norm_tensors(
+    a: Architecture, recomputed: Sequence[Recomputed], mixers: Sequence[Mixer], *, has_mlp: bool
+) -> tuple[int, int]:
+    """[T, H] tensors that norms and the projections after them save, and the number of norms."""
+    tensors, norms = _NORMS[a.form]
+    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
+    if not (mixers and has_mlp):  # the layer is one block
+        tensors, norms = tensors // 2, norms // 2
+    inputs = {a.attention_multipliers[0], 1.0 if a.mamba2 is None else a.mamba2.multipliers[0]}
+    return tensors + (len(mixers) > 1 and inputs != {1.0}), norms
 
 
 def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> int:
@@ -90,6 +116,8 @@ def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> in
     # Norms after the rotation save their inputs, and a clamp its input.
     inputs = query_width + key_width if a.qk_norm and a.qk_norm_after_rotation else 0
     inputs += query_width + key_width + a.num_query_groups * a.value_width if a.clip_qkv is not None else 0
+    # A gate saves its projection, its sigmoid and what it multiplies.
+    inputs += 3 * query_width if a.attention_gate else 0
     values_and_output = (a.num_attention_heads + a.num_query_groups) * a.value_width
     return query_width + key_width + inputs + rotated + values_and_output
 

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.registry import all_families
+from isthmus.families.state_space_sizes import Mamba, Mamba2
 from isthmus.train.flops import flops_per_batch, matmul_parameters
+from ranks.tiny import SIZES
+from ranks.tiny_families import delta_net, state_space
+
+HYBRIDS = {name: tiny for name, tiny in (delta_net.FAMILIES | state_space.FAMILIES).items() if "qwen3_5" not in name}
 
 SMALL = Architecture(
     family="llama", num_layers=3, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2,
@@ -75,3 +83,26 @@ def test_packing_costs_less_than_one_long_sample_and_a_window_bounds_it() -> Non
     every_other = replace(windowed, full_attention_layers=(1,))
     mixed = 2 * flops_per_batch(windowed, 10, 100) + flops_per_batch(SMALL, 10, 100)
     assert flops_per_batch(every_other, 10, 100) == pytest.approx(mixed / 3)
+
+
+@pytest.mark.parametrize(("family", "case"), [(family, case) for family in HYBRIDS for case in HYBRIDS[family].logits])
+def test_weights_of_hybrid_layers_are_those_of_their_tensors(family: str, case: str) -> None:
+    tiny = HYBRIDS[family]
+    arch = all_families()[family].to_architecture(SIZES | tiny.sizes | tiny.logits[case][0])
+    wanted = dict.fromkeys(range(arch.num_layers), 0.0)
+    for name, placed in all_families()[family].placements(arch).items():
+        shape = placed.rule.canonical_shape(arch)
+        if (layer := layer_of(name)) is not None and len(shape) > 1 and not name.endswith("A_log"):
+            share = 1 if arch.moe is None or not placed.rule.is_expert else arch.moe.top_k / arch.moe.num_experts
+            wanted[layer] += math.prod(shape) * share
+    assert {layer: matmul_parameters(arch, layer) for layer in wanted} == wanted
+
+
+def test_recurrences_counted_by_hand() -> None:
+    two = Mamba2(num_heads=4, head_dim=3, state_size=5, num_groups=2, kernel=2)
+    one = Mamba(inner_size=6, state_size=5, time_step_rank=2, kernel=2)
+    hybrid = replace(SMALL, mixers=(("attention",), ("mamba2",), ("attention", "mamba")), mamba2=two, mamba=one)
+    weights = sum(matmul_parameters(hybrid, layer) for layer in range(3))
+    attention = 2 * 4 * (2 * 8 + 2 * 8) * (36 + 16) / 2
+    scans = 7 * 10 * (12 * 5 + 6 * 5)
+    assert flops_per_batch(hybrid, 10, 52) == 3 * (2 * weights * 10 + attention + scans + 2 * 16 * 50 * 10)

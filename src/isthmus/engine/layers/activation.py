@@ -22,6 +22,12 @@ def swiglu(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
+def scaled_swiglu(x: Tensor, *, multiplier: float) -> Tensor:
+    """``silu(multiplier * gate) * up`` (Falcon-H1, arXiv 2507.22448)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate * multiplier) * up
+
+
 def clamped_swiglu(x: Tensor) -> Tensor:
     """``min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)`` (gpt-oss, arXiv 2508.10925)."""
     gate, up = x.chunk(2, dim=-1)

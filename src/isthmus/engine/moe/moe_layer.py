@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.linear import ColumnParallelLinear, adapters_of
+from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, adapters_of
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.model_config import DecoderConfig
@@ -118,6 +118,12 @@ class MoeBlock(MegatronModule):
         self.router = TopKRouter(config, moe, settings, groups)
         expert_config = copy(config)
         expert_config.add_bias_linear = moe.expert_mlp_bias
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if moe.latent_size is not None:
+            expert_config.hidden_size = moe.latent_size
+            self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, moe.latent_size)
+            self.fc2_latent_proj = ReplicatedLinear(config, moe.latent_size, config.hidden_size)
         own_copies = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
         self.experts = GroupedExperts(
             moe.num_experts // groups.ep.size(), expert_config, submodules, groups, own_copies=own_copies
@@ -148,7 +154,11 @@ class MoeBlock(MegatronModule):
             weights, chosen = self.router(hidden, batch)
             # A dispatcher that waits for the GPU calls it before, so that the GPU has work meanwhile.
             shared = functools.cache(lambda: None if (mlp := self.shared_experts) is None else mlp(hidden_states))
+            if self.fc1_latent_proj is not None:
+                hidden = self.fc1_latent_proj(hidden)
             out: Tensor = self.dispatch(hidden, weights, chosen, self.experts, shared)[:, None]
+            if self.fc2_latent_proj is not None:
+                out = self.fc2_latent_proj(out)
             out = out if (added := shared()) is None else out + added
             return out if self.output_bias is None else out + self.output_bias
 

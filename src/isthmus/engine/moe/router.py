@@ -83,7 +83,8 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
     chosen = (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if moe.normalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=moe.normalize_min)
+        total = weights.sum(-1, keepdim=True).clamp(min=moe.normalize_min)
+        weights = weights / (total + moe.normalize_offset if moe.normalize_offset else total)
     return weights * moe.scaling_factor, chosen
 
 

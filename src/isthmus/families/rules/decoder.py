@@ -38,18 +38,20 @@ def _qk_norm(which: str, heads: str) -> tuple[Rule, ...]:
     )
 
 
-def mlp(canonical: str, hf: str, width: str, *, bias: str | None = None, **fields: Any) -> tuple[Rule, ...]:
+def mlp(
+    canonical: str, hf: str, width: str, *, bias: str | None = None, hidden: str = "H", **fields: Any
+) -> tuple[Rule, ...]:
     """A feed-forward block, dense or of one expert.
 
-    ``canonical`` and ``hf`` are prefixes of names, ``width`` is a symbol, ``bias`` the Architecture's field that is
-    true if the block has biases (None: never).
+    ``canonical`` and ``hf`` are prefixes of names, ``width`` and ``hidden`` are symbols, ``bias`` the Architecture's
+    field that is true if the block has biases (None: never).
     """
     fc1, fc2 = canonical + "linear_fc1.", canonical + "linear_fc2."
     gate, up, down = hf + "gate_proj.", hf + "up_proj.", hf + "down_proj."
     weights = (
-        *where("gated", gate_up(fc1 + "weight", gate + "weight", up + "weight", "H", width=width, **fields)),
-        copy(fc1 + "weight", up + "weight", width, "H", shard="rows", unless="gated", **fields),
-        copy(fc2 + "weight", down + "weight", "H", width, shard="cols", **fields),
+        *where("gated", gate_up(fc1 + "weight", gate + "weight", up + "weight", hidden, width=width, **fields)),
+        copy(fc1 + "weight", up + "weight", width, hidden, shard="rows", unless="gated", **fields),
+        copy(fc2 + "weight", down + "weight", hidden, width, shard="cols", **fields),
     )
     if bias is None:
         return weights

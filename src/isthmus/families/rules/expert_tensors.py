@@ -34,6 +34,21 @@ EXPERTS = decoder.mlp(
     bias="moe.expert_mlp_bias",
     layers="moe",
 )
+LATENT_EXPERTS = (
+    *where(
+        "moe.latent_size",
+        in_layer("mlp.fc1_latent_proj.weight", "mlp.fc1_latent_proj.weight", "Hx", "H", layers="moe"),
+        in_layer("mlp.fc2_latent_proj.weight", "mlp.fc2_latent_proj.weight", "H", "Hx", layers="moe"),
+    ),
+    *decoder.mlp(
+        LAYER + "mlp.experts.local_experts.{expert}.",
+        HF_LAYER + "mlp.experts.{expert}.",
+        "X",
+        hidden="Hx",
+        layers="moe",
+    ),
+)
+"""Experts whose inputs and outputs have another width than the hidden state."""
 SHARED_EXPERTS = where(
     "moe.shared_ffn_hidden_size",
     *decoder.mlp(LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_experts.", "S", layers="moe"),
@@ -88,10 +103,10 @@ def _num_first_dense(dense: Sequence[int], arch: Architecture) -> int:
     return len(dense)
 
 
-def first_dense(*, default: int) -> Key:
+def first_dense(*, default: int, key: str = "first_k_dense_replace") -> Key:
     """Number of dense layers before the first MoE layer."""
     return Key(
-        "first_k_dense_replace",
+        key,
         least=0,
         default=default,
         decode=lambda number, hf: tuple(range(min(number, _int(hf, "num_hidden_layers")))),

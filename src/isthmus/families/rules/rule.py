@@ -162,13 +162,15 @@ class Rule:
 def symbol_sizes(arch: Architecture) -> dict[str, int]:
     """The size of each symbol.
 
-    V vocabulary, H hidden size, F feed-forward width, P rows of learned positions, N heads, G query groups, D head dim,
-    Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts, X
-    width of an expert, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of queries and of keys and
-    values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-rotary key dim plus its
-    value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the numbers of key and value
-    heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
-    Di are its heads and their dim.
+    V vocabulary, H hidden size, F feed-forward width, P rows of learned positions, N heads, G query groups, D head
+    dim, Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts,
+    X width of an expert, Hx of its inputs, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of
+    queries and of keys and values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-
+    rotary key dim plus its value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the
+    numbers of key and value heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
+    Di are its heads and their dim. Mamba-2: Mi are the channels, Mg the channels of B of all groups, Mh the heads, Mk
+    the kernel. Mamba-1: Ci are the channels, Cs is the state size, Cr the rank of the time steps, Cx is Cr plus twice
+    Cs, Ck the kernel. Sk is the kernel of a short convolution.
     """
     sizes = {
         "V": arch.vocab_size,
@@ -182,6 +184,7 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
         sizes |= {symbol + kind: size for symbol, size in _attention_sizes(of_kind).items()}
     if (moe := arch.moe) is not None:
         sizes |= {"E": moe.num_experts, "X": moe.ffn_hidden_size, "S": moe.shared_ffn_hidden_size}
+        sizes["Hx"] = moe.latent_size or arch.hidden_size
     if (mla := arch.mla) is not None:
         sizes |= {
             "Rq": mla.q_lora_rank or 0,
@@ -201,6 +204,19 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
         }
     if (indexer := arch.indexer) is not None:
         sizes |= {"Ni": indexer.num_heads, "Di": indexer.head_dim}
+    return sizes | _state_space_sizes(arch)
+
+
+def _state_space_sizes(arch: Architecture) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    if (two := arch.mamba2) is not None:
+        inner, groups = two.num_heads * two.head_dim, two.num_groups * two.state_size
+        sizes |= {"Mi": inner, "Mg": groups, "Mh": two.num_heads, "Mk": two.kernel}
+    if (one := arch.mamba) is not None:
+        sizes |= {"Ci": one.inner_size, "Cs": one.state_size, "Cr": one.time_step_rank, "Ck": one.kernel}
+        sizes["Cx"] = one.time_step_rank + 2 * one.state_size
+    if (short := arch.short_convolution) is not None:
+        sizes["Sk"] = short.kernel
     return sizes
 
 

@@ -181,6 +181,10 @@ def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
     divisible += [("shared_ffn_hidden_size", moe.shared_ffn_hidden_size)] if moe is not None else []
     if arch.delta_net is not None:
         divisible.append(("num_key_heads of the delta net", arch.delta_net.num_key_heads))
+    if (two := arch.mamba2) is not None:
+        divisible += [("Mamba heads", two.num_heads), ("groups of Mamba heads", two.num_groups)]
+    divisible += [("channels of Mamba", arch.mamba.inner_size)] if arch.mamba is not None else []
+    divisible += [("hidden_size", arch.hidden_size)] if arch.short_convolution is not None else []
     for name, size in divisible:
         if tp < 1 or size % tp:
             return f"does not divide {name}={size}"

@@ -26,6 +26,7 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 from isthmus.recipes.setup.rank_model import DTYPES
 from isthmus.recipes.setup.teacher_model import teacher_precision
 from isthmus.train.activation_memory import ATTENTION, layer_terms, stage_bytes
+from isthmus.train.mixer_memory import mixer_buffers
 
 
 @dataclass(slots=True)
@@ -158,6 +159,10 @@ def _layer_buffers(arch: Architecture, settings: _Settings, *, fp8: bool, on_gpu
     if arch.indexer is not None and settings.longest > arch.indexer.top_k:  # float32 scores, probabilities, gradients
         heads = 4 * arch.num_attention_heads // parallel.tp + 2 * arch.indexer.num_heads
         found.append(4 * heads * BLOCK_QUERIES * settings.longest // settings.element)
+    found += [
+        mixer_buffers(arch, mixer, num_tokens=settings.tokens, bytes_per_element=settings.element, tp=parallel.tp)
+        for mixer in {mixer for mixers in arch.mixers for mixer in mixers} - {"attention"}
+    ]
     if arch.moe is not None:
         experts, width = arch.moe.num_experts // parallel.ep, arch.moe.ffn_hidden_size // parallel.expert_tp
         found.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
@@ -203,14 +208,15 @@ class _Settings:
 def _layer_terms(arch: Architecture, layer: int, settings: _Settings, *, fused: bool) -> dict[str, int]:
     """Bytes by part of a layer, from 0; rows are tokens that are routed to an expert of this rank."""
     parallel, element, is_moe = settings.parallel, settings.element, arch.is_moe(layer)
+    blocks: Any = {"mixers": arch.mixers_of(layer), "has_mlp": layer not in arch.layers_without_mlp}
     arch = arch.attention_of(layer)
     dense = _as_dense(arch, is_moe=is_moe)
     # The dense layer's names of what an MoE layer recomputes.
     names = {"moe": "mlp", "moe_act": "mlp_act"} if is_moe else {"mlp": "mlp", "mlp_act": "mlp_act"}
     names |= {name: name for name in ("core_attn", "layernorm", "rope")}
     recomputed: Any = [names[name] for name in settings.recomputed if name in names]
-    terms = layer_terms(dense, recomputed=recomputed, fused=fused, **settings.sizes)
-    if arch.mla is not None:
+    terms = layer_terms(dense, recomputed=recomputed, fused=fused, **settings.sizes, **blocks)
+    if arch.mla is not None and "attention" in blocks["mixers"]:
         terms |= _latent_terms(arch, settings, recomputed="core_attn" in recomputed, on_gpu=fused)
     if parallel.cp > 1 and "core_attn" not in recomputed:
         # Gathered keys and values, and the joined outputs of the spans.
@@ -259,11 +265,15 @@ def _as_dense(arch: Architecture, *, is_moe: bool) -> Architecture:
 
 @functools.lru_cache(maxsize=8)
 def _layer_kinds(arch: Architecture) -> tuple[str, ...]:
-    """Layers with equal activations have equal kinds, which start with ``dense`` or ``moe``."""
-    return tuple(
-        ("moe" if arch.is_moe(layer) else "dense") + ("" if arch.attention_of(layer) is arch else ", windowed")
-        for layer in range(arch.num_layers)
-    )
+    """Layers with equal activations have equal kinds, which start with ``dense``, ``moe`` or ``no mlp``."""
+
+    def kind(layer: int) -> str:
+        block = "moe" if arch.is_moe(layer) else "no mlp" if layer in arch.layers_without_mlp else "dense"
+        mixers = arch.mixers_of(layer)
+        windowed = [] if arch.attention_of(layer) is arch else ["windowed"]
+        return ", ".join([block, *windowed, *([] if mixers == ("attention",) else mixers or ["no mixer"])])
+
+    return tuple(map(kind, range(arch.num_layers)))
 
 
 def _compiles(config: RunConfig, compiles: bool | None) -> bool:

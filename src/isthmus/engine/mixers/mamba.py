@@ -1,0 +1,88 @@
+"""Mamba-1 (arXiv 2312.00752) over packed samples, sharded over channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isthmus.engine.mixers.gated_norm import gate
+from isthmus.engine.mixers.selective_scan import selective_scan
+from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, own_entries, sharded_parameter
+from isthmus.engine.model_config import DecoderConfig
+from isthmus.families.architecture import Architecture
+
+
+class _Projection(nn.Module):
+    """A linear layer within the mixer, sharded along ``dim``."""
+
+    def __init__(self, rows: int, columns: int, *, dim: int, dtype: torch.dtype, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = sharded_parameter(rows, columns, dtype=dtype, dim=dim)
+        self.bias = sharded_parameter(rows, dtype=dtype) if bias else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return own_entries(self, prefix, sharded_offsets)
+
+
+class _SmallNorm(nn.Module):
+    """RMSNorm of dt, B or C, which all ranks compute for all tokens: its gradient is the same on all of them."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+
+class MambaMixer(ShardedMixer):
+    """Time steps, decays and the scan are computed in float32."""
+
+    def __init__(
+        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
+    ) -> None:
+        assert architecture.mamba is not None
+        self.layer_number = layer_number
+        self.sizes = sizes = architecture.mamba
+        rows, biases = 2 * sizes.inner_size, (sizes.proj_bias, sizes.proj_bias)
+        super().__init__(config, pg_collection, rows=rows, width=sizes.inner_size, biases=biases)
+        own, dtype = sizes.inner_size // self.tp_group.size(), config.params_dtype
+        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (own, own))
+        self.conv1d = DepthwiseConvolution(own, sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
+        self.widths = {"dt": sizes.time_step_rank, "b": sizes.state_size, "c": sizes.state_size}
+        self.x_proj = _Projection(sum(self.widths.values()), own, dim=1, dtype=dtype)
+        self.dt_proj = _Projection(own, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
+        self.A_log = sharded_parameter(own, sizes.state_size, dtype=dtype)
+        self.D = sharded_parameter(own, dtype=dtype)
+        self.norms = sizes.norms
+        if sizes.norms:
+            norms = {name: _SmallNorm(width, architecture.norm_epsilon, dtype) for name, width in self.widths.items()}
+            self.dt_layernorm, self.b_layernorm, self.c_layernorm = norms.values()
+
+    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        x, z = projected.chunk(2, dim=-1)
+        x = self.conv1d(x, lengths, activated=True)
+        dt, b, c = self._selected(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        assert self.dt_proj.bias is not None
+        dt = F.softplus(F.linear(dt, self.dt_proj.weight).to(wide) + self.dt_proj.bias)
+        return gate(selective_scan(x, dt, -self.A_log.to(wide).exp(), b, c, self.D.to(wide), lengths), z)
+
+    def _selected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The low-rank time steps [T, R], and B and C [T, N] of all channels."""
+        summed = reduce_from_tensor_model_parallel_region(F.linear(x, self.x_proj.weight))
+        found = summed.split(list(self.widths.values()), dim=-1)
+        if self.norms:
+            norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+            found = tuple(norm(each) for norm, each in zip(norms, found, strict=True))
+        # The channels of all ranks use them, so their gradient is the sum over the ranks.
+        return copy_to_tensor_model_parallel_region(torch.cat(found, dim=-1)).split(list(self.widths.values()), dim=-1)

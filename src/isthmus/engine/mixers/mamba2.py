@@ -1,0 +1,58 @@
+"""Mamba-2 (arXiv 2405.21060) over packed samples, sharded over heads and groups as Megatron-Core's MambaMixer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isthmus.engine.mixers.gated_norm import GatedNorm, gate
+from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, sharded_parameter
+from isthmus.engine.mixers.state_space_scan import state_space_scan
+from isthmus.engine.model_config import DecoderConfig
+from isthmus.families.architecture import Architecture
+
+
+class Mamba2Mixer(ShardedMixer):
+    """Parameters have Megatron-Core's names; time steps, decays and the scan are computed in float32."""
+
+    def __init__(
+        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
+    ) -> None:
+        assert architecture.mamba2 is not None
+        self.layer_number = layer_number
+        sizes = architecture.mamba2
+        inner, groups = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.state_size
+        rows, biases = 2 * (inner + groups) + sizes.num_heads, (sizes.in_bias, sizes.out_bias)
+        super().__init__(config, pg_collection, rows=rows, width=inner, biases=biases)
+        ranks, dtype = self.tp_group.size(), config.params_dtype
+        self.sizes = sizes
+        self.heads, self.groups = sizes.num_heads // ranks, sizes.num_groups // ranks
+        convolved = (inner // ranks, groups // ranks, groups // ranks)  # x, B, C
+        self.widths = (inner // ranks, *convolved, self.heads)  # z, x, B, C, dt
+        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), self.widths)
+        self.sections |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), convolved)
+        self.conv1d = DepthwiseConvolution(sum(convolved), sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
+        self.A_log, self.D, self.dt_bias = (sharded_parameter(self.heads, dtype=dtype) for _ in range(3))
+        self.norm = None
+        if sizes.norm is not None:
+            gate_first = sizes.norm == "after_gate"
+            self.norm = GatedNorm(
+                inner // ranks, self.groups, architecture.norm_epsilon, gate_first=gate_first, dtype=dtype
+            )
+
+    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        widths = self.widths
+        if self.sizes.section_multipliers is not None:
+            multipliers = zip(widths, self.sizes.section_multipliers, strict=True)
+            projected = projected * torch.cat([projected.new_full((width,), each) for width, each in multipliers])
+        z, mixed, dt = projected.split([widths[0], sum(widths[1:4]), widths[4]], dim=-1)
+        x, b, c = self.conv1d(mixed, lengths, activated=True).split(widths[1:4], dim=-1)
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.sizes.time_step_limit)
+        heads, decay = x.unflatten(-1, (self.heads, -1)), -self.A_log.to(wide).exp()
+        b, c = (each.unflatten(-1, (self.groups, -1)) for each in (b, c))
+        out = state_space_scan(heads, dt, decay, b, c, self.D.to(wide), lengths).flatten(1)
+        return gate(out, z) if self.norm is None else self.norm(out, z)

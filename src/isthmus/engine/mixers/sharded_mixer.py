@@ -1,0 +1,108 @@
+"""What mixers share that are a projection, a function of each rank's channels, and a projection back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.checkpoint.sharded_sections import by_sections
+from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from isthmus.engine.lora.input_dropout import with_this_batch
+from isthmus.engine.mixers.causal_convolution import causal_convolution
+from isthmus.engine.model_config import DecoderConfig
+
+
+def sharded_parameter(*shape: int, dtype: torch.dtype, dim: int = 0) -> nn.Parameter:
+    """This rank's part of a parameter that is sharded over the tensor-parallel ranks along ``dim``; not initialized."""
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+    tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+    return parameter
+
+
+def own_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
+    """Checkpoint entries of a module's own parameters, sharded as :func:`sharded_parameter` marks them."""
+    own: dict[str, Any] = dict(module.named_parameters(recurse=False))
+    axes = {name: each.partition_dim for name, each in own.items() if getattr(each, "tensor_model_parallel", False)}
+    entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+    return entries
+
+
+class DepthwiseConvolution(nn.Module):
+    """A causal convolution of this rank's channels, with the parameters of a torch ``Conv1d``."""
+
+    def __init__(self, channels: int, kernel: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = sharded_parameter(channels, 1, kernel, dtype=dtype)
+        self.bias = sharded_parameter(channels, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor, lengths: tuple[int, ...], *, activated: bool) -> Tensor:
+        """See :func:`causal_convolution`."""
+        return causal_convolution(x, self.weight, self.bias, lengths, activated=activated)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return own_entries(self, prefix, sharded_offsets)
+
+
+class ShardedMixer(MegatronModule):
+    """``out_proj(mix(in_proj(x)))``, where ``mix`` has no communication, or its own.
+
+    The rows of some parameters are sections that are sharded each by itself.
+    """
+
+    sections: Mapping[str, Sequence[int]]
+    """Rows of the sections of a parameter on this rank."""
+
+    def __init__(
+        self, config: DecoderConfig, pg_collection: Any, *, rows: int, width: int, biases: tuple[bool, bool]
+    ) -> None:
+        """``rows`` of ``in_proj`` and ``width`` of ``out_proj`` count all ranks; ``biases`` are those of the two."""
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        shared = {"config": config, "init_method": config.init_method, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, rows, bias=biases[0], gather_output=False, skip_bias_add=False, **shared
+        )
+        self.out_proj = RowParallelLinear(
+            width, config.hidden_size, bias=biases[1], input_is_parallel=True, skip_bias_add=True, **shared
+        )
+        self.recomputed = "core_attn" in config.recomputed
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedBatch, **_unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the bias that the caller adds, or None.
+
+        ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+        """
+        projected, _ = self.in_proj(hidden_states)
+
+        def mix(projected: Tensor) -> Tensor:
+            return self.mix(projected[:, 0], packed_seq_params.lengths)[:, None]
+
+        if self.recomputed and self.training:
+            mixed = tensor_parallel.checkpoint(with_this_batch(mix), False, projected)
+        else:
+            mixed = mix(projected)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
+        return output
+
+    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """[T, rows / tp] -> [T, width / tp] for samples of these lengths."""
+        raise NotImplementedError
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found |= own_entries(self, prefix, sharded_offsets)
+        for name, rows in self.sections.items():
+            if (key := prefix + name) in found:
+                found[key] = by_sections(found[key], rows)
+        return found

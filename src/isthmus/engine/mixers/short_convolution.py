@@ -1,0 +1,30 @@
+"""Gated short convolution of LFM2 over packed samples: ``out_proj(C * convolution(B * x))``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer
+from isthmus.engine.model_config import DecoderConfig
+from isthmus.families.architecture import Architecture
+
+
+class ShortConvolutionMixer(ShardedMixer):
+    """The rows of ``in_proj`` are B, C and x; channels are sharded over the tensor-parallel ranks."""
+
+    def __init__(
+        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
+    ) -> None:
+        assert architecture.short_convolution is not None
+        self.layer_number = layer_number
+        sizes, hidden = architecture.short_convolution, architecture.hidden_size
+        super().__init__(config, pg_collection, rows=3 * hidden, width=hidden, biases=(sizes.bias, sizes.bias))
+        own = hidden // self.tp_group.size()
+        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (own, own, own))
+        self.conv1d = DepthwiseConvolution(own, sizes.kernel, bias=sizes.bias, dtype=config.params_dtype)
+
+    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        b, c, x = projected.chunk(3, dim=-1)
+        return c * self.conv1d(b * x, lengths, activated=False)
