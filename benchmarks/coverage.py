@@ -9,7 +9,6 @@ compared with those of transformers. Each type runs in a process of its own with
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -37,10 +36,15 @@ LENGTHS = (37, 23)
 MIN_VOCAB = 83
 LARGE = 9999
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
-    name: {"is_decoder": True}
-    for name in ("bert", "roberta", "electra", "ernie", "camembert", "megatron-bert", "rembert", "roc_bert", "roformer")
-}
-"""What some types need to be a causal language model, or to run with small sizes."""
+    "dots1": {"n_routed_experts": LARGE, "n_shared_experts": LARGE, "num_experts_per_tok": LARGE},
+    "deepseek_v2": {"num_experts_per_tok": LARGE},
+    "hunyuan_v1_dense": {"head_dim": LARGE},
+    "hunyuan_v1_moe": {"head_dim": LARGE},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": LARGE},
+    "nemotron": {"num_key_value_heads": LARGE},
+} | {name: {"is_decoder": True} for name in ("bert", "roberta", "electra", "ernie", "camembert", "rembert", "roformer")}
+"""What some types need and have no default for."""
 RESULTS = {
     "native": "a family of Isthmus",
     "learned": "`isthmus convert --learn` finds the mapping",
@@ -64,37 +68,39 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     from isthmus.errors import IsthmusError
     from isthmus.families.registry import all_families
 
-    try:
-        model = _build(model_type, folder)
-    except IsthmusError as error:
-        return {"result": "unbuilt", "reason": _reason(error, folder)}
     native = model_type in all_families()
     try:
         if not native:
-            _learn(model, folder / "families")
-        difference, differing = _convert(model, folder)
+            _learn(model_type, folder)
+        difference, differing = _convert(_build(model_type, folder), folder)
     except IsthmusError as error:
-        return {"result": "refused", "reason": _reason(error, folder)}
+        reason = _reason(error, folder)
+        return {"result": "unbuilt" if reason.startswith("transformers ") else "refused", "reason": reason}
     if differing or not difference <= TOLERANCE:
         what = f"not the same bytes: {', '.join(differing)}" if differing else f"logits differ by {difference:.1e}"
         return {"result": "wrong", "reason": what, "max_abs_difference": difference}
     return {"result": "native" if native else "learned", "max_abs_difference": difference}
 
 
+def _config(model_type: str) -> dict[str, Any]:
+    """The defaults of a type, with what else it needs."""
+    from isthmus.hf.tiny_model import default_config
+
+    return default_config(model_type) | OWN_SETTINGS.get(model_type, {})
+
+
 def _build(model_type: str, folder: Path) -> Path:
     """A random model with the defaults of its type, and the first sizes with which it runs."""
     from isthmus.errors import IsthmusError
     from isthmus.families.discover.setting_values import independent_defaults
-    from isthmus.families.discover.small_config import FIRST, SIZE_NAMES, small_config
-    from isthmus.hf.tiny_model import default_config, effective_config, save_random_model, saved_model_logits
+    from isthmus.families.discover.small_config import FIRST, small_config
+    from isthmus.hf.tiny_model import effective_config, save_random_model, saved_model_logits
 
-    default = default_config(model_type) | OWN_SETTINGS.get(model_type, {})
+    default = _config(model_type)
     own = independent_defaults(default, lambda name, value: effective_config({"model_type": model_type, name: value}))
-    default = {name: value for name, value in default.items() if name in own or not isinstance(value, int)}
-    # Some classes have no default for a size that they need.
-    complete = default | {name: LARGE for name in SIZE_NAMES if default.get(name, 0) is None}
+    config = {name: value for name, value in default.items() if name in own or not isinstance(value, int)}
     failures = []
-    for number, (config, sizes) in enumerate(itertools.product((default, complete), FIRST)):
+    for number, sizes in enumerate(FIRST):
         model = folder / f"model-{number}"
         try:
             save_random_model(model, small_config(config, sizes), seed=7)
@@ -113,12 +119,16 @@ def _samples() -> list[Any]:
     return [torch.randint(3, MIN_VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def _learn(model: Path, families: Path) -> None:
+def _learn(model_type: str, folder: Path) -> None:
+    """Infer the family from a config alone."""
     from isthmus.convert.learn import learn, save_family
     from isthmus.families.registry import FAMILIES_ENV
 
-    save_family(learn(model), families)
-    os.environ[FAMILIES_ENV] = str(families)
+    source = folder / "config"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(_config(model_type)))
+    save_family(learn(source), folder / "families")
+    os.environ[FAMILIES_ENV] = str(folder / "families")
 
 
 def _convert(model: Path, folder: Path) -> tuple[float, list[str]]:

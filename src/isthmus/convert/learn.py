@@ -93,6 +93,8 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
     effective = effective_config(config)
     if effective.get("is_encoder_decoder"):
         raise UsageError("the model has an encoder; only decoders are supported.")
+    if nested := [name for name, value in effective.items() if name.endswith("_config") and isinstance(value, Mapping)]:
+        raise UsageError(f"config.json: {nested[0]} is an object; only families have nested settings.")
     log(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     families = {name: family for name, family in all_families().items() if name != config["model_type"]}
     open_groups(ParallelConfig(), detect(), seed=0)

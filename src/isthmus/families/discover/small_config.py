@@ -19,6 +19,7 @@ _SIZES: tuple[tuple[int, int, str], ...] = (
     (16, 16, "mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size"),
     (16, 24, "mamba_d_head mamba_head_dim"),
     (8, 12, "mamba_n_heads mamba_num_heads"),
+    (128, 288, "mamba_d_ssm"),
     (88, 136, "intermediate_size n_inner ffn_hidden_size ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim"),
     (88, 136, "dense_intermediate_size intermediate_size_mlp mlp_hidden_size"),
     (96, 112, "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions"),

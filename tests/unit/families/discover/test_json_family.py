@@ -181,7 +181,6 @@ def test_unknown_tensors_are_rejected(change: dict[str, tuple[int, ...]], messag
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has linear_attention"),
         ({"depths": [1, 2]}, "depths differs by layer"),
         ({"vision_config": {"depth": 2}}, "vision_config is an object"),
-        ({"is_encoder_decoder": True}, "the model has an encoder"),
     ],
 )
 def test_unsupported_configs_are_rejected(changes: dict[str, Any], message: str) -> None:
