@@ -45,6 +45,8 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": LARGE},
 } | {name: {"is_decoder": True} for name in ("bert", "roberta", "electra", "ernie", "camembert", "rembert", "roformer")}
 """What some types need and have no default for."""
+SMALL_SETTINGS: dict[str, dict[str, Any]] = {"gpt_neo": {"attention_types": [[["global", "local"], 2]]}}
+"""Settings that depend on the number of layers."""
 RESULTS = {
     "native": "a family of Isthmus",
     "learned": "`isthmus convert --learn` finds the mapping",
@@ -97,13 +99,15 @@ def _build(model_type: str, folder: Path) -> Path:
     from isthmus.hf.tiny_model import effective_config, save_random_model, saved_model_logits
 
     default = _config(model_type)
-    own = independent_defaults(default, lambda name, value: effective_config({"model_type": model_type, name: value}))
+    given = {"model_type": model_type} | OWN_SETTINGS.get(model_type, {})
+    own = independent_defaults(default, lambda name, value: effective_config(given | {name: value}))
     config = {name: value for name, value in default.items() if name in own or not isinstance(value, int)}
     failures = []
     for number, sizes in enumerate(FIRST):
         model = folder / f"model-{number}"
         try:
-            save_random_model(model, small_config(config, sizes), seed=7)
+            small = small_config(config, sizes) | SMALL_SETTINGS.get(model_type, {})
+            save_random_model(model, small, seed=7)
             saved_model_logits(model, _samples())
         except IsthmusError as error:
             failures.append(error)
