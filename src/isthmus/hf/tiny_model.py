@@ -239,8 +239,11 @@ def default_config(model_type: str) -> dict[str, Any]:
     return effective_config({"model_type": model_type}) if model_type in CONFIG_MAPPING else {}
 
 
-def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap."""
+def save_random_model(folder: Path, config: Mapping[str, Any], seed: int, *, scale: float = 1.5) -> None:
+    """Save a model with random weights, also in norms and biases: ones and zeros would hide a swap.
+
+    ``scale`` is that of matrices over the root of their fan-in. With smaller ones, rounding errors grow less.
+    """
     try:
         config = {name: _with_infinity(value) for name, value in config.items()}
         settings = CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -248,7 +251,7 @@ def save_random_model(folder: Path, config: Mapping[str, Any], seed: int) -> Non
             torch.manual_seed(seed)
             model: Any = _class_of(settings).from_config(settings, dtype=torch.float32)
             for tensor in [*model.parameters(), *_saved_buffers(model)]:
-                _draw(tensor)
+                _draw(tensor, scale)
             model.save_pretrained(folder)
         # Some models change their config while they are built; save the requested one.
         CONFIG_MAPPING[config["model_type"]].from_dict(config).save_pretrained(folder)
@@ -291,12 +294,12 @@ def _saved_buffers(model: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _draw(tensor: Tensor) -> None:
+def _draw(tensor: Tensor, scale: float) -> None:
     """Random values with which all intermediate results have magnitude one, so that every term matters."""
     if tensor.dim() < 2:
         tensor.normal_(0.6, 0.3)
     else:
-        tensor.normal_(0.0, 1.5 / math.sqrt(tensor.shape[-1]))
+        tensor.normal_(0.0, scale / math.sqrt(tensor.shape[-1]))
 
 
 def _short_reason(error: Exception) -> str:

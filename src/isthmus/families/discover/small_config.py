@@ -31,7 +31,7 @@ _SIZES: tuple[tuple[int, int, str], ...] = (
     (16, 16, "original_max_position_embeddings"),
     (12, 20, "v_head_dim"),
     (7, 5, "sliding_window sliding_window_size"),
-    (101, 83, "vocab_size"),
+    (101, 83, "vocab_size vocab_size_per_layer_input"),
 )
 _COUNTS: tuple[tuple[int, int, str], ...] = (
     (2, 3, "linear_num_key_heads num_global_key_value_heads mamba_n_groups n_groups mamba_ngroups"),
