@@ -173,11 +173,15 @@ class Moe:
     router_bias: bool = False
     router_float32: bool = False
     """The router's weights are always float32."""
+    weighs_inputs: bool = False
+    """The weight of an expert multiplies its input and not its output."""
     expert_mlp_bias: bool = False
     output_bias: bool = False
     """A bias that is added to the weighted sum of the experts' outputs."""
 
     def invalid_reason(self) -> str | None:
+        if self.weighs_inputs and self.expert_mlp_bias:
+            return "experts with weighted inputs cannot have biases"
         if self.num_experts % self.num_groups:
             return f"{self.num_groups} groups do not divide {self.num_experts} experts"
         in_group = self.num_experts // self.num_groups
@@ -279,11 +283,15 @@ class Architecture:
     """Over which axis queries and keys are normalized: each head, or the whole projection. The weights of ``head`` are
     the same for all heads; those of ``each_head`` are not, and it has no biases."""
     qk_norm_after_rotation: bool = False
+    qk_rms: bool = False
+    """Each head of queries and keys is divided by its root mean square, after the rotation; in rotated layers only."""
     """Queries and keys are normalized after their rotation; otherwise before."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to [-clip_qkv, clip_qkv]."""
     sliding_window: int | None = None
     """Number of keys a query attends to, including its own; None: all preceding keys."""
+    window_kind: Literal["sliding", "chunks"] = "sliding"
+    """``chunks``: samples are cut into chunks of as many tokens, and a query attends to the keys of its chunk."""
     full_attention_layers: tuple[int, ...] = ()
     """Layers, counted from 0, to which the window does not apply."""
     window_rotary_base: float | None = None
@@ -346,6 +354,7 @@ class Architecture:
         if self.sliding_window is None:
             object.__setattr__(self, "full_attention_layers", ())
             object.__setattr__(self, "window_rotary_base", None)
+            object.__setattr__(self, "window_kind", "sliding")
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer, counted from 0, has experts. MTP layers follow the last layer and do."""
@@ -372,6 +381,11 @@ class Architecture:
     def is_indexed(self, layer: int) -> bool:
         """Whether the attention of the layer, counted from 0, has an indexer."""
         return self.indexer is not None and layer not in self.indexer.shared_layers
+
+    def mean_keys(self, layer: int) -> float | None:
+        """Keys of a query in a long sample, on average; None: half of the sample."""
+        window = self.window(layer)
+        return None if window is None else window / (2 if self.window_kind == "chunks" else 1)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""

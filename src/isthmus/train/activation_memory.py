@@ -114,7 +114,7 @@ def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> in
     else:  # queries are copied only where several share a key head
         rotated = query_width if key_width < query_width else 0
     # Norms after the rotation save their inputs, and a clamp its input.
-    inputs = query_width + key_width if a.qk_norm and a.qk_norm_after_rotation else 0
+    inputs = query_width + key_width if (a.qk_norm and a.qk_norm_after_rotation) or a.qk_rms else 0
     inputs += query_width + key_width + a.num_query_groups * a.value_width if a.clip_qkv is not None else 0
     # A gate saves its projection, its sigmoid and what it multiplies.
     inputs += 3 * query_width if a.attention_gate else 0

@@ -89,9 +89,8 @@ def flops_per_batch(
     a = architecture
     layers = mixing = selection = 0.0
     for layer in range(a.num_layers + a.mtp_layers):  # MTP layers come last
-        window = a.window(layer)
-        pairs = sum_squared_lengths / 2
-        pairs = pairs if window is None else min(pairs, float(window) * num_tokens)
+        keys, pairs = a.mean_keys(layer), sum_squared_lengths / 2
+        pairs = pairs if keys is None else min(pairs, keys * num_tokens)
         if a.indexer is not None:
             selection += _selection(a, num_tokens, pairs) if a.is_indexed(layer) else 0.0
             pairs = min(pairs, float(a.indexer.top_k) * num_tokens)

@@ -23,6 +23,22 @@ _KIMI_VISION: dict[str, Any] = {
     **{"pos_emb_height": 4, "pos_emb_width": 4},
 }
 
+_LLAMA4: dict[str, Any] = {
+    "intermediate_size": 12,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "attention_chunk_size": 5,
+    "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 4,
+    "attn_scale": 0.7,
+}
+_LLAMA4_VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"vision_output_dim": 16, "image_size": 8, "patch_size": 2, "projector_input_dim": 16},
+    "projector_output_dim": 16,
+}
 _QWEN_VISION: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32},
     **{"num_position_embeddings": 16, "spatial_merge_size": 2},
@@ -60,6 +76,22 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
         },
         training=_MINISTRAL3,
+    ),
+    "llama4_text": TinyFamily(
+        sizes=_LLAMA4,
+        logits={
+            "llama4_text": ({}, {"attention_chunk_size": 50}),
+            "llama4_text-positions": (
+                {"use_qk_norm": False, "num_experts_per_tok": 1, "no_rope_layers": [0, 1, 1, 0]},
+                {"attn_scale": 0.0},
+            ),
+        },
+        layouts=({"tp": 2}, {"ep": 2}),
+    ),
+    "llama4": TinyFamily(
+        sizes=_LLAMA4,
+        around={"vision_config": _LLAMA4_VISION},
+        logits={"llama4": ({}, {"use_qk_norm": False})},
     ),
     "qwen3_5": TinyFamily(
         sizes=DELTA,

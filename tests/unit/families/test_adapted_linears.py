@@ -44,7 +44,7 @@ def test_linears_are_those_of_transformers(name: str) -> None:
             if parameter.dim() == 3 and not isinstance(module, torch.nn.Conv1d):
                 experts, *shape = parameter.shape
                 assert experts == arch.moe.num_experts
-                shapes[own] = tuple(shape[::-1]) if module.is_transposed else tuple(shape)
+                shapes[own] = tuple(shape[::-1]) if getattr(module, "is_transposed", True) else tuple(shape)
     found: dict[str, HfLinear] = {}
     for linears in all_linears(family, arch).values():
         found |= {linear.module: linear for linear in linears}

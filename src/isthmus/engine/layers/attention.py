@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention_backends.backends import BACKENDS
@@ -33,12 +35,17 @@ class CoreAttention(nn.Module):
         layer_number: int = 1,
         *,
         window: int | None = None,
+        chunk: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: int = 0,
     ) -> None:
-        """``sinks`` is the number of this rank's query heads if they have attention sinks."""
+        """Queries attend to a ``window`` of preceding keys, or within chunks of ``chunk`` tokens of their sample.
+
+        ``sinks`` is the number of this rank's query heads if they have attention sinks.
+        """
         super().__init__()
+        self.chunk = chunk
         self.window, self.scale, self.softcap = window, scale, softcap
         self.softmax_offset: nn.Parameter | None = None
         if sinks:
@@ -72,7 +79,8 @@ class CoreAttention(nn.Module):
             heads = q.size(1) * q.size(2)
             first_head = parallel_state.get_tensor_model_parallel_rank() * heads
             kwargs["dropout"] = AttentionDropout(self.dropout_rate, self.layer_number, first_head, batch)
-        return self.backend.attend(q, k, v, batch.lengths, self.window, **kwargs).flatten(1)
+        lengths = batch.lengths if self.chunk is None else _cut(batch.lengths, self.chunk)
+        return self.backend.attend(q, k, v, lengths, self.window, **kwargs).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -81,6 +89,12 @@ class CoreAttention(nn.Module):
         own = self.state_dict(prefix="", keep_vars=True)
         axes = {"softmax_offset": 0}
         return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+
+
+@functools.lru_cache(maxsize=8)
+def _cut(lengths: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    """The lengths of the chunks of samples."""
+    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
 
 
 class PackedSelfAttention(MegatronModule):
@@ -116,11 +130,14 @@ class PackedSelfAttention(MegatronModule):
         self.value_multiplier = own.value_multiplier
         self.clip = own.clip_qkv
         self.norms_rotated = own.qk_norm_after_rotation
+        self.rms_epsilon = own.norm_epsilon if own.qk_rms and self.rotated else None
         scaling = own.query_scaling
         self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
+        window, cuts = architecture.window(layer), architecture.window_kind == "chunks"
         self.core_attention = CoreAttention(
-            config, layer_number, window=architecture.window(layer), scale=own.attention_scale,
-            softcap=own.attention_softcap, sinks=all_heads // tp.size() if own.attention_sinks else 0,
+            config, layer_number, window=None if cuts else window, chunk=window if cuts else None,
+            scale=own.attention_scale, softcap=own.attention_softcap,
+            sinks=all_heads // tp.size() if own.attention_sinks else 0,
         )  # fmt: skip
         parallel: dict[str, Any] = {
             "config": config, "init_method": config.init_method, "is_expert": False, "tp_group": tp,
@@ -183,6 +200,8 @@ class PackedSelfAttention(MegatronModule):
             q, k = (rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k))
         if self.norms_rotated:
             q, k = self._normed(q, k)
+        if self.rms_epsilon is not None:
+            q, k = (rms_norm(each.float(), each.shape[-1:], eps=self.rms_epsilon).type_as(each) for each in (q, k))
         return [q if factors is None else q * factors.to(q.dtype), k]
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

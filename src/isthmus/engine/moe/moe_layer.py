@@ -35,6 +35,7 @@ class GroupedExperts(SequentialMLP):
     """This rank's experts as grouped GEMMs, sorted with the last expert first, like the weights in the DDP buffers."""
 
     recompute_activation = False
+    weighs_inputs = False
 
     def __init__(self, *args: Any, own_copies: bool) -> None:
         """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
@@ -51,7 +52,9 @@ class GroupedExperts(SequentialMLP):
                     mark_own_copies(bias, self.tp_group, whole=True)
 
     def forward(self, hidden: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
-        """``hidden`` [n, H] is sorted by expert, ``weights`` [n] scale the results, ``sizes`` are rows per expert.
+        """``hidden`` [n, H] is sorted by expert, ``sizes`` are rows per expert, and ``weights`` [n] scale the results.
+
+        Or the inputs (``weighs_inputs``): as the first layer has no bias then, its outputs.
 
         With tensor-parallel experts the result is this rank's part of a sum.
         """
@@ -60,6 +63,8 @@ class GroupedExperts(SequentialMLP):
         wide = self._linear([expert.linear_fc1 for expert in experts], hidden, sizes)
         if experts[0].linear_fc1.bias is not None:
             wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], sizes.counts, wide)
+        if self.weighs_inputs:
+            wide, weights = wide * weights, torch.ones_like(weights)
         activation, recomputed = experts[0].activation_func, self.recompute_activation
         activated = activation(wide)
         with recompute_if(recomputed, [activated], lambda: [activation(wide)]):
@@ -128,6 +133,7 @@ class MoeBlock(MegatronModule):
         self.experts = GroupedExperts(
             moe.num_experts // groups.ep.size(), expert_config, submodules, groups, own_copies=own_copies
         )
+        self.experts.weighs_inputs = moe.weighs_inputs
         self.dispatch = dispatcher(
             settings.dispatcher,
             groups,

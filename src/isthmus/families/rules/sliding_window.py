@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
+from isthmus.families.rules.unrotated_layers import read_unrotated
 
-Window = Literal["never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth", "unread"]
+Window = Literal[
+    "never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth", "unread", "chunks"
+]
 """``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
 ``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
 ``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on
-have a window; ``unread``: none has, whatever the config lists."""
+have a window; ``unread``: none has, whatever the config lists; ``chunks``: attention in chunks, by default in the
+layers that are rotated."""
 Pattern = int | Callable[[int], bool]
 """Every nth layer has full attention, or those, counted from 0, for which it is true."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def read_window(
@@ -28,7 +32,8 @@ def read_window(
     if style == "unread":
         return None, ()
     has_none = style == "never" or (style == "by_layer" and not hf.get("use_sliding_window", False))
-    window = None if has_none else _positive(hf, "sliding_window", default)
+    size, other = ("attention_chunk_size", _CHUNKED) if style == "chunks" else ("sliding_window", _SLIDING)
+    window = None if has_none else _positive(hf, size, default)
     if style == "first_and_pattern" and (before := _positive(hf, "sliding_window_size", None)) is not None:
         window = before + 1
     if style == "always":
@@ -38,14 +43,14 @@ def read_window(
         kinds = _default_kinds(style, hf, window, num_layers, every)
     if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
         raise DataError(f"config.json: layer_types must list the kind of each of {num_layers} layers, got {kinds!r}.")
-    if unknown := sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING}):
-        raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_FULL} and {_SLIDING} are.")
-    if _SLIDING not in kinds:
+    if unknown := sorted({str(kind) for kind in kinds} - {_FULL, other}):
+        raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_FULL} and {other} are.")
+    if other not in kinds:
         return None, ()
     if window is None:
         raise UsageError(
-            f"layer_types: {list(kinds).count(_SLIDING)} of {num_layers} layers have {_SLIDING}, but sliding_window is "
-            f"not set. Set it, or make them {_FULL}."
+            f"layer_types: {list(kinds).count(other)} of {num_layers} layers have {other}, but {size} is not set. Set "
+            f"it, or make them {_FULL}."
         )
     return window, tuple(layer for layer, kind in enumerate(kinds) if kind == _FULL)
 
@@ -53,6 +58,9 @@ def read_window(
 def _default_kinds(
     style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: Pattern | None
 ) -> list[str]:
+    if style == "chunks":
+        unrotated = read_unrotated(hf)
+        return [_FULL if layer in unrotated else _CHUNKED for layer in range(num_layers)]
     if callable(every):
         return [_FULL if every(layer) else _SLIDING for layer in range(num_layers)]
     if style in ("pattern", "first_and_pattern"):
@@ -80,6 +88,9 @@ def write_window(style: Window, window: int | None, full: tuple[int, ...], num_l
         return {}
     if style == "always":
         return {"sliding_window": window}
+    if style == "chunks":
+        kinds = [_FULL if window is None or layer in full else _CHUNKED for layer in range(num_layers)]
+        return {"layer_types": kinds} if window is None else {"attention_chunk_size": window, "layer_types": kinds}
     slides = [window is not None and layer not in full for layer in range(num_layers)]
     keys = {"sliding_window": window, "layer_types": [_SLIDING if slide else _FULL for slide in slides]}
     if style == "first_and_pattern" and window is not None:

@@ -227,7 +227,8 @@ class LayerModel:
         """
         found, work = LayerTime(), self.work
         length = work.seq_length / work.samples_per_sequence
-        pairs = self.tokens * (length / 2 if window is None else min(length / 2, float(window)))
+        keys = length / 2 if window is None else window / (2 if arch.window_kind == "chunks" else 1)
+        pairs = self.tokens * min(length / 2, keys)
         heads, width = arch.num_attention_heads / self.tp, arch.kv_channels + arch.value_width
         if arch.indexer is not None and length > arch.indexer.top_k:
             return self._selected_attention(heads, pairs, width, arch.indexer)
