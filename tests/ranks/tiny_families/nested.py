@@ -86,11 +86,11 @@ FAMILIES: dict[str, TinyFamily] = {
                 {"attn_scale": 0.0},
             ),
         },
-        layouts=({"tp": 2}, {"ep": 2}),
     ),
     "llama4": TinyFamily(
         sizes=_LLAMA4,
         around={"vision_config": _LLAMA4_VISION},
+        layouts=({"ep": 2},),
         logits={"llama4": ({}, {"use_qk_norm": False})},
     ),
     "qwen3_5": TinyFamily(
