@@ -102,7 +102,7 @@ def checksums_of_ranks(folder: Path, written: WrittenBlocks) -> list[Parts]:
 def iterate_full_weights(
     model: RankModel, *, dtype: torch.dtype | None, rank0_only: bool, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that :func:`export_hf` writes except towers, see :func:`isthmus.convert.online.full_weights`."""
+    """Yield what :func:`export_hf` writes except towers, see :func:`isthmus.convert.online.full_weights`."""
     plan = model.plan
     gather_weights(model.stages)
     tensors, writes = _tensors_to_write(model)
