@@ -29,7 +29,7 @@ def hidden_matrices(family: Family, arch: Architecture) -> dict[str, Placement]:
     """The weight matrices of the layers, by canonical name: no embeddings, output layer, routers, or single rows."""
 
     def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-        outside = name.startswith(("embedding.", "output_layer.")) or ".router." in name
+        outside = name.startswith(("embedding.", "output_layer.")) or ".router." in name or name.endswith(".A_log")
         return not outside and len(shape) == 2 and min(shape) > 1
 
     return {

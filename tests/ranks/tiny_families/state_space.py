@@ -47,6 +47,7 @@ FAMILIES: dict[str, TinyFamily] = {
             "intermediate_size": 12,
             "attention_multiplier": 0.3,
         },
+        layouts=({"tp": 2}, {"pp": 2}),
         logits={
             "granitemoehybrid": (
                 {"position_embedding_type": "rope", "logits_scaling": 4.0, "residual_multiplier": 0.4},
@@ -74,6 +75,7 @@ FAMILIES: dict[str, TinyFamily] = {
         sizes={"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 6}
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_intermediate_size": 12}
         | {"moe_shared_expert_intermediate_size": 20},
+        layouts=({"tp": 2}, {"pp": 2}, {"ep": 2}),
         logits={
             "nemotron_h": (
                 {"moe_latent_size": 16, "n_group": 2, "routed_scaling_factor": 2.5, "time_step_min": 2.0},
@@ -93,6 +95,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "jamba": TinyFamily(
         sizes={"num_experts": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 5}
         | {"mamba_d_state": 6, "num_hidden_layers": 2},
+        layouts=({"tp": 2}, {"ep": 2}),
         logits={
             "jamba": ({"mamba_conv_bias": False, "mamba_proj_bias": True, "num_hidden_layers": 4}, None),
             "jamba-dense": ({"num_experts": 1, "mamba_dt_rank": "auto", "tie_word_embeddings": True}, None),
@@ -100,6 +103,7 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "lfm2": TinyFamily(
         sizes=_CONVOLUTION,
+        layouts=({"tp": 2}, {"pp": 2}),
         logits={
             "lfm2": ({"conv_bias": True, "conv_L_cache": 4}, None),
             "lfm2-width": (
@@ -111,6 +115,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "lfm2_moe": TinyFamily(
         sizes=_CONVOLUTION
         | {"num_experts": 6, "num_experts_per_tok": 2, "num_dense_layers": 1, "moe_intermediate_size": 12},
+        layouts=({"tp": 2}, {"ep": 2}),
         logits={
             "lfm2_moe": ({"routed_scaling_factor": 2.5}, {"norm_topk_prob": False}),
             "lfm2_moe-no-bias": ({"use_expert_bias": False, "num_dense_layers": 0}, None),

@@ -36,6 +36,8 @@ older name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("score heads", lambda arch: arch.score_head),
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
+    ("layers without attention", lambda arch: bool(arch.mixers)),
+    ("a gate of attention", lambda arch: arch.attention_gate),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
     ("norms without weights", lambda arch: not arch.norm_weight),
     ("a norm of the embeddings", lambda arch: arch.embedding_norm),
@@ -71,6 +73,8 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("residual_multiplier={0.residual_multiplier:g}", lambda arch: arch.residual_multiplier != 1),
     ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),
     ("logits_softcap={0.logits_softcap:g}", lambda arch: arch.logits_softcap is not None),
+    ("attention without positions", lambda arch: arch.position == "none"),
+    ("an offset of the router's divisor", lambda arch: arch.moe is not None and arch.moe.normalize_offset != 0),
 )
 
 

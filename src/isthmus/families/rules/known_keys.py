@@ -8,8 +8,12 @@ from typing import Any
 from isthmus.families.discover.config_inference import METADATA, ROPE, WINDOW
 from isthmus.families.family import Family
 
-IGNORED_KEYS = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers")
-"""Keys of published configs that no family reads: training settings, and settings of a disabled sliding window."""
+IGNORED_KEYS = (
+    *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers"),
+    *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "use_mambapy", "use_associative_scan"),
+)
+"""Keys of published configs that no family reads: training settings, settings of a disabled sliding window, and of
+kernels of Mamba."""
 
 
 class _RecordingDict(dict[str, Any]):

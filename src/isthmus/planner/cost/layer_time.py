@@ -8,6 +8,7 @@ from isthmus.config.schema import ParallelConfig
 from isthmus.families.architecture import Architecture, KeyIndexer
 from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.planner.cost.kernels import Kernels
+from isthmus.planner.cost.mixer_shapes import MIXERS, MixerShape, mixer_shape
 from isthmus.planner.cost.workload import Workload
 
 KINDS = ("gemm", "attention", "memory", "tp", "cp", "ep")
@@ -73,28 +74,31 @@ class LayerModel:
         self.ep_ring = Ring(cluster, parallel.ep, parallel.expert_tp)
         self.tp_ep_ring = Ring(cluster, parallel.ep * parallel.expert_tp)
         self.trained = work.lora_rank is None
-        self._found: dict[tuple[bool, int | None], LayerTime] = {}
+        self._found: dict[tuple[frozenset[str], int | None], LayerTime] = {}
 
     def layer(self, number: int) -> LayerTime:
         """Layer ``number``, counted from 0."""
-        kind = self.arch.is_moe(number), self.arch.window(number)
+        kind = self.arch.layer_kinds(number), self.arch.window(number)
         if kind not in self._found:
             self._found[kind] = self._layer(*kind)
         return self._found[kind]
 
-    def _layer(self, is_moe: bool, window: int | None) -> LayerTime:
-        found = LayerTime()
-        attention, feed_forward = LayerTime(), LayerTime()
+    def _layer(self, kinds: frozenset[str], window: int | None) -> LayerTime:
+        found, is_moe = LayerTime(), "moe" in kinds
+        mixing, core, feed_forward = LayerTime(), LayerTime(), LayerTime()
         self._norms(found)
-        arch = self.arch if window is None else self.arch.windowed
-        self._projections(attention, arch)
-        core = self._core_attention(arch, window)
-        self._rope(attention, arch)
+        if "attention" in kinds:
+            arch = self.arch if window is None else self.arch.windowed
+            self._projections(mixing, arch)
+            core = self._core_attention(arch, window)
+            self._rope(mixing, arch)
+        for mixer in MIXERS & kinds:
+            self._mixer(mixing, core, mixer_shape(self.arch, mixer))
         if is_moe:
             self._experts(feed_forward)
-        else:
+        elif "dense" in kinds:
             self._mlp(feed_forward, self.arch.ffn_hidden_size)
-        for part in (attention, core, feed_forward):
+        for part in (mixing, core, feed_forward):
             found.forward.add(part.forward)
             found.backward.add(part.backward)
             found.recomputed.add(part.recomputed)
@@ -106,6 +110,21 @@ class LayerModel:
         if self.work.recomputes("moe" if is_moe else "mlp"):
             found.recomputed.add(feed_forward.forward)
         return found
+
+    def _mixer(self, to: LayerTime, core: LayerTime, shape: MixerShape) -> None:
+        """Projections as linear layers; the recurrence as one matmul, and passes over its inputs and outputs.
+
+        Both are without measurements on GPUs.
+        """
+        inner, hidden, kernels = shape.inner / self.tp, self.arch.hidden_size, self.kernels
+        self._linear(to, shape.projected / self.tp, hidden, split="column")
+        self._linear(to, hidden, inner, split="row")
+        passes = kernels.memory(self.tokens * (3 * shape.projected / self.tp + 2 * inner) * kernels.element, 3)
+        scan = kernels.gemm(self.tokens, inner, shape.depth, fp8=False) if shape.depth else 0.0
+        core.forward.memory += passes
+        core.backward.memory += 2 * passes
+        core.forward.gemm += scan
+        core.backward.gemm += 2 * scan
 
     def _linear(
         self, to: LayerTime, out: float, inside: float, *, split: str | None, rows: float | None = None,

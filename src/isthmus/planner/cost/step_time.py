@@ -146,10 +146,10 @@ def _layers_of_ranks(arch: Architecture, pp: int, vpp: int) -> tuple[tuple[tuple
     ends = list(accumulate(sizes))
     found = []
     for rank in range(pp):
-        count: dict[tuple[bool, int | None], list[int]] = {}
+        count: dict[tuple[frozenset[str], int | None], list[int]] = {}
         for stage in range(rank, len(sizes), pp):
             for layer in range(ends[stage] - sizes[stage], ends[stage]):
-                count.setdefault((arch.is_moe(layer), arch.window(layer)), [layer, 0])[1] += 1
+                count.setdefault((arch.layer_kinds(layer), arch.window(layer)), [layer, 0])[1] += 1
         found.append(tuple((layer, times) for layer, times in count.values()))
     return tuple(found)
 
@@ -160,7 +160,7 @@ def _ranks(model: LayerModel) -> list[_Rank]:
     found: dict[object, _Rank] = {}
     ranks = []
     for number, layers in enumerate(counted):
-        key = tuple((arch.is_moe(layer), arch.window(layer), times) for layer, times in layers)
+        key = tuple((arch.layer_kinds(layer), arch.window(layer), times) for layer, times in layers)
         if key not in found:
             found[key] = _rank(model, layers)
         rank = found[key]

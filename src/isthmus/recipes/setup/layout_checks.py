@@ -32,6 +32,13 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
             f"parallel.cp={parallel.cp}: the keys of a query are selected on one rank ({architecture.family}). Leave "
             "parallel.cp out, and use parallel.tp for long samples."
         )
+    others = sorted({mixer for mixers in architecture.mixers for mixer in mixers} - {"attention"})
+    if others and parallel.cp > 1:
+        raise UsageError(
+            f"parallel.cp={parallel.cp} splits samples, and the state of {' and '.join(others)} layers passes from one "
+            f"token to the next ({architecture.family}). Leave parallel.cp out; parallel.tp and train.recompute=full "
+            "also reduce the memory of long samples."
+        )
     check_stages(architecture, parallel.pp, parallel.vpp)
     without_mtp = {
         "parallel.cp": parallel.cp > 1,

@@ -25,6 +25,8 @@ from isthmus.recipes.setup.rank_model import DTYPES
 
 OUTPUT = "output_layer"
 _LAYER = re.compile(r"^.*layers\.\d+\.")
+_WITHIN_MIXER = re.compile(r"\.(x_proj|dt_proj)\.weight$")
+"""Small matmuls of Mamba-1 that do not go through the linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def step_matmuls(
     layout = first_layout(plan)
     counts, trained = Counter[tuple[str, int, int, bool]](), dict[tuple[str, int, int, bool], bool]()
     for name, placement in hidden_matrices(plan.family, plan.architecture).items():
-        if placement.rule.is_expert:
+        if placement.rule.is_expert or _WITHIN_MIXER.search(name):
             continue
         rows, columns = local_shape(placement.rule, plan.architecture, layout)
         fits_fp8 = rows % ALIGNMENT == columns % ALIGNMENT == 0
