@@ -180,6 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "olmo2": ("olmo2", {"rms_norm_eps": 0.5}, {"rms_norm_eps": 1e-5}),
     "glm4": ("glm4", {}, {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}}),
     "cohere": ("cohere", {}, {"logit_scale": 0.25}),
+    "cohere-qk-norm": ("cohere", {"use_qk_norm": True}, {"use_qk_norm": False}),
     "cohere-biases": ("cohere", {"attention_bias": True, "logit_scale": 1.0}, {"attention_bias": False}),
     "gemma": ("gemma", {}, {"head_dim": 8}),
     "gemma2": ("gemma2", {"sliding_window": 5}, {"sliding_window": 50}),

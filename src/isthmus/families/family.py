@@ -362,7 +362,7 @@ class Family:
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""
         found: dict[str, Placement] = {}
-        rules = [rule for rule in self.rules if rule.applies(arch)]
+        rules = [rule.for_heads(arch) for rule in self.rules if rule.applies(arch)]
         if arch.score_head:
             rules = [*(rule for rule in rules if not rule.canonical.startswith("output_layer.")), SCORE]
         for axis, group in itertools.groupby(rules, key=_layer_axis):

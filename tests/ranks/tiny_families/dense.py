@@ -77,10 +77,13 @@ FAMILIES: dict[str, TinyFamily] = {
         }
     ),
     "stablelm": TinyFamily(
-        sizes={"head_dim": 8},
+        sizes={"head_dim": 8, "qk_layernorm": True},
         logits={
-            "stablelm": ({}, {"rope_parameters": _PARTIAL}),
-            "stablelm-parallel": ({"use_parallel_residual": True, "use_qkv_bias": True}, {"use_qkv_bias": False}),
+            "stablelm": ({"use_qkv_bias": True}, {"qk_layernorm": False}),
+            "stablelm-parallel": (
+                {"use_parallel_residual": True, "qk_layernorm": False},
+                {"rope_parameters": _PARTIAL, "qk_layernorm": False},
+            ),
         },
     ),
     "persimmon": TinyFamily(

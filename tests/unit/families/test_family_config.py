@@ -275,7 +275,7 @@ def test_unknown_family_lists_the_known_ones() -> None:
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "starcoder2", "hidden_act": "mish"}, "hidden_act=mish is not supported; gelu"),
         ({"model_type": "starcoder2", "hidden_act": ["gelu"]}, "hidden_act=.'gelu'. is not supported; gelu"),
-        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm=True"),
+        ({"model_type": "falcon", "alibi": True}, "alibi=True"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "only causal attention"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 9.0}, "does not cap"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is not a kind of layer"),

@@ -8,7 +8,7 @@ from isthmus.families.rules.unrotated import unrotated_full_layers
 FAMILY = Family(
     name="cohere2",
     hf_architecture="Cohere2ForCausalLM",
-    keys={name: key for name, key in cohere.FAMILY.keys.items() if name != "kv_channels"},
+    keys={name: key for name, key in cohere.FAMILY.keys.items() if name not in ("kv_channels", "qk_norm")},
     derived={
         "kv_channels": decoder.HEAD_DIM,
         "unrotated_layers": unrotated_full_layers(window=4096, every=4, null_rotates=False),

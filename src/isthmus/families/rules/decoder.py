@@ -71,6 +71,17 @@ PROJECTION = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.wei
 PROJECTION_BIAS = in_layer(
     "self_attention.linear_proj.bias", "self_attn.o_proj.bias", "H", init="zeros", when="proj_bias"
 )
+
+
+def each_head_norms(q: str, k: str, **fields: Any) -> tuple[Rule, ...]:
+    """QK norms with weights of their own for each head; the names are relative to the layer's attention."""
+    names = (("q_layernorm.weight", q, "N"), ("k_layernorm.weight", k, "G"))
+    return tuple(
+        in_layer(f"self_attention.{own}", f"self_attn.{hf}", "D", per_head=heads, init="ones", when="qk_norm", **fields)
+        for own, hf, heads in names
+    )
+
+
 QK_NORMS = (*_qk_norm("q", "N"), *_qk_norm("k", "G"))
 ATTENTION = (
     qkv(f"{_ATTENTION}linear_qkv.weight", *(f"{_HF_ATTENTION}{name}_proj.weight" for name in "qkv"), "H"),

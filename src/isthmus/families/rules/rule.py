@@ -72,6 +72,9 @@ class Rule:
     """The Hugging Face tensor is [in, out]."""
     stacked: bool = False
     """The Hugging Face tensor has an extra first axis: the layer's experts, or 1 if it belongs to no expert."""
+    per_head: str | None = None
+    """Symbol of the number of heads. Each has a tensor like the only part, with its number as ``{head}`` in the name,
+    or with ``stacked`` a row of one tensor."""
     init: Init = "normal"
     """Random initialization."""
     scalar: bool = False
@@ -103,6 +106,14 @@ class Rule:
         """Whether the tensor belongs to one routed expert; such tensors are sharded by expert tensor parallelism."""
         return "{expert}" in self.canonical
 
+    def for_heads(self, arch: Architecture) -> Rule:
+        """This rule with a part for each head."""
+        if self.per_head is None:
+            return self
+        (part,), heads = self.parts, range(symbol_size(self.per_head, symbol_sizes(arch)))
+        parts = tuple(HfPart(part.name.replace("{head}", str(head)), part.symbols) for head in heads)
+        return replace(self, parts=parts)
+
     def part_shapes(self, arch: Architecture) -> list[Shape]:
         """Shapes in Megatron-Core."""
         sizes = symbol_sizes(arch)
@@ -122,7 +133,9 @@ class Rule:
             found = {name: shape[::-1] for name, shape in found.items()}
         if self.scalar:
             found = dict.fromkeys(found, ())
-        if self.stacked:
+        if self.stacked and self.per_head is not None:
+            found = {name: (len(self.parts), rows // len(self.parts)) for name, (rows, *_) in found.items()}
+        elif self.stacked:
             found = {name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in found.items()}
         return found
 

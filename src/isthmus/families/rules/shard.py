@@ -121,7 +121,10 @@ def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert
         hf: Index = (_hf_rows(b, low - b.at, high - b.at), *columns)
         if rule.transposed:
             hf = hf[::-1]
-        if rule.stacked:
+        if rule.stacked and rule.per_head is not None:
+            before = b.part * (shape[0] // len(rule.parts))  # the rows of a head count from its first
+            hf = (slice(b.part, b.part + 1), slice(hf[0].start - before, hf[0].stop - before))
+        elif rule.stacked:
             hf = (slice(expert, expert + 1), *hf)
         if rule.scalar:
             hf = ()
