@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from isthmus.engine.checkpoint.checkpoint_names import (
     COMMON_FILE,
     COMMON_OBJECT,
     CheckpointSlot,
+    Spelling,
     is_model_key,
     spelling_of,
 )
@@ -175,34 +176,48 @@ class TorchDistFolder:
 class TorchDistWeights(CanonicalWeights):
     def __init__(self, folder: TorchDistFolder, family: Family, arch: Architecture) -> None:
         self.source: TorchDistFolder = folder
-        self._places: dict[str, CheckpointSlot] = {}
+        self._places: dict[str, list[CheckpointSlot]] = {}
         spelling = spelling_of(arch)
         missing, misshapen, used = [], [], set()
         for name, placed in unique_placements(family, arch).items():
-            possible = spelling.candidate_slots(name)
-            present = [place for place in possible if place.key in folder.tensors]
+            possible = spelling.alternatives(name, [rows for rows, *_ in placed.rule.part_shapes(arch)])
+            present = [slots for slots in possible if all(slot.key in folder.tensors for slot in slots)]
             if not present:
-                missing.append(possible[0].key)
+                missing.append(possible[0][0].key)
                 continue
-            place = self._places[name] = present[0]
-            used |= {place.key for place in present}
-            size = tuple(folder.tensors[place.key].size)
-            outer, found = size[: len(place.index)], size[len(place.index) :]
+            self._places[name] = present[0]
+            used |= {slot.key for slots in present for slot in slots}
             expected = placed.rule.canonical_shape(arch)
-            if outer != place.sizes:
-                counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.homogeneous else ["experts"])
-                misshapen.append(
-                    f"{place.key} has {'x'.join(map(str, outer))} {counted}, not {'x'.join(map(str, place.sizes))}"
-                )
-            padded = placed.rule.shard == "vocab" and found > expected and found[1:] == expected[1:]
-            if found != expected and not padded:
-                misshapen.append(f"{place.key} is {list(found)}, not {list(expected)}")
+            for slot in present[0]:
+                misshapen += self._differences(slot, expected, spelling, padded=placed.rule.shard == "vocab")
         unexpected = [key for key in folder.tensors if is_model_key(key) and key not in used]
         reject_mismatch(folder, family, missing=sorted(set(missing)), unexpected=unexpected, misshapen=misshapen)
 
     def dtype(self, canonical: str) -> torch.dtype:
-        dtype: torch.dtype = self.source.tensors[self._places[canonical].key].properties.dtype
+        dtype: torch.dtype = self.source.tensors[self._places[canonical][0].key].properties.dtype
         return dtype
 
     def read(self, canonical: str, rows: slice) -> Tensor:
-        return self.source.read(self._places[canonical], rows)
+        slots = self._places[canonical]
+        if slots[0].rows is None:
+            return self.source.read(slots[0], rows)
+        found = []
+        for slot in slots:
+            first, end = slot.rows or (0, 0)
+            if (low := max(rows.start, first)) < (high := min(rows.stop, end)):
+                found.append(self.source.read(slot, slice(low - first, high - first)))
+        return torch.cat(found)
+
+    def _differences(
+        self, slot: CheckpointSlot, expected: tuple[int, ...], spelling: Spelling, *, padded: bool
+    ) -> Iterator[str]:
+        """What is wrong with the shape of a tensor; ``padded`` ones may have more rows."""
+        size = tuple(self.source.tensors[slot.key].size)
+        outer, found = size[: len(slot.index)], size[len(slot.index) :]
+        if slot.rows is not None:
+            expected = (slot.rows[1] - slot.rows[0], *expected[1:])
+        if outer != slot.sizes:
+            counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.homogeneous else ["experts"])
+            yield f"{slot.key} has {'x'.join(map(str, outer))} {counted}, not {'x'.join(map(str, slot.sizes))}"
+        if found != expected and not (padded and found > expected and found[1:] == expected[1:]):
+            yield f"{slot.key} is {list(found)}, not {list(expected)}"

@@ -52,20 +52,22 @@ class TorchDistWriter(Destination):
         self._frames: dict[tuple[torch.dtype, tuple[int, ...]], tuple[bytes, bytes]] = {}
         self._folder = folder
         self._metadata = dcp.Metadata({}, {})
-        self._infos: dict[str, list[TensorInfo]] = {}
+        self._infos: dict[str, list[tuple[TensorInfo, int]]] = {}
+        """With the first row of the canonical tensor."""
         self._sizes = [0] * NUM_FILES
         self._around: list[list[tuple[int, bytes]]] = [[] for _ in range(NUM_FILES)]
         placements, spelling = unique_placements(family, arch), spelling_of(arch)
         with disk_errors(folder):
             for name, placed in placements.items():
                 shape = placed.rule.canonical_shape(arch)
-                self._infos[name] = [self._add_tensor(place, shape, dtypes[name]) for place in spelling.slots(name)]
+                slots = spelling.slots(name, [rows for rows, *_ in placed.rule.part_shapes(arch)])
+                self._infos[name] = [self._add_slot(slot, shape, dtypes[name]) for slot in slots]
             empty = _object(None)
             for key in spelling.extra_states(placements):
                 self._add_object(key, empty)
             if saves_common_state_object():
                 self._add_object(COMMON_OBJECT, _object(dict(common)))
-        self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info in infos)
+        self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info, _ in infos)
         with disk_errors(folder, self.total_bytes):
             for number, size in enumerate(self._sizes):
                 with (folder / _file_name(number)).open("xb") as opened:
@@ -80,11 +82,18 @@ class TorchDistWriter(Destination):
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         done = 0
-        for info in self._infos[canonical]:
+        for info, first in self._infos[canonical]:
             depth = len(info.shape) - chunk.ndim
-            index = (*(slice(0, 1) for _ in range(depth)), rows)
-            done += self.writer.write_at(info, index, chunk[(None,) * depth])
+            low, high = max(rows.start, first), min(rows.stop, first + info.shape[depth])
+            if low < high:
+                index = (*(slice(0, 1) for _ in range(depth)), slice(low - first, high - first))
+                own = chunk[low - rows.start : high - rows.start]
+                done += self.writer.write_at(info, index, own[(None,) * depth])
         return done
+
+    def _add_slot(self, slot: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[TensorInfo, int]:
+        first, end = slot.rows or (0, shape[0])
+        return self._add_tensor(slot, (end - first, *shape[1:]), dtype), first
 
     def _add_tensor(self, place: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
         """Reserve space in the smallest file, and add the tensor to the metadata."""

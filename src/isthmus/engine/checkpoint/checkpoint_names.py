@@ -7,8 +7,9 @@ of a layer, and names a norm after the projection behind it if TransformerEngine
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from isthmus.errors import DataError
@@ -35,6 +36,9 @@ _LATENT_NORMS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 """Latent attention has these in place of a fused norm before its first projection."""
+MAMBA2_SECTIONS = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
+"""Rows of Mamba-2 layers that are tensors of their own in a checkpoint, such as ``mixer.in_proj.weight.z``."""
+_MIXER_ROWS = re.compile(r"decoder\.layers\.(\d+)\.mixer\.(in_proj|conv1d)\.(?:weight|bias)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
@@ -70,6 +74,8 @@ class CheckpointSlot:
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     """Sizes of the indexed axes: layers, experts, or both."""
+    rows: tuple[int, int] | None = None
+    """First and last row + 1 of the canonical tensor that it has; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +101,31 @@ class Spelling:
     def final_norm(self) -> str:
         return "final_norm." if self.single_blocks else "final_layernorm."
 
-    def slots(self, canonical: str) -> list[CheckpointSlot]:
-        """Slots to write a tensor to, so that every layer class finds it: a norm may have two names."""
+    def slots(self, canonical: str, part_rows: Sequence[int] = ()) -> list[CheckpointSlot]:
+        """Slots to write a tensor to, so that every layer class finds it: a norm may have two names.
+
+        ``part_rows`` are the rows of the parts of the tensor, in order; Mamba-2 has a slot for each.
+        """
+        if sections := self._sections(canonical):
+            starts = list(accumulate(part_rows, initial=0))
+            rows = zip(sections, pairwise(starts), strict=True)
+            return [CheckpointSlot(f"{canonical}.{section}", rows=between) for section, between in rows]
         names = self._checkpoint_names(canonical)
         return [self._slot(name, stacked=self.homogeneous) for name in names]
 
+    def alternatives(self, canonical: str, part_rows: Sequence[int] = ()) -> list[list[CheckpointSlot]]:
+        """Where Megatron-Core may have saved a tensor, the usual slots first; those of a list together have it."""
+        if self._sections(canonical):
+            return [self.slots(canonical, part_rows)]
+        return [[slot] for slot in self.candidate_slots(canonical)]
+
+    def _sections(self, canonical: str) -> tuple[str, ...]:
+        found = _MIXER_ROWS.fullmatch(canonical)
+        is_mamba2 = found is not None and self.mixers and "mamba2" in self.mixers[int(found[1])]
+        return MAMBA2_SECTIONS[found[2]] if found is not None and is_mamba2 else ()
+
     def candidate_slots(self, canonical: str) -> list[CheckpointSlot]:
-        """Slots where Megatron-Core may have saved a tensor, the usual one first."""
+        """Slots where Megatron-Core may have saved a tensor without sections, the usual one first."""
         names = [
             *self._checkpoint_names(canonical),
             canonical,

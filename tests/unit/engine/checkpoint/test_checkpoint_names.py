@@ -109,7 +109,7 @@ def test_tensors_outside_layers(spelling: Spelling, name: str) -> None:
         ),
         (SINGLE, "decoder.final_layernorm.weight", [CheckpointSlot("decoder.final_norm.weight")]),
         (BOTH, f"{L2}input_layernorm.weight", [CheckpointSlot(f"{L2}input_layernorm.weight")]),
-        (BOTH, f"{L2}mixer.in_proj.weight", [CheckpointSlot(f"{L2}mixer.in_proj.weight")]),
+        (BOTH, f"{L2}mixer.out_proj.weight", [CheckpointSlot(f"{L2}mixer.out_proj.weight")]),
         (
             LATENT,
             "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
@@ -173,6 +173,20 @@ def test_linear_layers_have_extra_states() -> None:
 def test_live_names(spelling: Spelling, canonical: str, live: str) -> None:
     assert transformer_engine_name(canonical, spelling) == live
     assert {canonical, live} <= set(live_names(canonical))
+
+
+def test_sections_of_mamba2_are_tensors_of_their_own() -> None:
+    found = BOTH.slots(f"{L2}mixer.conv1d.bias", [8, 4, 4])
+    key = f"{L2}mixer.conv1d.bias"
+    assert found == [
+        CheckpointSlot(f"{key}.x", rows=(0, 8)),
+        CheckpointSlot(f"{key}.B", rows=(8, 12)),
+        CheckpointSlot(f"{key}.C", rows=(12, 16)),
+    ]
+    assert BOTH.alternatives(key, [8, 4, 4]) == [found]
+    assert DELTA.slots("decoder.layers.0.self_attention.in_proj.weight") == [
+        CheckpointSlot("decoder.layers.0.self_attention.in_proj.weight")
+    ]
 
 
 def test_extra_states_of_hybrid_layers() -> None:
