@@ -371,7 +371,7 @@ def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     """This rank's parameters by canonical name, with model-wide layer and expert numbers, without adapters.
 
     ``model`` is a :class:`Decoder`, wrapped or not, or the list of this rank's stages. The last stage of a tied model
-    has a copy of the embedding as ``output_layer.weight``, and with MTP layers also under the embedding's name.
+    has a copy of the embedding as ``output_layer.weight``, and with MTP layers under the embedding's name.
     """
     if isinstance(model, list):
         return {name: parameter for chunk in model for name, parameter in live_parameters(chunk).items()}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, sharded_parameter
 from isthmus.engine.mixers.state_space_scan import state_space_scan
@@ -17,6 +18,8 @@ from isthmus.families.architecture import Architecture
 
 class Mamba2Mixer(ShardedMixer):
     """Parameters have Megatron-Core's names; time steps, decays and the scan are computed in float32."""
+
+    section_names = MAMBA2_SECTIONS
 
     def __init__(
         self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any

@@ -58,6 +58,8 @@ class ShardedMixer(MegatronModule):
 
     sections: Mapping[str, Sequence[int]]
     """Rows of the sections of a parameter on this rank."""
+    section_names: Mapping[str, Sequence[str]] = {}
+    """By module, if the sections of its parameters are tensors of their own in a checkpoint."""
 
     def __init__(
         self, config: DecoderConfig, pg_collection: Any, *, rows: int, width: int, biases: tuple[bool, bool]
@@ -104,5 +106,5 @@ class ShardedMixer(MegatronModule):
         found |= own_entries(self, prefix, sharded_offsets)
         for name, rows in self.sections.items():
             if (key := prefix + name) in found:
-                found[key] = by_sections(found[key], rows)
+                found[key] = by_sections(found[key], rows, self.section_names.get(name.partition(".")[0], ()))
         return found
