@@ -1,0 +1,37 @@
+"""Sections of a weight in a checkpoint, against Megatron-Core's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
+from isthmus.engine.checkpoint.sharded_sections import by_sections
+
+
+@pytest.mark.parametrize(("module", "rows"), [("in_proj", (8, 8, 3, 3, 2)), ("conv1d", (8, 3, 3))])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_named_sections_are_those_of_megatron_core(module: str, rows: tuple[int, ...], rank: int) -> None:
+    names = MAMBA2_SECTIONS[module]
+    weight = torch.arange(sum(rows) * 4.0).view(-1, 4)
+    entry = ShardedTensor.from_rank_offsets(f"mixer.{module}.weight", weight, (0, rank, 2), replica_id=(0, 0, 0))
+    ours, theirs = by_sections(entry, rows, names), _split_tensor_factory(entry, list(rows), list(names), 0)
+    assert _described(ours.build()) == _described(theirs.build())
+    assert torch.equal(ours.merge_fn([each.data for each in ours.build()]), weight)
+
+
+def test_sections_without_names_are_rows_of_one_tensor() -> None:
+    entry = ShardedTensor.from_rank_offsets("in_proj.weight", torch.zeros(5, 4), (0, 1, 2), replica_id=(0, 0, 0))
+    found = _described(by_sections(entry, (3, 2)).build())
+    assert [each[:4] for each in found] == [
+        ("in_proj.weight", (3, 4), (10, 4), (3, 0)),
+        ("in_proj.weight", (2, 4), (10, 4), (8, 0)),
+    ]
+
+
+def _described(entries: Any) -> list[tuple[Any, ...]]:
+    return [(each.key, each.local_shape, each.global_shape, each.global_offset, each.data.tolist()) for each in entries]
