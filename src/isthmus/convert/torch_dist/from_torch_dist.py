@@ -178,7 +178,9 @@ class TorchDistWeights(CanonicalWeights):
         self.source: TorchDistFolder = folder
         self._places: dict[str, list[CheckpointSlot]] = {}
         spelling = spelling_of(arch)
-        missing, misshapen, used = [], [], set()
+        missing: list[str] = []
+        misshapen: list[str] = []
+        used: set[str] = set()
         for name, placed in unique_placements(family, arch).items():
             possible = spelling.alternatives(name, [rows for rows, *_ in placed.rule.part_shapes(arch)])
             present = [slots for slots in possible if all(slot.key in folder.tensors for slot in slots)]
