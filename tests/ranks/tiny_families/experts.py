@@ -30,6 +30,7 @@ def _layered(full: dict[str, float], sliding: dict[str, float]) -> dict[str, Any
 
 FAMILIES: dict[str, TinyFamily] = {
     "mimo_v2_flash": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes=_ROUTED | {"head_dim": 24, "v_head_dim": 10, "sliding_window": 5, "attention_bias": True},
         logits={
             "mimo_v2_flash": ({}, {"sliding_window": 50}),
@@ -47,6 +48,7 @@ FAMILIES: dict[str, TinyFamily] = {
         },
     ),
     "minimax_m2": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes={"num_local_experts": 6, "num_experts_per_tok": 2},
         logits={
             "minimax_m2": ({}, {"num_experts_per_tok": 1}),
@@ -82,6 +84,7 @@ FAMILIES: dict[str, TinyFamily] = {
         training=_MULTIPLIERS,
     ),
     "granitemoeshared": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes=_GRANITE | {"shared_intermediate_size": 20},
         logits={
             "granitemoeshared": (_MULTIPLIERS, {"residual_multiplier": 1.0}),
@@ -98,6 +101,7 @@ FAMILIES: dict[str, TinyFamily] = {
         logits={"solar_open": ({"attention_bias": True, **_GROUPS}, {"topk_group": 1})},
     ),
     "hy_v3": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes=_EXPERTS | {"num_experts": 6},
         logits={
             "hy_v3": ({"attention_bias": True}, {"router_scaling_factor": 1.0}),
@@ -129,6 +133,7 @@ FAMILIES: dict[str, TinyFamily] = {
         },
     ),
     "afmoe": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes=_EXPERTS | {"num_experts": 6, "sliding_window": 5},
         logits={
             "afmoe": ({"mup_enabled": True, "route_scale": 2.0}, {"mup_enabled": False}),

@@ -17,6 +17,7 @@ _ALL = {"index_topk": 128}
 
 FAMILIES: dict[str, TinyFamily] = {
     "deepseek_v32": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
         sizes=_SIZES,
         logits={"deepseek_v32": ({}, _ALL), "deepseek_v32-dense": (_ALL, {"index_topk": 8})},
     ),
