@@ -34,6 +34,7 @@ OTHERS: list[tuple[str, dict[str, int]]] = [
     ("gemma", {"pp": 2}),
     ("gemma2", {"pp": 2}),
     ("gemma3_text", {"tp": 2}),
+    ("phimoe", {"tp": 2}),
     *((family, layout) for family, tiny in TINY_FAMILIES.items() for layout in tiny.layouts),
 ]
 WITH_EXPERTS = [

@@ -153,8 +153,11 @@ class Moe:
     """Multiplies the output of the shared experts by a sigmoid gate."""
     dense_layers: tuple[int, ...] = ()
     """Layers, counted from 0, with a dense feed-forward block."""
-    score: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    """Score function; ``softmax_of_chosen`` is applied after top-k selection, to the selected logits only."""
+    score: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
+    """Score function; ``softmax_of_chosen`` is applied after top-k selection, to the selected logits only.
+    ``sparsemixer`` (arXiv 2409.12136) selects one expert after another, each with its probability among those left
+    whose logits are within ``score_tolerance`` of the best, relative to the larger one; for inference only."""
+    score_tolerance: float = 0.0
     normalize: bool = False
     """The weights of the selected experts are divided by their sum."""
     normalize_min: float = 1e-20

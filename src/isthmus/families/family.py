@@ -169,6 +169,8 @@ class Family:
     flat_rope: bool = True
     """Exports also have the rotary keys from before ``rope_parameters``, which classes with settings for each kind of
     layer misread."""
+    untrainable: str | None = None
+    """Why the model can be evaluated and converted but not trained."""
     ignorable: tuple[str, ...] = IGNORABLE
     """Suffixes of Hugging Face tensors that are not weights and may be present."""
     module_names: Mapping[str, str] = field(default_factory=dict)
@@ -273,6 +275,8 @@ class Family:
 
     def check_training(self, hf: Mapping[str, Any]) -> None:
         """Raise UsageError for unsupported settings that only affect training, such as router noise."""
+        if self.untrainable is not None:
+            raise UsageError(f"{self.name} cannot be trained: {self.untrainable}. Use a model of another family.")
         self._check_fixed(self.language_config(hf), training=True)
 
     def read_dropout(self, hf: Mapping[str, Any]) -> Dropout:

@@ -141,4 +141,14 @@ FAMILIES: dict[str, TinyFamily] = {
         },
         training={"mup_enabled": True},
     ),
+    "phimoe": TinyFamily(
+        sizes={"num_local_experts": 6},
+        layouts=(),  # it is not trained
+        logits={
+            "phimoe": (
+                {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, "sliding_window": 5},
+                {"router_jitter_noise": 0.0},
+            ),
+        },
+    ),
 }

@@ -267,7 +267,7 @@ def _routing_args(moe: Moe) -> dict[str, Any] | None:
         if moe.normalize != (moe.top_k > 1):
             return None
         return {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False, **groups}
-    if moe.expert_bias:
+    if moe.expert_bias or moe.score == "sparsemixer":
         return None
     # Softmax over the chosen experts equals normalized softmax over all, but then groups are chosen by logits.
     after = moe.score == "softmax_of_chosen" or moe.normalize

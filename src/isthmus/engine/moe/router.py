@@ -15,6 +15,7 @@ from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
+from isthmus.errors import UsageError
 from isthmus.families.architecture import Moe
 
 
@@ -38,6 +39,8 @@ class TopKRouter(MegatronModule):
 
         In training also update the statistics and attach the auxiliary losses, if ``batch`` has token groups.
         """
+        if self.training and self.moe.score == "sparsemixer":
+            raise UsageError("this model samples its experts in training, which is not implemented. Evaluate it.")
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(hidden.float(), self.weight.float(), bias)
         weights, chosen = route(logits, self.expert_bias, self.moe)
@@ -78,6 +81,8 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
     if moe.score == "softmax_of_chosen":
         best, chosen = logits.topk(moe.top_k, dim=-1)
         return best.softmax(-1) * moe.scaling_factor, chosen
+    if moe.score == "sparsemixer":
+        return _one_after_another(logits, moe)
     scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
     selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
     chosen = (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
@@ -86,6 +91,19 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
         total = weights.sum(-1, keepdim=True).clamp(min=moe.normalize_min)
         weights = weights / (total + moe.normalize_offset if moe.normalize_offset else total)
     return weights * moe.scaling_factor, chosen
+
+
+def _one_after_another(logits: Tensor, moe: Moe) -> tuple[Tensor, Tensor]:
+    """The selection of ``sparsemixer``; it is not one of :meth:`torch.topk` because each choice has its own softmax."""
+    weights, chosen, left = [], [], logits
+    for _ in range(moe.top_k):
+        best, index = left.detach().max(dim=-1, keepdim=True)
+        distance = (best - logits.detach()) / logits.detach().abs().clamp(min=best)
+        near = left.masked_fill(distance > moe.score_tolerance, -torch.inf).softmax(-1)
+        weights.append(near.gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(weights, -1) * moe.scaling_factor, torch.cat(chosen, -1)
 
 
 def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: float) -> Tensor:
