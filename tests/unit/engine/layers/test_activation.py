@@ -65,3 +65,26 @@ def test_swiglu_saves_only_its_input() -> None:
     with Recorder() as seen:
         swiglu(x).sum().backward()
     assert seen.largest(torch.float32) == x.numel()
+
+
+def test_xielu_and_its_gradients_are_those_of_transformers() -> None:
+    from transformers.activations import XIELUActivation
+
+    theirs = XIELUActivation(dtype=torch.float32)
+    x = torch.linspace(-4, 4, 41).requires_grad_()
+    inputs = (x, theirs.alpha_p, theirs.alpha_n)
+    found = activation._XieluFunction.apply(*inputs, theirs.beta, theirs.eps)
+    wanted = theirs(x)
+    grad = torch.linspace(0.5, 2, 41)
+    torch.testing.assert_close(found, wanted)
+    ours = torch.autograd.grad(found, inputs, grad)
+    torch.testing.assert_close(ours, torch.autograd.grad(wanted, inputs, grad))
+
+
+@pytest.mark.parametrize("name", ["relu", "relu2"])
+def test_plain_and_gated_relu(name: Any) -> None:
+    gate, up = torch.linspace(-2, 2, 9), torch.linspace(1, 3, 9)
+    wanted = gate.relu() ** (2 if name == "relu2" else 1)
+    torch.testing.assert_close(activation.activation_function(name, gated=False)(gate), wanted)
+    gated = activation.activation_function(name, gated=True)
+    torch.testing.assert_close(gated(torch.cat([gate, up])), wanted * up)

@@ -295,3 +295,19 @@ def test_random_tokens_follow_the_softmax() -> None:
     assert (shares - (logits / 0.7).softmax(0)).abs().max() < 0.012
     noise = torch.cat([sampling[:100].noise(start, count) for start, count in ((0, 2), (2, 3))], 1)
     assert torch.equal(noise, sampling[:100].noise(0, 5))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_bias_of_the_logits(per_token: bool) -> None:
+    """Of a weight with padded rows, over several chunks."""
+    hidden, weight, labels = inputs(37, torch.float32)
+    bias = torch.randn(VOCAB, requires_grad=True)
+    padded, padded_bias = (torch.cat([each, each[:8]]) for each in (weight, bias))
+    shard = VocabShard(rows=VOCAB, softcap=3.0, bias=padded_bias)
+    losses = token_cross_entropies if per_token else linear_cross_entropy
+    found = torch.autograd.grad(losses(hidden, padded, labels, shard).sum() * 3, (hidden, weight, bias))
+    logits = torch.tanh((hidden @ weight.t() + bias) / 3.0) * 3.0
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * 3
+    for got, expected in zip(found, torch.autograd.grad(wanted, (hidden, weight, bias)), strict=True):
+        assert error(got, expected) < 1e-5
