@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections import Counter
@@ -150,6 +151,7 @@ def families_page() -> str:
         "MTP layers (`num_nextn_predict_layers`) are converted, and trained if the checkpoint contains their weights",
         "(`train.mtp_loss_weight`).",
         "",
+        *_coverage(),
         "## Rejected config values",
         "",
         "`router_jitter_noise` is rejected for training only; conversion accepts it.",
@@ -163,6 +165,48 @@ def families_page() -> str:
         "`lm_head.weight` of a tied model are ignored.",
     ]
     return "\n".join(lines) + "\n"
+
+
+_COVERED = {
+    "native": "have a family",
+    "learned": "have none, and `isthmus convert --learn` finds the mapping",
+    "refused": "are refused, with the reason",
+    "unbuilt": "could not be tried: transformers builds or runs no small model of the type, with the reason",
+    "wrong": "have other logits or bytes without an error",
+    "failed": "end with an error without a hint, or have no result in time",
+}
+
+
+def _coverage() -> list[str]:
+    """The recorded result of benchmarks/coverage.py: the model types of transformers."""
+    path = max((REFERENCE.parents[1] / "benchmarks/results").glob("*_coverage_*.json"))
+    result = json.loads(path.read_text())
+    rows, packages = result["rows"], result["certificate"]["packages"]
+    named = {kind: [f"`{row['type']}`" for row in rows if row["result"] == kind] for kind in _COVERED}
+    return [
+        "## Model types of transformers",
+        "",
+        "`benchmarks/coverage.py` builds a small random model of each model type that has a causal language model, or",
+        f"a model for images and text, in transformers {packages['transformers']}. It converts the model to a",
+        f"checkpoint for megatron-core {packages['megatron-core']} and back, and compares float32 logits and bytes.",
+        f"Of {len(rows)} types,",
+        "",
+        *(f"- {len(named[kind])} {meaning}{';' if kind != 'failed' else '.'}" for kind, meaning in _COVERED.items()),
+        "",
+        f"Native: {', '.join(named['native'])}.",
+        "",
+        f"Learned: {', '.join(named['learned'])}.",
+        "",
+        "| `model_type` | result | reason |",
+        "| --- | --- | --- |",
+        *(f"| `{row['type']}` | {row['result']} | {_excerpt(row['reason'])} |" for row in rows if "reason" in row),
+        "",
+    ]
+
+
+def _excerpt(reason: str) -> str:
+    text = _one_line(reason).replace("<", "&lt;").replace("`", "")
+    return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def _family_row(family: Family, cases: int) -> str:
