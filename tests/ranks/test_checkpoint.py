@@ -155,6 +155,9 @@ def test_resume_in_another_layout(
         pytest.param("gpt2", TP2, PP2, id="gpt2"),  # position embeddings, biases
         pytest.param("olmo2", TP2, ONE, id="olmo2"),  # norms after blocks and over all heads
         pytest.param("gemma2", PP2, TP2, id="gemma2"),  # norms before and after blocks
+        pytest.param("nemotron_h", TP2, ONE, id="nemotron_h"),  # Mamba-2, single blocks, experts
+        pytest.param("jamba", TP2, ONE, id="jamba"),  # Mamba-1
+        pytest.param("nemotron_h", TP2, TP2, id="nemotron_h-same"),
     ],
 )
 def test_other_families_resume_in_another_layout(
@@ -171,6 +174,7 @@ def test_other_families_resume_in_another_layout(
     saved = tmp_path / "root/iter_0000002"
     rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings, **reader[1])
     assert max(max_relative_difference(rest[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
+    assert writer != reader or rest["digest"] == whole["digest"]
 
 
 def test_learning_rate_comes_from_the_config(
