@@ -37,7 +37,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("bart", {}, "the model has an encoder"),
     "no attention": ("rwkv", {}, "has no known key for num_attention_heads"),
     "several stacks of layers": ("hrm_text", {}, "expected one prefix of layers"),
-    "windows by an own setting": ("gpt_neo", {"num_hidden_layers": 24}, "attention_layers differs by layer"),
     "linear attention": ("minimax", {"num_local_experts": 6}, "layer_types has linear_attention"),
 }
 BUILT_IN = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
