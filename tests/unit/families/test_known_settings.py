@@ -22,15 +22,34 @@ READ_IN_OTHER_CONFIGS = {
 }
 WITHOUT_EFFECT: dict[str, Any] = {
     "attention_softmax_in_fp32": False,  # of float32
+    "block_ffn_dim_multiplier": 3.0,  # without block_auto_adjust_ff_dim
+    "block_multiple_of": 64,  # without block_auto_adjust_ff_dim
     "classifier_dropout": 0.9,
     "embd_pdrop": 0.9,
     "embedding_initializer_range": 0.5,
     "enable_moe_fp32_combine": False,  # of float32
+    "expand": 3,
+    "head_dim": 4,  # overwritten in classes with latent attention
+    "hidden_dropout": 0.5,
     "is_decoder": True,
     "layer_norm_eps": 0.5,
+    "mamba_expand": 3,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": True,
+    "mamba_ssm_cache_dtype": "bfloat16",
+    "moe_shared_expert_overlap": False,
+    "mtp_layers_block_type": ["moe"],
+    "n_shared_experts": 3,
+    "num_logits_to_keep": 3,
     "num_mtp_layers": 1,
     "pretraining_tp": 2,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,  # of float32
+    "router_jitter_noise": 0.5,
     "scale_attention_softmax_in_fp32": False,
+    "time_step_floor": 0.01,
+    "time_step_limit": (0.0, 0.01),
+    "time_step_max": 0.5,
 }
 """Another value of settings that classes have and do not use, or not for logits."""
 
