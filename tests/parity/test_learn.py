@@ -35,7 +35,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "differential attention": ("diffllama", {}, "lambda_k1 [24] has no role"),
     "encoder": ("bart", {}, "the model has an encoder"),
-    "no attention": ("rwkv", {}, "has no known key for num_attention_heads"),
+    "no attention": ("rwkv", {}, "has no known key for max_position_embeddings"),
     "several stacks of layers": ("hrm_text", {}, "expected one prefix of layers"),
     "linear attention": ("minimax", {"num_local_experts": 6}, "layer_types has linear_attention"),
 }

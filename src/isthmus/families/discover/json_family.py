@@ -15,7 +15,7 @@ from isthmus.errors import DataError
 from isthmus.families.architecture import MAX_LAYERS, Architecture, Mixer, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
-from isthmus.families.rules.rule import HfPart, Init, Rule, Shard
+from isthmus.families.rules.rule import HfPart, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
 
 FORMAT = 1
@@ -30,7 +30,7 @@ _CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]
 """From a setting to the field of the Architecture, and back."""
 _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "shard": get_args(Shard),
-    "init": get_args(Init),
+    "init": ("normal", "ones", "zeros"),
     "layers": ("all", "dense", "moe", *get_args(Mixer)),
     "dtype": ("float32",),
     "strands": ("1", "G", "N"),
