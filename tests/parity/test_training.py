@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", sorted(all_families()))
 def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_path: Path) -> None:
-    model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **SETTINGS.get(family, {}))
+    model = build_model_folder(tmp_path / "model", family, **{"num_hidden_layers": 2, **SETTINGS.get(family, {})})
     found = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
     config = ModelFolder.open(model).config
     arch = all_families()[family].to_architecture(config)

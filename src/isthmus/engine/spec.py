@@ -19,6 +19,7 @@ from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.multiplied import multiplied
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet
+from isthmus.engine.mixers.kimi_delta_attention import KimiDeltaAttention
 from isthmus.engine.mixers.mamba import MambaMixer
 from isthmus.engine.mixers.mamba2 import Mamba2Mixer
 from isthmus.engine.mixers.short_convolution import ShortConvolutionMixer
@@ -28,6 +29,7 @@ from isthmus.families.architecture import Architecture, Mixer
 
 MIXERS: dict[Mixer, tuple[str, type]] = {
     "gated_delta_net": ("self_attention", GatedDeltaNet),
+    "kimi_delta_attention": ("self_attention", KimiDeltaAttention),
     "mamba2": ("mixer", Mamba2Mixer),
     "mamba": ("mixer", MambaMixer),
     "short_convolution": ("mixer", ShortConvolutionMixer),

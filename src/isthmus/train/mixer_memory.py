@@ -16,7 +16,7 @@ def mixer_terms(
     In elements, the outputs of the input projection and of the convolution, and the input of the output projection. In
     float32, the time steps (twice with Mamba-1, three times with Mamba-2), the output of the scan and its states, one
     in 128 tokens or, of Mamba-1, in 64. ``recomputed`` (``core_attn``) keeps only the first and the last. Delta nets
-    keep the output of the input projection, joined queries, keys and values, and the input of the output projection.
+    keep only the outputs of the projections of their input, and the input of the output projection.
 
     Raises:
         ValueError: the mixer is not known here.
@@ -36,9 +36,9 @@ def mixer_terms(
         inner = a.hidden_size
         projected, convolved = 3 * inner, 2 * inner
     elif (delta := a.delta_net) is not None:
-        # The projection, and queries, keys and values joined for the convolution; the rest is recomputed.
-        inner, convolved = delta.value_width, 2 * delta.key_width + delta.value_width
-        projected = convolved + inner + (2 * delta.num_value_heads if mixer == "gated_delta_net" else delta.key_width)
+        inner, convolved = delta.value_width, 0
+        decays = delta.num_value_heads if mixer == "gated_delta_net" else delta.key_width
+        projected = 2 * (delta.key_width + inner) + delta.num_value_heads + decays
     else:
         raise ValueError(f"the activations of {mixer} are not known")
     kept = {
@@ -63,6 +63,9 @@ def mixer_buffers(architecture: Architecture, mixer: Mixer, *, num_tokens: int, 
     elif mixer == "mamba" and (one := architecture.mamba) is not None:
         chunk = 6 * 4 * min(_BLOCK, num_tokens) * one.inner_size * one.state_size // tp
     elif (delta := architecture.delta_net) is not None:
-        # In float32: normalized queries and keys of the value heads, values, and states.
-        chunk = 4 * 4 * num_tokens * 2 * (delta.num_value_heads * delta.key_head_dim + delta.value_width) // tp
+        # In float32, with gradients: about 8 tensors like keys, 6 like values and 8 of pairs in chunks of 64 tokens,
+        # states; with decays of channels, about 10 like keys for each of 6 halvings of a chunk.
+        keys, values = delta.key_head_dim, delta.value_head_dim
+        of_head = (8 if mixer == "gated_delta_net" else 68) * keys + 6 * values + 8 * 64 + keys * values // 64
+        chunk = 2 * 4 * num_tokens * delta.num_value_heads * of_head // tp
     return (sum(terms.values()) + chunk) // bytes_per_element

@@ -21,6 +21,21 @@ EXPERTS = {
     "shared_expert_intermediate_size": 20,
 }
 
+KIMI = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 12,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "rms_norm_eps": 1e-2,
+}
+KIMI_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, TinyFamily] = {
     "qwen3_5_text": TinyFamily(
@@ -36,6 +51,17 @@ FAMILIES: dict[str, TinyFamily] = {
     "qwen3_5_moe_text": TinyFamily(
         sizes=DELTA | EXPERTS,
         logits={"qwen3_5_moe_text": ({"attention_bias": True}, {"num_experts_per_tok": 1})},
+    ),
+    "kimi_linear": TinyFamily(
+        sizes=KIMI,
+        logits={
+            "kimi_linear": ({"layer_types": KIMI_LAYERS, "num_expert_group": 2}, {"num_experts_per_token": 1}),
+            "kimi_linear-low-rank-queries": (
+                {"layer_types": KIMI_LAYERS, "q_lora_rank": 20, "mlp_layer_types": ["sparse"] * 4},
+                {"moe_renormalize": False},
+            ),
+        },
+        training={"layer_types": KIMI_LAYERS, "num_hidden_layers": 4},
     ),
     "qwen3_next": TinyFamily(
         sizes=DELTA | EXPERTS,

@@ -135,6 +135,8 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
             wanted = [whole] * tp
         case "cols":
             wanted = list(whole.chunk(tp, dim=1))
+        case "third":
+            wanted = list(whole.chunk(tp, dim=2))
         case "gate_up":
             halves = whole.chunk(2)
             wanted = [torch.cat([half.chunk(tp)[rank] for half in halves]) for rank in range(tp)]

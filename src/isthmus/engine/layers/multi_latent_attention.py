@@ -83,9 +83,11 @@ class LatentAttention(MegatronModule):
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, packed_seq_params: PackedBatch, **_unused: Any
+        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """Shapes are those of ``PackedSelfAttention``, without bias; ``rotary_pos_emb`` is [T, qk_rope_head_dim]."""
+        """Shapes are those of ``PackedSelfAttention``, without bias; ``rotary_pos_emb`` is [T, qk_rope_head_dim], or
+        None without positions.
+        """
         compressed = self._compressed(hidden_states)
         q = self._queries(compressed, rotary_pos_emb)
         latent, rope = self._latent(hidden_states, rotary_pos_emb, packed_seq_params)
@@ -111,16 +113,17 @@ class LatentAttention(MegatronModule):
         """The low-rank queries of this rank's tokens, [T, 1, q_lora_rank]; without them the hidden states."""
         return hidden if self.mla.q_lora_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden))
 
-    def _queries(self, compressed: Tensor, table: Tensor) -> Tensor:
+    def _queries(self, compressed: Tensor, table: Tensor | None) -> Tensor:
         """Queries of this rank's heads, [T, heads, 1, D]."""
         mla = self.mla
         q, _ = (self.linear_q_proj if mla.q_lora_rank is None else self.linear_q_up_proj)(compressed)
         widths = (mla.qk_nope_head_dim, mla.qk_rope_head_dim)
         nope, rope = q.view(q.size(0), self.heads, -1).split(widths, dim=-1)
-        rope = rotate(rope, table, interleaved=self.config.rotary_interleaved)
+        if table is not None:
+            rope = rotate(rope, table, interleaved=self.config.rotary_interleaved)
         return torch.cat((nope, rope), dim=-1)[:, :, None]
 
-    def _latent(self, hidden: Tensor, table: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _latent(self, hidden: Tensor, table: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Latent vectors [T, 1, kv_lora_rank] and rotated key channels [T, 1, qk_rope_head_dim] of all tokens."""
         widths = (self.mla.kv_lora_rank, self.mla.qk_rope_head_dim)
         latent, rope = self.linear_kv_down_proj(hidden).split(widths, dim=-1)
@@ -131,7 +134,8 @@ class LatentAttention(MegatronModule):
         else:
             both = copy_to_tensor_model_parallel_region(both)
         latent, rope = both.split(widths, dim=-1)
-        rope = rotate(rope, table, interleaved=self.config.rotary_interleaved)
+        if table is not None:
+            rope = rotate(rope, table, interleaved=self.config.rotary_interleaved)
         if batch.spans is None:
             return latent, rope
         # Context parallel ranks exchange these and not the keys and values of all heads.

@@ -99,39 +99,29 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Mix the tokens of each sample; shapes are those of ``PackedSelfAttention``."""
         projected, _ = self.in_proj(hidden_states)
-        *qkv, gate, beta, decay = projected[:, 0].split(self.widths, dim=-1)
-        return self.mix(torch.cat(qkv, dim=-1), gate, beta, decay, packed_seq_params.lengths)
+        return self.mix(packed_seq_params.lengths, projected[:, 0])
 
-    def mix(
-        self, qkv: Tensor, gate: Tensor, beta: Tensor, decay: Tensor, lengths: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """From this rank's sections of the projections, [T, width] each."""
+    def sections(self, *projections: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values; gates; learning rates; decays: [T, width] each, of this rank."""
+        (projected,) = projections
+        return projected.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
+
+    def mix(self, lengths: tuple[int, ...], *projections: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output from the arguments of :meth:`sections`, which are saved for the backward pass."""
         # Each rank uses the norm for its heads; with sequence parallelism, Megatron-Core sums its gradients.
         norm = self.gated_norm.weight
         if not self.config.sequence_parallel:
             norm = copy_to_tensor_model_parallel_region(norm, group=self.tp_group)
 
-        def mixed(
-            qkv: Tensor,
-            gate: Tensor,
-            beta: Tensor,
-            decay: Tensor,
-            conv: Tensor,
-            a_log: Tensor,
-            dt: Tensor,
-            norm: Tensor,
-        ) -> Tensor:
-            qkv = causal_convolution(qkv, conv, None, lengths, activated=True)
-            q, k, v = self._heads(qkv)
-            rates = beta.sigmoid() * (2 if self.sizes.negative_eigenvalues else 1)
-            decay = self.log_decays(decay, a_log, dt)
-            out = self.rule(q, k, v, decay, rates, lengths)
+        def mixed(conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, *projections: Tensor) -> Tensor:
+            qkv, gate, beta, decay = self.sections(*projections)
+            q, k, v = self._heads(causal_convolution(qkv, conv, None, lengths, activated=True))
+            rates = wide(beta).sigmoid() * (2 if self.sizes.negative_eigenvalues else 1)
+            out = self.rule(q, k, v, self.log_decays(decay, a_log, dt_bias), rates, lengths)
             return self.gated(_normalized(out, self.sizes.norm_epsilon), norm, gate.unflatten(-1, v.shape[1:]))
 
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, norm
-        out: tuple[Tensor, Tensor | None] = self.out_proj(
-            recompute(mixed, qkv, gate, beta, decay, *parameters)[:, None]
-        )
+        out: tuple[Tensor, Tensor | None] = self.out_proj(recompute(mixed, *parameters, *projections)[:, None])
         return out
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ if the other norms are, and this one never is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from isthmus.errors import DataError, UsageError
@@ -18,7 +18,7 @@ from isthmus.families.rules.rule import HfPart, Init, Rule, copy, in_layers
 
 MIXER = LAYER + "self_attention."
 HF_MIXER = HF_LAYER + "linear_attn."
-_LINEAR, _FULL = "linear_attention", "full_attention"
+LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def in_proj(*parts: tuple[str, str], kind: Mixer = "gated_delta_net", hf: str = HF_MIXER, **fields: Any) -> Rule:
@@ -35,23 +35,39 @@ def mixer_rules(
     time_step: Init,
     kind: Mixer = "gated_delta_net",
     hf: str = HF_MIXER,
-    gate: str = "",
+    convolutions: tuple[str, str, str] = ("conv1d",) * 3,
 ) -> tuple[Rule, ...]:
-    """All rules of a mixer.
-
-    ``norm``, ``out`` and ``gate`` are transformers' names of the norm of the outputs, of the output projection and of
-    the module with the decays.
-    """
-    channel = "Lk" if kind == "kimi_delta_attention" else "Ln"
-    sections = tuple(HfPart(f"{hf}conv1d.weight", (rows, "1", "Lc")) for rows in ("Lk", "Lk", "Lv"))
+    """All rules of a mixer; ``norm``, ``out`` and ``convolutions`` are transformers' names, relative to ``hf``."""
+    channel_decay = kind == "kimi_delta_attention"
+    time_steps = "Lk" if channel_decay else "Ln"
+    sizes = zip(convolutions, ("Lk", "Lk", "Lv"), strict=True)
+    sections = tuple(HfPart(f"{hf}{name}.weight", (rows, "1", "Lc")) for name, rows in sizes)
+    heads, axis = (("1", "1", "Ln", "1"), "third") if channel_decay else (("Ln",), "rows")
+    low_rank = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj") if channel_decay else ()
     return (
         projection,
         Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind),
-        copy(f"{MIXER}dt_bias", f"{hf}{gate}dt_bias", channel, shard="rows", init=time_step, layers=kind),
-        copy(f"{MIXER}A_log", f"{hf}{gate}A_log", "Ln", shard="rows", init="log_decay", layers=kind),
+        copy(f"{MIXER}dt_bias", f"{hf}dt_bias", time_steps, shard="rows", init=time_step, layers=kind),
+        copy(f"{MIXER}A_log", f"{hf}A_log", *heads, shard=axis, init="log_decay", layers=kind),
+        *in_layers(
+            kind,
+            *(
+                copy(f"{MIXER}linear_{way}_proj.weight", f"{hf}{name}.weight", *shape, shard=shard)
+                for name, (way, shape, shard) in zip(low_rank, _LOW_RANK, strict=False)
+            ),
+        ),
         copy(f"{MIXER}gated_norm.weight", f"{hf}{norm}.weight", "Ld", init="plain_ones", layers=kind),
         copy(f"{MIXER}out_proj.weight", f"{hf}{out}.weight", "H", "Lv", shard="cols", layers=kind),
     )
+
+
+_LOW_RANK: tuple[tuple[str, tuple[str, str], str], ...] = (
+    ("decay_down", ("Ld", "H"), "whole"),
+    ("decay_up", ("Lk", "Ld"), "rows"),
+    ("gate_down", ("Ld", "H"), "whole"),
+    ("gate_up", ("Lv", "Ld"), "rows"),
+)
+"""Projections of Kimi delta attention: names, shapes and shards."""
 
 
 def qwen_mixers(projection: Rule) -> tuple[Rule, ...]:
@@ -86,10 +102,10 @@ KEYS = {
 def every_nth(hf: Mapping[str, Any]) -> list[str]:
     """Every fourth layer has full attention, or every ``full_attention_interval``-th."""
     interval, layers = Key("full_attention_interval", default=4).read(hf), range(Key("num_hidden_layers").read(hf))
-    return [_LINEAR if (layer + 1) % interval else _FULL for layer in layers]
+    return [LINEAR if (layer + 1) % interval else FULL for layer in layers]
 
 
-def mixers(kind: Mixer, default: Any = every_nth) -> Derived:
+def mixers(kind: Mixer, default: Callable[[Mapping[str, Any]], list[str]] = every_nth) -> Derived:
     """``layer_types``, or ``default`` of the config if it has none."""
     assert kind in get_args(Mixer)
 
@@ -99,14 +115,14 @@ def mixers(kind: Mixer, default: Any = every_nth) -> Derived:
             raise DataError(
                 f"config.json: layer_types must list the kind of each of {number} layers, got {types!r:.80}."
             )
-        if unknown := sorted({str(each) for each in types} - {_LINEAR, _FULL}):
-            raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_LINEAR} and {_FULL} are.")
-        return tuple((kind,) if each == _LINEAR else ("attention",) for each in types)
+        if unknown := sorted({str(each) for each in types} - {LINEAR, FULL}):
+            raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {LINEAR} and {FULL} are.")
+        return tuple((kind,) if each == LINEAR else ("attention",) for each in types)
 
     def write(found: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
         if other := {each for each in found if each not in ((kind,), ("attention",))}:
             raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
         found = found or (("attention",),) * arch.num_layers
-        return {"layer_types": [_LINEAR if each == (kind,) else _FULL for each in found]}
+        return {"layer_types": [LINEAR if each == (kind,) else FULL for each in found]}
 
     return Derived(read, write)

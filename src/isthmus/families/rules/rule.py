@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from isthmus.families.architecture import Architecture
 
-Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up", "parts"]
-"""``gate_up``: both halves of the rows, each by rows; ``parts``: each part of the rule, by rows."""
+Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up", "parts", "third"]
+"""``gate_up``: both halves of the rows, each by rows; ``parts``: each part of the rule, by rows;
+``third``: by the third axis."""
 Init = Literal["normal", "ones", "zeros", "plain_ones", "log_decay", "time_step"] | float
 """``ones`` is a gain of one, which is 0 in models with zero-centered norms; ``plain_ones`` is 1. ``log_decay``:
 logarithm of a uniform number from 0.01 to 16; ``time_step``: inverse softplus of a number whose logarithm is uniform,

@@ -213,7 +213,7 @@ def _hf_rows(block: RowBlock, low: int, high: int) -> slice:
 
 
 def _axis(rule: Rule) -> int:
-    return 1 if rule.shard == "cols" else 0
+    return {"cols": 1, "third": 2}.get(rule.shard, 0)
 
 
 def _padded_shape(rule: Rule, arch: Architecture, layout: Layout) -> Shape:

@@ -53,6 +53,19 @@ def test_stages_that_do_not_fit(num_layers: int, sizes: dict[str, int], message:
         check(num_layers, **sizes)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_context_parallelism_needs_attention_in_every_layer(family: str) -> None:
+    config = TINY_SIZES | OWN_SIZES[family] | {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    architecture = all_families()[family].to_architecture(config)
+    check_layout(architecture, ParallelConfig(tp=2))
+    with pytest.raises(UsageError, match=r"parallel\.cp=2 splits samples, and the state of \w+ layers passes"):
+        check_layout(architecture, ParallelConfig(cp=2))
+    with pytest.raises(
+        UsageError, match="tp=4 does not divide num_key_heads of the delta net=2" if "qwen" in family else "tp=8"
+    ):
+        check_layout(architecture, ParallelConfig(tp=4 if "qwen" in family else 8))
+
+
 def test_interleaved_schedule_divides_the_batch() -> None:
     sizes = ParallelConfig(pp=4, vpp=2)
     check_micro_batches(TrainConfig(steps=1, global_batch_size=16, micro_batch_size=2), sizes, 8)
