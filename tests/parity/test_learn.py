@@ -22,7 +22,6 @@ from ranks.tiny import SIZES, VOCAB, build_model_folder
 
 LENGTHS = [40, 3]
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "stablelm": ("stablelm", {"head_dim": 8, "use_qkv_bias": True}),
     "helium": ("helium", {"head_dim": 8}),
     "gpt_bigcode": ("gpt_bigcode", {"n_head": 4, "n_embd": 32, "n_layer": 4, "n_inner": 48, "n_positions": 64}),
     "granitemoe": (
