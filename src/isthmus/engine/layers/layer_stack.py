@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel
@@ -74,12 +75,12 @@ class DecoderStack(LayerStack):
         hidden = self.input_tensor if hidden_states is None else hidden_states
         assert hidden is not None
         recomputed = self.recomputed_layers if self.training else 0
-        given = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
         for index, layer in enumerate(self.layers):
+            run = partial(_run, layer, packed_seq_params)
             if index < recomputed:
-                hidden = tensor_parallel.checkpoint(lambda x, layer=layer: layer(x, **given), False, hidden)
+                hidden = tensor_parallel.checkpoint(run, False, hidden, rotary_pos_emb)
             else:
-                hidden = layer(hidden, **given)
+                hidden = run(hidden, rotary_pos_emb)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden
@@ -88,3 +89,8 @@ class DecoderStack(LayerStack):
         found = super().sharded_state_dict(prefix, *args, **kwargs)
         apply_prefix_mapping(found, {f"{prefix}final_layernorm.": prefix + self.final_norm_key})
         return found
+
+
+def _run(layer: nn.Module, batch: PackedBatch, hidden: Tensor, tables: Tensor | None) -> Tensor:
+    out: Tensor = layer(hidden, rotary_pos_emb=tables, packed_seq_params=batch)
+    return out
