@@ -286,9 +286,9 @@ class Architecture:
     """Over which axis queries and keys are normalized: each head, or the whole projection. The weights of ``head`` are
     the same for all heads; those of ``each_head`` are not, and it has no biases."""
     qk_norm_after_rotation: bool = False
+    """Queries and keys are normalized after their rotation; otherwise before."""
     qk_rms: bool = False
     """Each head of queries and keys is divided by its root mean square, after the rotation; in rotated layers only."""
-    """Queries and keys are normalized after their rotation; otherwise before."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to [-clip_qkv, clip_qkv]."""
     sliding_window: int | None = None

@@ -224,6 +224,8 @@ class Family:
         check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
         values = dict(self.traits) | {name: key.read(hf) for name, key in self.keys.items()}
         values |= {name: derived.read(hf) for name, derived in self.derived.items()}
+        if "mla.qk_rope_head_dim" in values:  # the classes of transformers overwrite head_dim
+            values["kv_channels"] = values["mla.qk_nope_head_dim"] + values["mla.qk_rope_head_dim"]
         for prefix in ("", "window_attention."):
             heads, groups = (
                 values.get(prefix + name) or values[name] for name in ("num_attention_heads", "num_query_groups")

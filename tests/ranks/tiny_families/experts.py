@@ -20,6 +20,16 @@ _LATENT = {
     **{"qk_rope_head_dim": 8, "head_dim": 8, "n_shared_experts": 2},
 }
 _ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+# Of samples beyond the original length, the class of transformers uses the factors of short ones.
+_LONG = {
+    **{
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.5, 2.0, 3.0] * 2,
+        "long_factor": [9.0] * 8,
+    },
+    **{"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 1024},
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 32}
 
 
@@ -148,6 +158,10 @@ FAMILIES: dict[str, TinyFamily] = {
             "phimoe": (
                 {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, "sliding_window": 5},
                 {"router_jitter_noise": 0.0},
+            ),
+            "phimoe-longrope": (
+                {"rope_parameters": _LONG},
+                {"rope_parameters": _LONG | {"short_mscale": 1.0, "long_mscale": 1.0}},
             ),
         },
     ),

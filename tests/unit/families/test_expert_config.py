@@ -285,6 +285,13 @@ def test_routing_settings() -> None:
     assert architecture("deepseek-v2", topk_method="greedy").moe.num_groups == 1  # type: ignore[union-attr]
 
 
+def test_other_names_of_settings_are_read() -> None:
+    config = dict(CONFIGS["ernie-4.5-21b-a3b"])
+    config |= {"num_experts": config.pop("moe_num_experts") // 2, "num_experts_per_tok": config.pop("moe_k") // 2}
+    moe = family_for(config).to_architecture(config).moe
+    assert moe is not None and (moe.num_experts, moe.top_k) == (32, 3)
+
+
 def test_latent_attention_and_yarn() -> None:
     lite = architecture("deepseek-v2-lite")
     assert lite.mla == Mla(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

@@ -105,6 +105,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "phi3", "rope_scaling": LONGROPE, "max_position_embeddings": 16384},
         {"rope_scaling": RopeScaling(kind="longrope", factor=4.0, original_max_position_embeddings=4096, **FACTORS)},
     ),
+    "phi3-yarn": (
+        {"model_type": "phi3", "rope_scaling": LONGROPE | {"type": "yarn"}, "max_position_embeddings": 16384},
+        {"rope_scaling": RopeScaling(kind="longrope", factor=4.0, original_max_position_embeddings=4096, **FACTORS)},
+    ),
     "phi3-half-a-head": ({"model_type": "phi3", "partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
     "starcoder2": (
         {"model_type": "starcoder2", "sliding_window": 7},
@@ -119,6 +123,9 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"form": "pre", "rotary_percent": 0.25},
     ),
     "olmo2": ({"model_type": "olmo2"}, {"form": "post", "qk_norm_over": "projection", "norm_epsilon": 1e-5}),
+    # As in transformers, rope_theta counts only beside other rotary settings.
+    "apertus": ({"model_type": "apertus", "rope_theta": 5e5}, {"rotary_base": 12e6}),
+    "cwm": ({"model_type": "cwm", "rope_theta": 5e5, "head_dim": 8}, {"rotary_base": 1e6}),
     "glm4": ({"model_type": "glm4", "head_dim": 16}, {"rotary_percent": 0.5, "rotary_interleaved": True}),
     "cohere": ({"model_type": "cohere"}, {"logits_multiplier": 0.0625, "norm_bias": False, "rotary_base": 5e5}),
     "gemma": ({"model_type": "gemma", "hidden_act": "gelu"}, {"embedding_multiplier": 8.0, "activation": "gelu_tanh"}),

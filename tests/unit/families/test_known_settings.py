@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isthmus.families.architecture import Architecture
 from isthmus.families.registry import all_families
 from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from ranks.tiny import VOCAB, tiny_config
@@ -80,3 +81,28 @@ def test_settings_that_are_not_read_do_not_change_the_logits(name: str) -> None:
     tokens = torch.arange(20)[None] % VOCAB
     with torch.no_grad():
         assert torch.equal(plain(tokens).logits, other(tokens).logits)
+
+
+SIZES = {
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    *("n_layer", "n_embd", "n_head", "num_layers", "num_heads", "ffn_dim", "moe_intermediate_size"),
+    *("n_routed_experts", "num_experts_per_tok", "max_position_embeddings"),
+}
+OWN_SIZES = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_settings_are_what_the_class_assumes(name: str) -> None:
+    family, kind = all_families()[name], CONFIG_MAPPING[name]
+    sizes = {key: value for key, value in kind().to_dict().items() if key in SIZES and value is not None}
+    config = {"model_type": name} | sizes | OWN_SIZES.get(name, {})
+
+    def meaning(hf: dict[str, Any]) -> Architecture:
+        found = family.to_architecture(hf)
+        return replace(found, attention_scale=found.attention_scale or found.kv_channels**-0.5)
+
+    assert meaning(config) == meaning(kind.from_dict(config).to_dict())

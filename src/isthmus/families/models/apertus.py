@@ -35,6 +35,7 @@ FAMILY = Family(
         "rope_theta": 12000000.0,
         "rope_parameters": {
             "rope_type": "llama3",
+            "rope_theta": 12000000.0,
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,

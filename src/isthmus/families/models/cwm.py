@@ -23,6 +23,7 @@ FAMILY = Family(
         "rope_theta": 1000000.0,
         "rope_parameters": {
             "rope_type": "llama3",
+            "rope_theta": 1000000.0,
             "factor": 16.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,

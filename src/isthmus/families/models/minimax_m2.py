@@ -26,7 +26,7 @@ FAMILY = Family(
         "moe.expert_bias": True,
         "moe.normalize": True,
     },
-    rope_defaults={"rope_theta": 5000000.0, "partial_rotary_factor": 1.0},
+    rope_defaults={"rope_theta": 5000000.0, "partial_rotary_factor": 1.0, "rotary_dim": None},
     module_names=mixtral.FAMILY.module_names,
     rules=decoder.pre_norm_rules(
         mlp=renamed(

@@ -32,7 +32,7 @@ FAMILY = Family(
     traits={"normalization": "LayerNorm", "moe.score": "sparsemixer"},
     untrainable="its experts are sampled at random in training, which is not implemented",
     sliding_window="always",
-    rope_defaults={"rope_theta": 1000000.0},
+    rope_defaults={"rope_theta": 1000000.0, "short_mscale": None},
     module_names={".block_sparse_moe.gate": ".mlp.router", ".block_sparse_moe.": ".mlp."},
     rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), mixtral.NAMES)),
 )

@@ -54,12 +54,4 @@ def _heads(hf: Mapping[str, Any]) -> int:
     return heads
 
 
-def _width(hf: Mapping[str, Any]) -> int:
-    """Width of a head's queries. The classes of transformers overwrite ``head_dim``."""
-    return int(KEYS["mla.qk_nope_head_dim"].read(hf) + KEYS["mla.qk_rope_head_dim"].read(hf))
-
-
-DERIVED = {
-    "num_query_groups": Derived(read=_heads, write=lambda heads, arch: {"num_key_value_heads": heads}),
-    "kv_channels": Derived(read=_width, write=lambda width, arch: {}),
-}
+DERIVED = {"num_query_groups": Derived(read=_heads, write=lambda heads, arch: {"num_key_value_heads": heads})}

@@ -15,7 +15,9 @@ from isthmus.families.architecture import Architecture, QueryScaling, RopeScalin
 _DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e38
 _CONTEXT = "original_max_position_embeddings"
-_SHARE, _WIDTH = "partial_rotary_factor", "rotary_dim"
+_SHARE = "partial_rotary_factor"
+_WIDTH = "rotary_dim"
+"""Rotated channels, in place of the fraction, of families that have a default for it."""
 _LISTS = ("short_factor", "long_factor")
 _NEEDED = {
     "default": (),
@@ -43,6 +45,8 @@ _ALPHA = "alpha"
 """The factor of ``ntk_alpha``, in configs of ``dynamic`` scaling. A family that supports it has a default for it."""
 _QUERY_RATE = "llama_4_scaling_beta"
 """Of families that have a default for it: queries grow with the position."""
+_MAGNITUDES = ("short_mscale", "long_mscale")
+"""LongRoPE's ``attention_factor`` within and beyond the original length, of families that have a default for them."""
 
 
 def read_rotary(
@@ -64,7 +68,7 @@ def read_rotary(
             share = window["window_attention.rotary_percent"] = windowed[_SHARE]
             _rotated(share, window_width)
     base, scaling = _read_rope(hf, defaults)
-    of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _SHARE in defaults else None
+    of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _WIDTH in defaults else None
     share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), of_width, defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
@@ -136,6 +140,10 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
         kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
     elif kind not in _READABLE:
         raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_READABLE)}.")
+    if kind == "yarn" and settings.get(_LISTS[0]):  # configs of early Phi-3 models
+        kind = "longrope"
+    if _MAGNITUDES[0] in defaults and kind != "default":
+        settings["attention_factor"] = _magnitude(settings, kind)
     if kind == "default":
         settings.pop("factor", None)
     if unknown := sorted(settings.keys() - _KNOWN):
@@ -157,6 +165,16 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
             raise DataError(f"config.json: {key} of rope type '{kind}' must be a number, got {settings[key]!r}.")
     values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
     return float(theta), RopeScaling(kind=kind, **values)
+
+
+def _magnitude(settings: dict[str, Any], kind: str) -> Any:
+    short, long = (settings.pop(name, None) for name in _MAGNITUDES)
+    if kind != "longrope" or short is None or short != long:
+        raise UsageError(
+            f"rope type '{kind}' with short_mscale={short} and long_mscale={long} is not supported for this family; "
+            "longrope with two equal ones is."
+        )
+    return short
 
 
 def write_rotary(
@@ -199,6 +217,8 @@ def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[s
             settings = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]
             values = {key: getattr(found, key) for key in (*_NEEDED[found.kind], *settings)}
             scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        if _MAGNITUDES[0] in defaults:
+            scaling |= dict.fromkeys(_MAGNITUDES, found.attention_factor)
         if found.kind == "ntk_alpha":
             scaling |= {"rope_type": "dynamic", _ALPHA: found.factor, "factor": 1.0}
         else:
