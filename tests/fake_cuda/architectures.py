@@ -39,7 +39,42 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
          "shared_expert_intermediate_size": 64},
     ),
+    "delta nets, gated attention": (
+        "qwen3_next",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "linear_num_key_heads": 2,
+         "shared_expert_intermediate_size": 64, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+         "linear_value_head_dim": 16, "full_attention_interval": 2},
+    ),
+    "delta nets with decays of channels": (
+        "kimi_linear",
+        _LATENT
+        | {"num_experts": 4, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+           "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+           "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "attention beside Mamba-2, multipliers": (
+        "falcon_h1",
+        {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_d_ssm": 128,
+         "mlp_multipliers": [2.0, 0.6], "ssm_multipliers": [0.9, 1.1, 1.3, 0.7, 1.6]},
+    ),
+    "one block in each layer": (
+        "nemotron_h",
+        {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 4,
+         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64},
+    ),
+    "Mamba-1": (
+        "jamba",
+        {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+         "mamba_dt_rank": 16, "mamba_d_state": 16},
+    ),
+    "short convolutions": (
+        "lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "selected keys": ("deepseek_v32", _LATENT | {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}),
+    "xIELU": ("apertus", {}),
 }  # fmt: skip
+_WITHOUT_CP = {"qwen3_next", "kimi_linear", "falcon_h1", "nemotron_h", "jamba", "lfm2", "deepseek_v32"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"size": 2, "tp": 2, "sp": False},
     "tp, sp, last of pp": {"size": 4, "tp": 2, "pp": 2, "rank": 3},
@@ -66,12 +101,13 @@ def cases(trait: str, gpu: str) -> list[tuple[str, str]]:
 
     Half of the cases are for NVIDIA, half for AMD.
     """
-    settings = TRAITS[trait][1]
+    family, settings = TRAITS[trait]
     if settings.get("num_nextn_predict_layers"):  # a run refuses MTP layers with cp and fsdp
         layouts = ["tp, sp, last of pp", "ep"]
     else:
         has_experts = any("experts" in key for key in settings)
         layouts = [name for name in LAYOUTS if name != "tp" and (has_experts or "ep" not in LAYOUTS[name])]
+        layouts = [name for name in layouts if family not in _WITHOUT_CP or "cp" not in LAYOUTS[name]]
         layouts += [] if has_experts else ["tp"]
     first = list(TRAITS).index(trait)
     found = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fake_cuda.architectures import config_of
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import measure, record
 from fake_cuda.world import build
@@ -52,6 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": {"model": QWEN3, "pairs": True},
     "offload-dp2": {"model": QWEN3, "size": 2, "sections": {"optim": {"offload": True}}},
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
+    "delta nets": {"model": config_of("delta nets, gated attention")},
+    "Mamba-2": {"model": config_of("one block in each layer"), "tp": 2, "size": 2},
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
     "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
     "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},

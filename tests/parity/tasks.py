@@ -258,9 +258,10 @@ def train(
 
         network = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True)
     network.train()
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    with_decay = [parameter for parameter in trained if parameter.dim() > 1]
-    without_decay = [parameter for parameter in trained if parameter.dim() <= 1]
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    decays = {name: each.dim() > 1 and not name.endswith("A_log") for name, each in trained.items()}
+    with_decay = [parameter for name, parameter in trained.items() if decays[name]]
+    without_decay = [parameter for name, parameter in trained.items() if not decays[name]]
     optimizer = torch.optim.AdamW(
         [{"params": with_decay, "weight_decay": weight_decay}, {"params": without_decay, "weight_decay": 0.0}],
         lr=1.0,

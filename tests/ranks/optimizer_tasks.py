@@ -27,7 +27,8 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
         name: [torch.nn.Parameter(part.clone()) for part in _parts(training, placements[name], main)]
         for name, main in own.items()
     }
-    adamw = [part for name, parts in copies.items() if name not in matrices for part in parts]
+    adamw = {name: parts for name, parts in copies.items() if name not in matrices}
+    decays = {name: parts[0].dim() > 1 and not name.endswith("A_log") for name, parts in adamw.items()}
     shared: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
     references: list[torch.optim.Optimizer] = [
         torch.optim.Muon(
@@ -35,8 +36,11 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
         ),
         torch.optim.AdamW(
             [
-                {"params": [part for part in adamw if part.dim() > 1]},
-                {"params": [part for part in adamw if part.dim() == 1], "weight_decay": 0.0},
+                {"params": [part for name, parts in adamw.items() if decays[name] for part in parts]},
+                {
+                    "params": [part for name, parts in adamw.items() if not decays[name] for part in parts],
+                    "weight_decay": 0.0,
+                },
             ],
             betas=(0.9, 0.95), **shared,
         ),

@@ -18,11 +18,11 @@ GROUPS = {"muon_lr": 2e-3, "lr_multipliers": {"lm_head.*": 0.5, "*.o_proj.*": 0.
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is new in torch 2.9")
-@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16")])
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16"), ("jamba", "fp32")])
 def test_weights_equal_those_of_torch(
     family: str, precision: str, one: RankPool, samples: Path, tmp_path: Path
 ) -> None:
-    model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False)
+    model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False, num_hidden_layers=4)
     result = one.run(
         "ranks.optimizer_tasks.difference_to_torch",
         steps=4,
@@ -31,7 +31,7 @@ def test_weights_equal_those_of_torch(
         precision=precision,
         optim=OPTIM | {"warmup_steps": 0, "schedule": "constant", "clip_grad": 0.0},
     )
-    assert result["matrices"] > 40
+    assert result["matrices"] >= 40
     wrong = {name: value for name, value in result["worst"].items() if value >= 1e-6}
     assert not wrong
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.checkpoint.checkpoint_names import fused_norms
-from isthmus.engine.layers.activation import Activation, Xielu, activation_function, scaled_swiglu
+from isthmus.engine.layers.activation import Activation, Xielu, activation_function
 from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
@@ -112,7 +112,7 @@ def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
 def activation_spec(architecture: Architecture) -> ModuleSpec | type:
     if architecture.activation == "xielu":
         return Xielu
-    function = activation_function(architecture.activation, gated=architecture.gated)
-    if (multiplier := architecture.mlp_multipliers[0]) != 1:
-        function = partial(scaled_swiglu, multiplier=multiplier)
+    function = activation_function(
+        architecture.activation, gated=architecture.gated, multiplier=architecture.mlp_multipliers[0]
+    )
     return ModuleSpec(module=Activation, params={"function": function})

@@ -60,14 +60,14 @@ class HfLinear:
 def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) -> dict[str, tuple[HfLinear, ...]]:
     """The linear layers with an adapter by canonical weight name, in the order of the rule's parts.
 
-    A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer, the routers and the
-    gates of shared experts), the path of a linear layer or its end (``q_proj``, ``self_attn.q_proj``; several with
-    commas between them), a pattern of the path (``model.layers.[0-3].*``), or a regular expression of the whole path.
-    Layers of routed experts are meant only by a target that contains ``experts``. Layers for multi-token prediction
-    have no adapters: transformers does not load them.
+    A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer, the routers, the gates
+    of shared experts, and layers that PEFT refuses), the path of a linear layer or its end (``q_proj``,
+    ``self_attn.q_proj``; several with commas between them), a pattern of the path (``model.layers.[0-3].*``), or a
+    regular expression of the whole path. Layers of routed experts are meant only by a target that contains ``experts``.
+    Layers for multi-token prediction have no adapters: transformers does not load them.
 
     Raises:
-        UsageError: there are no targets, or a target is no linear layer.
+        UsageError: there are no targets, or a target is no linear layer, or one that PEFT refuses.
     """
     if not targets:
         raise UsageError("lora.targets is empty. Use all-linear, or names of linear layers such as q_proj, v_proj.")
@@ -75,12 +75,20 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     modules = {linear.module: linear for linears in found.values() for linear in linears}
     # The gate of shared experts decides like a router.
     gates = {own[0].module for name, own in found.items() if name.endswith(".gate_weight")}
+    refused = {module for module in modules if module.endswith(family.unadapted)}
     chosen: set[str] = set()
     for target in (part.strip() for given in targets for part in _split(given)):
         matching = [module for module, linear in modules.items() if _matches(target, linear)]
         if not matching:
             raise UsageError(_unknown(target, modules, family))
-        chosen.update(module for module in matching if target != ALL_LINEAR or module not in gates)
+        if target == ALL_LINEAR:
+            matching = [module for module in matching if module not in gates | refused]
+        elif found_refused := refused.intersection(matching):
+            raise UsageError(
+                f"lora.targets: {target!r} includes {min(found_refused)}, and PEFT refuses an adapter of this layer in "
+                f"{family.name} models, because their kernels read its weight alone. Name the targets without it."
+            )
+        chosen.update(matching)
     kept = {name: tuple(linear for linear in linears if linear.module in chosen) for name, linears in found.items()}
     return {name: linears for name, linears in kept.items() if linears}
 

@@ -175,6 +175,8 @@ class Family:
     """Suffixes of Hugging Face tensors that are not weights and may be present."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Substrings of tensor names that differ in the module paths of transformers."""
+    unadapted: tuple[str, ...] = ()
+    """Ends of the paths of linear layers that PEFT refuses to adapt in models of this type."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

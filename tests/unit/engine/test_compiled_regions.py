@@ -19,10 +19,12 @@ from torch._dynamo.utils import counters
 from isthmus.config.schema.train import TrainConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.compiled import set_compile
-from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu
+from isthmus.engine.layers.activation import Activation, _XieluFunction, activation_function, clamped_swiglu
 from isthmus.engine.layers.dropout import MLP_OUTPUT, dropout_keys, hidden_dropout
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.layers.rope import rotate, rotation_table
+from isthmus.engine.mixers.gated_norm import GatedNorm, gate
+from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.families.architecture import Architecture, Moe
 
@@ -69,11 +71,50 @@ def gated(function: Callable[[Tensor], Tensor]) -> nn.Module:
     return Activation(cast(Any, None), function=function)
 
 
+class GegluOfLayers(nn.Module):
+    """In two layers, which must not compile twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(gated(activation_function("gelu_tanh", gated=True)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+class OfRows(nn.Module):
+    """A layer of a mixer, given [T, C]."""
+
+    def __init__(self, layer: nn.Module, **arguments: Any) -> None:
+        super().__init__()
+        self.layer, self.arguments = randomized(layer), arguments
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        given = [each[:, 0] for each in (x, *others)]
+        if isinstance(self.layer, DepthwiseConvolution):
+            given.append((2, len(x) - 2))
+        return self.layer(*given, **self.arguments)
+
+
+class XieluOfParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = nn.ParameterList(nn.Parameter(torch.tensor([size])) for size in (0.8, 0.3))
+        self.register_buffer("constants", torch.tensor([[0.5], [-1e-6]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _XieluFunction.apply(x, *self.sizes, *self.constants)
+
+
 CASES: dict[str, Callable[..., Any]] = {
     "RMSNorm of a sum": norm(RMSNorm, zero_centered=True),
     "LayerNorm": norm(LayerNorm, bias=True),
     "partial interleaved rope": partial(rope, interleaved=True, pairs=3),
-    "geglu": gated(partial(geglu, approximate="tanh")),
+    "geglu": GegluOfLayers(),
+    "xielu": XieluOfParameters(),
+    "convolution": OfRows(DepthwiseConvolution(WIDTH, 3, bias=True, dtype=torch.float32), activated=True),
+    "norm of a gated sum": OfRows(GatedNorm(WIDTH, 3, 1e-5, gate_first=True, dtype=torch.float32)),
+    "gate of a sum": gate,
     "clamped swiglu": gated(clamped_swiglu),
     "dropout": dropout,
 }

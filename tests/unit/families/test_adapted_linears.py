@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import PretrainedConfig
@@ -14,6 +16,9 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, hf_slices, local_shape, tensor_slices, unsharded
 from ranks.tiny import SIZES, model_class, tiny_config
+
+WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate)?$|\.gate\.wg$|\.indexer\.|\.mamba\.(x|dt)_proj$")
+"""Routers, indexers, which no gradient reaches, and the projections within Mamba-1, which are no parallel layers."""
 
 
 def tiny(name: str) -> tuple[PretrainedConfig, Family, Architecture]:
@@ -35,7 +40,7 @@ def test_linears_are_those_of_transformers(name: str) -> None:
         model = model_class(name).from_config(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for path, module in model.named_modules():
-        if (family.nested is not None and "language_model" not in path) or path.endswith(".router"):
+        if (family.nested is not None and "language_model" not in path) or WITHOUT_ADAPTERS.search(path):
             continue
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not model.get_output_embeddings():
             shape = tuple(module.weight.shape)
@@ -121,6 +126,12 @@ def test_all_linear_leaves_the_gate_of_shared_experts_out() -> None:
     assert not chosen & gates and "model.layers.3.mlp.shared_expert.down_proj" in chosen
 
 
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+def test_all_linear_leaves_out_what_peft_refuses(name: str) -> None:
+    chosen = {module.rpartition(".")[2] for module in selected(name, "all-linear")}
+    assert "out_proj" not in chosen and {"in_proj", "o_proj"} <= chosen
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "message"),
     [
@@ -128,6 +139,7 @@ def test_all_linear_leaves_the_gate_of_shared_experts_out() -> None:
         ("llama", ["q_proj", "qproj"], "'qproj' is no linear layer of llama. Use all-linear, one of q_proj, k_proj,"),
         ("qwen3_moe", ["down_proj"], "one of q_proj, k_proj, v_proj, o_proj, experts.gate_up_proj, experts.down_proj,"),
         ("llama", ["lm_head"], "Other modules are trained whole with lora.modules_to_save"),
+        ("nemotron_h", ["*.o*_proj"], "'*.o*_proj' includes model.layers.0.mixer.out_proj, and PEFT refuses"),
         ("llama", ["(q_proj"], "'(q_proj' is not a regular expression: "),
     ],
 )  # fmt: skip

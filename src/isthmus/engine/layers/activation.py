@@ -51,8 +51,14 @@ def _gated(x: Tensor, *, function: Callable[[Tensor], Tensor]) -> Tensor:
     return function(gate) * up
 
 
-def activation_function(name: ActivationName, *, gated: bool) -> Callable[[Tensor], Tensor]:
-    """The activation [..., F] of the output of the first projection: [..., F], or [gate; up] of 2 F if ``gated``."""
+@functools.cache  # one function for all layers: each is compiled by itself
+def activation_function(name: ActivationName, *, gated: bool, multiplier: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """The activation [..., F] of the output of the first projection: [..., F], or [gate; up] of 2 F if ``gated``.
+
+    ``multiplier`` is that of the gate of ``silu``.
+    """
+    if multiplier != 1:
+        return functools.partial(scaled_swiglu, multiplier=multiplier)
     if name == "silu":
         return swiglu if gated else torch.nn.functional.silu
     if name == "clamped_swiglu":

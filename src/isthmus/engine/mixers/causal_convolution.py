@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.compiled import compiled_on_gpu
+from isthmus.engine.host_copies import to_device
 
 
 def causal_convolution(
@@ -36,7 +37,7 @@ def sample_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """
     sizes = torch.tensor(lengths)
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    return (torch.arange(len(starts)) - starts).int().to(device, non_blocking=True)
+    return to_device((torch.arange(len(starts)) - starts).int(), device)
 
 
 class _Convolution(torch.autograd.Function):

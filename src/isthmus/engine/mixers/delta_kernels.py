@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isthmus.engine.attention_backends.self_check import TOLERANCE
-from isthmus.engine.mixers.causal_convolution import sample_positions
+from isthmus.engine.host_copies import to_device
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, Rule
 
@@ -69,15 +70,22 @@ def _packed(kernel: Callable[..., tuple[Tensor, Tensor | None]]) -> Rule:
     """The kernel with the arguments of :func:`gated_delta_rule`."""
 
     def rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
-        starts = (sample_positions(tuple(lengths), v.device) == 0).nonzero().squeeze(1)
-        ends = torch.cat((starts, starts.new_full((1,), v.size(0)))).to(torch.int32)
         decay = log_decay if log_decay.size(-1) > 1 else log_decay.squeeze(-1)
         out, _ = kernel(
-            *(x.to(v.dtype)[None] for x in (q, k, v)), g=decay[None], beta=beta.to(v.dtype)[None], cu_seqlens=ends
+            *(x.to(v.dtype)[None] for x in (q, k, v)),
+            g=decay[None],
+            beta=beta.to(v.dtype)[None],
+            cu_seqlens=_ends(tuple(lengths), v.device),
         )
         return out[0]
 
     return rule
+
+
+@functools.lru_cache(maxsize=4)  # shared by the layers of a step: the kernels derive more from it, once for each tensor
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [samples + 1], from 0, without a read of the device."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _largest_error(

@@ -82,6 +82,7 @@ class GatedDeltaNet(MegatronModule):
         self.gated_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        self.A_log.without_decay = True  # type: ignore[attr-defined]
         self.out_proj = RowParallelLinear(sizes.value_width, hidden, input_is_parallel=True, **self.columns)
 
     def projected_widths(self) -> tuple[int, ...]:

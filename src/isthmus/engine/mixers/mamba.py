@@ -62,6 +62,7 @@ class MambaMixer(ShardedMixer):
         self.x_proj = _Projection(sum(self.widths.values()), own, dim=1, dtype=dtype)
         self.dt_proj = _Projection(own, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
         self.A_log = sharded_parameter(own, sizes.state_size, dtype=dtype)
+        self.A_log.without_decay = True  # type: ignore[attr-defined]
         self.D = sharded_parameter(own, dtype=dtype)
         self.norms = sizes.norms
         if sizes.norms:

@@ -16,7 +16,8 @@ from isthmus.families.matched_tensors import hidden_matrices, values_by_pattern
 def mark_parameters(model: Sequence[Any], optim: OptimConfig, family: Family) -> None:
     """Set ``lr_multiplier`` and ``by_muon`` of the parameters, which :func:`group_overrides` reads.
 
-    Other code may set ``lr_multiplier`` of parameters that are no tensors of the family.
+    Other code may set ``lr_multiplier`` of parameters that are no tensors of the family, and ``without_decay`` of
+    parameters with several axes that are no weight matrices.
     """
     decoder = model[0].module
     architecture = decoder.architecture
@@ -59,6 +60,8 @@ def _override(parameter: nn.Parameter, optim: OptimConfig) -> tuple[tuple[str, A
     lr = optim.muon_lr if by_muon and optim.muon_lr is not None else optim.lr
     lr *= getattr(parameter, "lr_multiplier", 1.0)
     override: dict[str, Any] = {"muon": True} if by_muon else {}
+    if hasattr(parameter, "without_decay"):
+        override["wd_mult"] = 0.0
     if lr != optim.lr:
         override |= {"max_lr": lr, "min_lr": optim.min_lr * (lr / optim.lr)}
     return tuple(override.items())

@@ -96,6 +96,7 @@ FAMILY = Family(
             lambda norm, _arch: {"mamba_rms_norm": norm is not None, "mamba_norm_before_gate": norm == "before_gate"},
         ),
     },
+    unadapted=("mamba.out_proj",),
     rules=renamed(
         (
             *decoder.EMBEDDING,

@@ -153,6 +153,7 @@ FAMILY = Family(
         ),
     },
     module_names={"backbone.": "model."},
+    unadapted=("mixer.out_proj",),
     rules=renamed(
         (
             *decoder.EMBEDDING,

@@ -13,7 +13,7 @@ from isthmus.engine.checkpoint.checkpoint_names import (
     spelling_of,
     transformer_engine_name,
 )
-from isthmus.families.architecture import Architecture, WindowAttention
+from isthmus.families.architecture import Architecture, KeyIndexer, WindowAttention
 
 DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
@@ -204,6 +204,8 @@ def test_extra_states_of_hybrid_layers() -> None:
         ({"mixers": (("mamba2",), ()) * 2, "layers_without_mlp": (0, 2)}, False, True),
         ({"layers_without_mlp": (0,)}, False, False),
         ({"sliding_window": 4, "window_attention": WindowAttention(kv_channels=8)}, False, False),
+        ({"indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4)}, True, False),
+        ({"indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4, shared_layers=(3,))}, False, False),
     ],
 )
 def test_layers_that_differ_are_not_stacked(changes: dict[str, Any], homogeneous: bool, single_blocks: bool) -> None:
