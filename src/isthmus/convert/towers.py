@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from isthmus.convert.canonical import Progress, row_slices
+from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.errors import disk_errors
 from isthmus.families.family import Family
@@ -38,11 +39,14 @@ class Towers:
 
     @classmethod
     def of_checkpoint(cls, folder: ModelFolder, family: Family) -> Towers | None:
-        """Those of the model folder that describes a checkpoint; None if it has none and no weights."""
+        """Those that were converted with a checkpoint, or of the model folder that describes it; None without any."""
         stored = folder.path / FOLDER
         if stored.is_dir():
             return cls(ModelFolder(stored, {}), family)
-        return cls(folder, family) if folder.has_weights else None
+        if not folder.has_weights:
+            return None
+        found = cls(open_weights(folder, family).source, family)
+        return found if found.tensors else None
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.errors import CheckFailed, UsageError
+from isthmus.errors import CheckFailed, DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.setup.model_source import open_source
 from ranks.tiny import build_adapter, build_model_folder, load_network, without_checksums
@@ -34,6 +34,12 @@ def gemma3(tmp_path: Path) -> Path:
     assert TOWER in tensors and len(language) < len(tensors)
     save_file(tensors | language, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def name_of_transformers(name: str) -> str:
+    """The name of a tensor in the memory of transformers, as other programs write it."""
+    head = name == "language_model.lm_head.weight"
+    return "lm_head.weight" if head else f"model.{name.replace('_model.model', '_model')}"
 
 
 @pytest.mark.parametrize("layout", [None, LegacyLayout(tp=2, pp=2)], ids=["torch_dist", "legacy"])
@@ -67,6 +73,15 @@ def test_a_checkpoint_without_towers_needs_the_folder(gemma3: Path, tmp_path: Pa
         convert(tmp_path / "megatron", tmp_path / "refused")
     convert(tmp_path / "megatron", tmp_path / "back", hf_like=gemma3)
     assert compare_models(gemma3, tmp_path / "back").family == "gemma3"
+    tensors = load_file(gemma3 / "model.safetensors")
+    other = shutil.copytree(gemma3, tmp_path / "other")
+    save_file({name_of_transformers(name): tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+    convert(tmp_path / "megatron", tmp_path / "renamed", hf_like=other)
+    assert load_file(tmp_path / "renamed/model.safetensors").keys() == tensors.keys()
+    language = {name: tensor for name, tensor in tensors.items() if name.startswith("language_model.")}
+    save_file(language, other / "model.safetensors")
+    with pytest.raises(UsageError, match=r"and not its other tensors"):
+        convert(tmp_path / "megatron", tmp_path / "refused", hf_like=other)
 
 
 def test_the_language_model_alone(gemma3: Path, tmp_path: Path) -> None:
@@ -110,8 +125,7 @@ def test_names_of_another_program_become_those_of_the_family(tmp_path: Path) -> 
     base = build_model_folder(tmp_path / "base", "gemma3", tie_word_embeddings=False)
     tensors = load_file(base / "model.safetensors")
     other = shutil.copytree(base, tmp_path / "other")
-    others = {"language_model.lm_head.weight": "lm_head.weight"}
-    names = {name: others.get(name, f"model.{name.replace('_model.model', '_model')}") for name in tensors}
+    names = {name: name_of_transformers(name) for name in tensors}
     save_file({names[name]: tensor for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
     notes = convert(other, tmp_path / "back", "hf").notes
     assert notes[0].startswith("tensor names of another program are replaced, such as")
@@ -151,5 +165,9 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
     assert "one tensor for all experts" in convert(other, tmp_path / "megatron").notes[0]
     compare_models(base, tmp_path / "megatron")
     compare_models(base, other)
+    both = shutil.copytree(base, tmp_path / "both")
+    save_file({name: tensor.contiguous() for name, tensor in (fused | whole).items()}, both / "model.safetensors")
+    with pytest.raises(DataError, match=r"has both .*down_proj and .*0\.down_proj\.weight"):
+        convert(both, tmp_path / "refused")
     convert(tmp_path / "megatron", tmp_path / "back")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from isthmus.convert.weight_source import TensorSpec, WeightSource
+from isthmus.errors import DataError
 from isthmus.families.family import Family
 from isthmus.hf.tensors.safetensors_format import TensorInfo, bounds_of
 
@@ -33,6 +34,8 @@ class SplitExperts:
             for expert in range(experts):
                 for number, leaf in enumerate(leaves):
                     own = f"{fused[name]['owner']}.{expert}.{leaf}.weight"
+                    if own in source.tensors:
+                        raise DataError(f"{source} has both {name} and {own}. Keep the tensors of one form.")
                     self.tensors[own] = TensorSpec(meta.dtype, (height, columns))
                     self._parts[own] = (name, expert, number * height)
 
@@ -60,6 +63,9 @@ def split_experts(source: WeightSource, family: Family) -> SplitExperts | None:
     found = {
         name: match
         for name, meta in source.tensors.items()
-        if (match := _FUSED.fullmatch(name)) and len(meta.shape) == 3 and re.sub(r"\d+", "", match["owner"]) in owners
+        if (match := _FUSED.fullmatch(name))
+        and re.sub(r"\d+", "", match["owner"]) in owners
+        and len(meta.shape) == 3
+        and meta.shape[1] % len(_PARTS[match["leaf"]]) == 0
     }
     return SplitExperts(source, found) if found else None
