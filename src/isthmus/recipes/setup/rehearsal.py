@@ -68,13 +68,16 @@ def _small_model(model: ModelConfig, config: RunConfig) -> tuple[Mapping[str, An
 def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``small`` to lay over ``config``, without other spellings of the same settings."""
     wanted = dict(family.to_hf_config(small, config))
-    if kinds := wanted.get("layer_types"):  # transformers writes them for models of one kind, too
-        wanted["layer_types"] = kinds[: small.num_layers]
+    layers = family.to_architecture(config).num_layers
+    for key, value in wanted.items():  # transformers lists the kinds of layers for models of one kind, too
+        if isinstance(value, list) and len(value) == layers:
+            wanted[key] = value[: small.num_layers]
     keys = {key: value for key, value in wanted.items() if config.get(key) != value}
+    meant = family.to_architecture({**config, **keys})
     for key in list(keys):
         rest = {name: value for name, value in keys.items() if name != key}
         with suppress(DataError, UsageError):  # sizes that do not fit together
-            if family.to_architecture({**config, **rest}) == small:
+            if family.to_architecture({**config, **rest}) == meant:
                 keys = rest
     return keys
 
@@ -84,32 +87,66 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
 
     ``vocab_size`` None keeps the vocabulary.
     """
+    arch = _first_layers(arch, parallel.pp * parallel.vpp)
     ratio = arch.num_attention_heads // arch.num_query_groups
     groups = min(arch.num_query_groups, max(parallel.tp, 2 if ratio > 1 else 4))
     heads = next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio)
-    layers, dense = _layers(arch, parallel.pp * parallel.vpp)
+    head, ffn = _head_width(arch), 32 * math.lcm(4, parallel.tp, parallel.expert_tp)
     mla = arch.mla and replace(
-        arch.mla, kv_lora_rank=32, q_lora_rank=arch.mla.q_lora_rank and 32, qk_nope_head_dim=_HEAD,
-        qk_rope_head_dim=_HEAD, v_head_dim=_HEAD,
+        arch.mla, kv_lora_rank=32, q_lora_rank=arch.mla.q_lora_rank and 32, qk_nope_head_dim=head,
+        qk_rope_head_dim=head, v_head_dim=head,
     )  # fmt: skip
     rope = arch.rope_scaling and replace(
         arch.rope_scaling,
-        short_factor=arch.rope_scaling.short_factor[: int(_HEAD * arch.rotary_percent) // 2],
-        long_factor=arch.rope_scaling.long_factor[: int(_HEAD * arch.rotary_percent) // 2],
+        short_factor=arch.rope_scaling.short_factor[: int(head * arch.rotary_percent) // 2],
+        long_factor=arch.rope_scaling.long_factor[: int(head * arch.rotary_percent) // 2],
     )
-    window = arch.window_attention and _small_windows(arch, arch.window_attention, heads, groups)
+    window = arch.window_attention and _small_windows(arch, arch.window_attention, heads, groups, head)
+    experts = arch.moe and _small_experts(
+        arch.moe, parallel, ffn if arch.moe.ffn_hidden_size == arch.ffn_hidden_size else None
+    )
     return replace(
-        arch, num_layers=layers, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * _HEAD,
-        kv_channels=2 * _HEAD if mla else _HEAD, value_channels=arch.value_channels and _HEAD, window_attention=window,
-        ffn_hidden_size=max(128, 32 * parallel.tp), mla=mla,
-        moe=arch.moe and _small_experts(arch.moe, parallel, dense), rope_scaling=rope,
-        vocab_size=vocab_size or arch.vocab_size, mtp_layers=min(arch.mtp_layers, 1),
-        unrotated_layers=tuple(layer for layer in arch.unrotated_layers if layer < layers),
-        full_attention_layers=tuple(layer for layer in arch.full_attention_layers if layer < layers),
+        arch, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * head,
+        kv_channels=2 * head if mla else head, value_channels=arch.value_channels and _HEAD, window_attention=window,
+        ffn_hidden_size=ffn, mla=mla, moe=experts, rope_scaling=rope, vocab_size=vocab_size or arch.vocab_size,
+        mtp_layers=min(arch.mtp_layers, 1), **_small_mixers(arch, heads, head),
     )  # fmt: skip
 
 
-def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups: int) -> WindowAttention:
+def _first_layers(arch: Architecture, stages: int) -> Architecture:
+    """The first layers of a model: every kind of layer occurs, and ``stages`` divide their number.
+
+    Of several dense layers before those with experts, one is left.
+    """
+    if arch.moe is not None and arch.moe.dense_layers == tuple(range(len(arch.moe.dense_layers))):
+        arch = replace(arch, moe=replace(arch.moe, dense_layers=arch.moe.dense_layers[:1]))
+    kinds = [arch.layer_kinds(layer) for layer in range(arch.num_layers)]
+    least = max(2, 1 + max(map(kinds.index, kinds)))
+    layers = min(arch.num_layers, math.ceil(least / stages) * stages)
+
+    def kept(listed: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer for layer in listed if layer < layers)
+
+    return replace(
+        arch,
+        num_layers=layers,
+        mixers=arch.mixers[:layers],
+        layers_without_mlp=kept(arch.layers_without_mlp),
+        unrotated_layers=kept(arch.unrotated_layers),
+        full_attention_layers=kept(arch.full_attention_layers),
+        moe=arch.moe and replace(arch.moe, dense_layers=kept(arch.moe.dense_layers)),
+        indexer=arch.indexer and replace(arch.indexer, shared_layers=kept(arch.indexer.shared_layers)),
+    )
+
+
+def _head_width(arch: Architecture) -> int:
+    """The smallest multiple of ``_HEAD`` of which each kind of attention rotates an even number of channels."""
+    shares = [kind.rotary_percent for kind in arch.attention_kinds]
+    widths = range(_HEAD, arch.kv_channels, _HEAD)
+    return next((width for width in widths if all(int(width * share) % 2 == 0 for share in shares)), arch.kv_channels)
+
+
+def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups: int, head: int) -> WindowAttention:
     """Sizes of sliding-window layers, multiples of those of other layers if they have more heads."""
     if own.num_attention_heads:
         heads *= max(1, own.num_attention_heads // arch.num_attention_heads)
@@ -119,30 +156,43 @@ def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups:
         own,
         num_attention_heads=own.num_attention_heads and heads,
         num_query_groups=own.num_query_groups and groups,
-        kv_channels=own.kv_channels and _HEAD,
+        kv_channels=own.kv_channels and head,
         value_channels=own.value_channels and _HEAD,
     )
 
 
-def _layers(arch: Architecture, stages: int) -> tuple[int, tuple[int, ...]]:
-    """The number of layers, and those without experts; both kinds occur, and ``stages`` divide the number."""
-    dense = arch.moe.dense_layers if arch.moe is not None else ()
-    if dense == tuple(range(len(dense))):
-        dense = dense[:1]
-    kinds = [layer in dense for layer in range(arch.num_layers)]
-    least = max(2, 1 + max(kinds.index(True), kinds.index(False)) if any(kinds) and not all(kinds) else 2)
-    layers = min(arch.num_layers, math.ceil(least / stages) * stages)
-    return layers, tuple(layer for layer in dense if layer < layers)
+def _small_mixers(arch: Architecture, heads: int, head: int) -> dict[str, Any]:
+    """Sizes of mixers without attention, and of the indexer. What ``heads`` and the model share, tensor parallelism
+    divides; channels stay the same multiple of the hidden size."""
+    delta, two, one, indexer = arch.delta_net, arch.mamba2, arch.mamba, arch.indexer
+    found: dict[str, Any] = {}
+    if delta is not None:
+        keys = math.gcd(delta.num_key_heads, heads)
+        values = keys * min(delta.num_value_heads // delta.num_key_heads, 2)
+        found["delta_net"] = replace(
+            delta, num_key_heads=keys, num_value_heads=values, key_head_dim=_HEAD, value_head_dim=_HEAD
+        )
+    if two is not None:
+        width = head * max(1, two.num_heads * two.head_dim // arch.hidden_size)
+        groups = math.gcd(two.num_groups, heads)
+        found["mamba2"] = replace(two, num_heads=heads, head_dim=width, state_size=_HEAD, num_groups=groups)
+    if one is not None:
+        channels = one.inner_size // arch.hidden_size * heads * head
+        found["mamba"] = replace(one, inner_size=channels, time_step_rank=_HEAD)
+    if indexer is not None:
+        found["indexer"] = replace(indexer, num_heads=min(indexer.num_heads, 4), head_dim=2 * head)
+    return found
 
 
-def _small_experts(moe: Moe, parallel: ParallelConfig, dense: tuple[int, ...]) -> Moe:
+def _small_experts(moe: Moe, parallel: ParallelConfig, width: int | None) -> Moe:
+    """``width`` None: of its own."""
     multiple = math.lcm(parallel.ep, moe.num_groups)
     experts = math.ceil(max(2 * moe.top_k, 2 * moe.num_groups) / multiple) * multiple
-    width = 32 * math.lcm(parallel.tp, parallel.expert_tp)
+    width = width or 32 * math.lcm(parallel.tp, parallel.expert_tp)
     shared = width * max(1, moe.shared_ffn_hidden_size // moe.ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
     return replace(
         moe, num_experts=min(experts, moe.num_experts), ffn_hidden_size=width, shared_ffn_hidden_size=shared,
-        dense_layers=dense,
+        latent_size=moe.latent_size and 2 * _HEAD,
     )  # fmt: skip
 
 
