@@ -51,7 +51,7 @@ def _write_types(_value: Any, arch: Architecture) -> dict[str, Any]:
             raise UsageError(f"{arch.family}: layer {layer} must be one block: Mamba-2, attention, an MLP or experts.")
         block = next(name for name, kind in _MIXERS.items() if kind == mixers)
         found.append(block if mixers else "moe" if arch.is_moe(layer) else "mlp")
-    return {"layers_block_type": found}
+    return {"layers_block_type": found, "num_hidden_layers": len(found)}
 
 
 def _with(hf: Mapping[str, Any], *types: str) -> tuple[int, ...]:

@@ -162,8 +162,11 @@ def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups:
 
 
 def _small_mixers(arch: Architecture, heads: int, head: int) -> dict[str, Any]:
-    """Sizes of mixers without attention, and of the indexer. What ``heads`` and the model share, tensor parallelism
-    divides; channels stay the same multiple of the hidden size."""
+    """Sizes of other mixers, and of the indexer.
+
+    Tensor parallelism divides ``heads`` and the model's numbers of heads, so also their common divisors. The channels
+    of Mamba stay the same multiple of the hidden size.
+    """
     delta, two, one, indexer = arch.delta_net, arch.mamba2, arch.mamba, arch.indexer
     found: dict[str, Any] = {}
     if delta is not None:
@@ -185,7 +188,7 @@ def _small_mixers(arch: Architecture, heads: int, head: int) -> dict[str, Any]:
 
 
 def _small_experts(moe: Moe, parallel: ParallelConfig, width: int | None) -> Moe:
-    """``width`` None: of its own."""
+    """``width`` is that of an expert; None: as narrow as the layout allows."""
     multiple = math.lcm(parallel.ep, moe.num_groups)
     experts = math.ceil(max(2 * moe.top_k, 2 * moe.num_groups) / multiple) * multiple
     width = width or 32 * math.lcm(parallel.tp, parallel.expert_tp)
