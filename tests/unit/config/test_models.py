@@ -45,9 +45,13 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "kimi-k2": 1_026_408_232_448,
     "llama3.1-405b": 405_853_388_800,
+    "llama4-scout": 107_769_861_120,  # without vision tower, as Maverick
+    "llama4-maverick": 400_711_848_960,
     "mimo-v2-flash": 308_778_780_864,  # without MTP layers
     "minimax-m2.5": 228_689_764_864,  # without MTP layers
     "mixtral-8x22b": 140_620_634_112,
+    "nemotron-h-56b": 56_324_350_464,
+    "nemotron3-nano-30b-a3b": 31_577_940_288,
     "qwen3-32b": 32_762_123_264,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3.5-27b": 26_895_998_464,  # without vision tower and MTP layer, as its siblings

@@ -18,7 +18,11 @@ from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precis
 from isthmus.recipes.setup.memory_estimate import estimate_memory
 from isthmus.recipes.setup.model_plan import plan_model
 
-OF_ID = {"meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b"}
+OF_ID = {
+    "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4-scout",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron3-nano-30b-a3b",
+}
 """Model presets of Hub ids that are not named like them."""
 OPTIONS = {"--data": "data", "--out": "out", "--nproc": None}
 
