@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.registry import family_for, language_config
@@ -27,6 +28,15 @@ def test_only_the_language_model_changes() -> None:
     assert longer["dtype"] == longer["torch_dtype"] == "float16"
     assert longer["vision_config"] == config["vision_config"] and longer["image_token_index"] == 7
     assert "max_position_embeddings" not in longer
+
+
+def test_published_config_of_gemma_3_4b() -> None:
+    section = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    section |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = {"model_type": "gemma3", "text_config": section}
+    arch = family_for(config).to_architecture(config)
+    assert (arch.num_attention_heads, arch.vocab_size) == (8, 262208)
+    assert arch == family_for(config).to_architecture(AutoConfig.for_model(**config).to_dict())
 
 
 def test_a_new_config_reads_back() -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, DeltaNet, Mla, Moe
+from isthmus.families.architecture import Architecture, DeltaNet, KeyIndexer, Mla, Moe
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import Rule, gate_up, gated_qkv, qkv
 from isthmus.families.rules.shard import Layout, assemble, check_tp_size, local_shape, owned_slices, tensor_slices
+from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
 
 ARCH = Architecture(
     family="llama",
@@ -35,7 +36,12 @@ MOE = Moe(num_experts=3, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=8, 
 DELTA_NET = DeltaNet(num_key_heads=8, num_value_heads=16, key_head_dim=2, value_head_dim=3, conv_kernel=4)
 MLA = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, q_lora_rank=12)
 
-INNER = {"moe": MOE, "mla": MLA, "delta_net": DELTA_NET}
+INNER = {
+    **{"moe": MOE, "mla": MLA, "delta_net": DELTA_NET, "indexer": KeyIndexer(top_k=4, num_heads=3, head_dim=6)},
+    "mamba2": Mamba2(num_heads=8, head_dim=3, state_size=5, num_groups=4, kernel=4),
+    "mamba": Mamba(inner_size=16, state_size=5, time_step_rank=3, kernel=4),
+    "short_convolution": ShortConvolution(kernel=3),
+}
 
 
 def sized(family: Family, **sizes: Any) -> Architecture:

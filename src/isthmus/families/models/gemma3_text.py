@@ -11,6 +11,9 @@ FAMILY = Family(
     scored_class="Gemma3TextForSequenceClassification",
     keys=gemma2.KEYS
     | {
+        # Published multimodal models lack these two.
+        "num_attention_heads": Key("num_attention_heads", default=8),
+        "vocab_size": Key("vocab_size", default=262208),
         "max_position_embeddings": Key("max_position_embeddings", default=131072),
         "logits_softcap": number("final_logit_softcapping", None, optional=True),
     },
