@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import BitsAndBytesConfig
 
 from isthmus.cli.main import main
+from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.convert.infer.probe_model import ProbeModel, logits_difference, relative_difference
 from isthmus.convert.learn import prove
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
@@ -32,6 +34,8 @@ from isthmus.engine.layers.dropout import (
     hidden_dropout,
     keep_mask,
 )
+from isthmus.engine.parallel.process_groups import open_groups
+from isthmus.errors import UsageError
 from isthmus.families import registry
 from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 from isthmus.families.rules.shard import assemble
@@ -91,6 +95,35 @@ def disregard_family(patch: pytest.MonkeyPatch, model: Path) -> None:
 def compare_inferred_families(*, configs: list[dict[str, Any]]) -> list[list[str]]:
     """Differences between built-in families and families inferred from configs."""
     return [_family_differences(config) for config in configs]
+
+
+def refusals_of_inference(*, configs: list[dict[str, Any]]) -> list[str | None]:
+    """Why no family is inferred from each config; None if one is."""
+    return [_refusal(config) for config in configs]
+
+
+def _refusal(config: dict[str, Any]) -> str | None:
+    try:
+        prove(config)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def differences_of_epsilon(*, config: dict[str, Any], epsilon: float) -> dict[str, float]:
+    """Of a family with this epsilon of norms, with usual and with small weights; then of the right one."""
+    family, effective = family_for(config), effective_config(config)
+    keys = {name: key for name, key in family.keys.items() if name != "norm_epsilon"}
+    wrong = replace(family, keys=keys, traits={**family.traits, "norm_epsilon": epsilon})
+    open_groups(ParallelConfig(), platform(), seed=0)
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = ProbeModel.build(Path(scratch) / "usual", effective, seed=1)
+        small = probe.with_small_weights(Path(scratch) / "small")
+        return {
+            "usual": logits_difference(wrong, probe),
+            "small": relative_difference(wrong, small),
+            "right": relative_difference(family, small),
+        }
 
 
 def _family_differences(config: dict[str, Any]) -> list[str]:

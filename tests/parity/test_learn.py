@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from isthmus.cli.main import main
+from isthmus.convert.infer.probe_model import TOLERANCE
 from isthmus.convert.learn import save_family
 from isthmus.errors import NoSpace
 from isthmus.families.registry import FAMILIES_ENV, family_for
@@ -38,6 +39,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "several stacks of layers": ("hrm_text", {}, "expected one prefix of layers"),
     "linear attention": ("minimax", {"num_local_experts": 6}, "layer_types has linear_attention"),
 }
+LATE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows of late layers": (
+        "qwen2",
+        {"num_hidden_layers": 24, "use_sliding_window": True, "max_window_layers": 20, "sliding_window": 8},
+        "the first 12 layers have no sliding_attention of layer_types",
+    ),
+}
+"""Settings that small models do not show."""
 BUILT_IN = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
 
 
@@ -117,6 +126,21 @@ def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
         assert found["code"] == 2
         assert reason in line and f"model_type '{kind}' was not learned" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
+
+
+def test_settings_that_small_models_do_not_show(one: RankPool) -> None:
+    configs = [AutoConfig.for_model(kind, **{**SIZES, **settings}).to_dict() for kind, settings, _ in LATE.values()]
+    errors = one.run("parity.tasks.refusals_of_inference", configs=configs)
+    for (case, (_, _, reason)), error in zip(LATE.items(), errors, strict=True):
+        assert error is not None and reason in error, (case, error)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_small_weights_show_the_epsilon_of_norms(kind: str, one: RankPool) -> None:
+    config = AutoConfig.for_model(kind, **SIZES, rms_norm_eps=1e-6).to_dict()
+    found = one.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
+    print(kind, found)
+    assert found["usual"] < TOLERANCE < 1e-3 < found["small"] and found["right"] < TOLERANCE
 
 
 def test_inferred_family_equals_built_in_family(one: RankPool) -> None:

@@ -24,18 +24,20 @@ from isthmus.convert.infer.probe_model import (
     logits_difference,
     max_difference,
     proven,
+    relative_difference,
 )
 from isthmus.convert.infer.relative_search import RelativeSearch
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import NoSpace, UsageError, disk_errors
-from isthmus.families.discover.candidates import Candidates
+from isthmus.families.discover.candidates import EPSILONS, Candidates, Choices
 from isthmus.families.discover.config_inference import ConfigInference
 from isthmus.families.discover.family_file import write_family
 from isthmus.families.discover.family_module import write_module
 from isthmus.families.discover.json_family import read_family
 from isthmus.families.discover.probe_config import FIRST, SECOND
 from isthmus.families.discover.related_family import read_related
+from isthmus.families.discover.small_config import check_layers
 from isthmus.families.discover.tensor_matching import DecoderStructure, match_tensors
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
@@ -95,6 +97,7 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
         raise UsageError("the model has an encoder; only decoders are supported.")
     if nested := [name for name, value in effective.items() if name.endswith("_config") and isinstance(value, Mapping)]:
         raise UsageError(f"config.json: {nested[0]} is an object; only families have nested settings.")
+    check_layers(effective)
     log(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     families = {name: family for name, family in all_families().items() if name != config["model_type"]}
     open_groups(ParallelConfig(), detect(), seed=0)
@@ -122,7 +125,7 @@ def _search_structure(effective: Mapping[str, Any], architecture: str, scratch: 
     log(f"numbers in the config that change the logits: {', '.join(sorted(live)) or 'sizes only'}")
     search = CandidateSearch(Candidates(settings, structure, live, architecture), probe, scratch, log)
     picks, first = search.run()
-    data = search.candidates.family_data(picks)
+    data = _with_epsilon(search.candidates, picks, probe.with_small_weights(scratch / "small-weights"))
     other, _ = build_first(scratch / "others", SECOND, settings.probe_config, seed=2)
     second = logits_difference(read_family(data), other)
     if not second <= TOLERANCE:
@@ -132,6 +135,24 @@ def _search_structure(effective: Mapping[str, Any], architecture: str, scratch: 
     log(proven(first, second))
     data["proof"] = {"max_abs_difference": [first, second], "candidates_tried": search.tried}
     return data
+
+
+def _with_epsilon(candidates: Candidates, picks: Choices, probe: ProbeModel) -> dict[str, Any]:
+    """The data of a family with the epsilon that gives the logits of a model with small weights.
+
+    Larger weights do not show an epsilon that is not in the config.
+    """
+    epsilons = EPSILONS if isinstance(picks["epsilon"], float) else (picks["epsilon"],)
+    differences = []
+    for epsilon in epsilons:
+        data = candidates.family_data({**picks, "epsilon": epsilon})
+        differences.append(relative_difference(read_family(data), probe))
+        if differences[-1] <= TOLERANCE:
+            return data
+    raise UsageError(
+        f"in a model with small weights, where the epsilons of norms matter, the mapping differs by "
+        f"{min(differences):.1e} of the largest logit. Tried as epsilon: {', '.join(map(str, epsilons))}."
+    )
 
 
 def _match_tensors(

@@ -24,6 +24,8 @@ TOLERANCE = 1e-4
 """Largest difference of float32 logits; logits of a probe model are of order one."""
 _LENGTHS = (37, 23)
 """Longer than any window and original context of a probe model."""
+_SMALL_WEIGHTS = 0.01
+"""Scale of weights with which activations are about as small as the epsilons of norms."""
 _MIN_EFFECT = 1e-3
 """Smallest change of the logits that counts as an effect."""
 Sizes = TypeVar("Sizes")
@@ -46,10 +48,14 @@ class ProbeModel:
         return cls(folder, samples, saved_model_logits(path, samples))
 
     @classmethod
-    def build(cls, path: Path, config: Mapping[str, Any], seed: int) -> ProbeModel:
+    def build(cls, path: Path, config: Mapping[str, Any], seed: int, *, scale: float = 1.5) -> ProbeModel:
         """A random model of this config, saved to ``path``; UsageError if transformers cannot build or run it."""
-        save_random_model(path, config, seed)
+        save_random_model(path, config, seed, scale=scale)
         return cls.open(path)
+
+    def with_small_weights(self, path: Path) -> ProbeModel:
+        """Another model of this config, in which epsilons of norms matter."""
+        return self.build(path, self.folder.config, 4, scale=_SMALL_WEIGHTS)
 
 
 def build_first(
@@ -74,6 +80,11 @@ def proven(first: float, second: float) -> str:
 def logits_difference(family: Family, probe: ProbeModel) -> float:
     """Largest difference between the logits of transformers and of Megatron-Core with this family."""
     return max_difference(_logits(_load(family, probe), probe), probe.logits)
+
+
+def relative_difference(family: Family, probe: ProbeModel) -> float:
+    """:func:`logits_difference` over the largest logit."""
+    return logits_difference(family, probe) / max(each.abs().max().item() for each in probe.logits)
 
 
 def _load(family: Family, probe: ProbeModel) -> Any:

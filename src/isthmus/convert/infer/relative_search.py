@@ -15,7 +15,9 @@ from isthmus.convert.infer.probe_model import (
     check_effects,
     logits_difference,
     proven,
+    relative_difference,
 )
+from isthmus.convert.infer.unread_settings import check_unread
 from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.discover.config_inference import METADATA
 from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
@@ -46,6 +48,7 @@ class RelativeSearch:
         except UsageError as error:
             self._log(f"no model with small sizes: {error}")
             return None
+        unproven: UsageError | None = None
         for data, description, difference in self._candidates(first):
             family = read_related(data, self._families)
             second = self._probe(f"larger-{self.tried}", SECOND, seed=2)
@@ -53,12 +56,25 @@ class RelativeSearch:
             if not differences[1] <= TOLERANCE:
                 self._log(f"like {description}, but logits differ with other sizes")
                 continue
+            small = first.with_small_weights(self._scratch / f"small-weights-{self.tried}")
+            if not self._difference(family, small, relative_difference) <= TOLERANCE:
+                self._log(f"like {description}, but logits differ with small weights: epsilons of norms")
+                continue
             for probe in (first, second):
                 check_effects(family, probe)
+            unread = first.folder.config.keys() - settings_read(family, first.folder.config)
+            try:
+                check_unread(unread | data["fixed"].keys(), self._config, first)
+            except UsageError as error:
+                unproven = error
+                self._log(f"like {description}, but {error}")
+                continue
             self._log(f"like {description}")
             self._log(proven(*differences))
             self._prepare_settings(data, first, second)
             return data | {"proof": {"max_abs_difference": differences}}
+        if unproven is not None:
+            raise unproven
         return None
 
     def _probe(self, name: str, sizes: Sequence[SmallSizes], seed: int) -> ProbeModel:
@@ -76,9 +92,11 @@ class RelativeSearch:
             if difference <= TOLERANCE:
                 yield data, description, difference
 
-    def _difference(self, family: Family, probe: ProbeModel) -> float:
+    def _difference(
+        self, family: Family, probe: ProbeModel, measure: Callable[[Family, ProbeModel], float] = logits_difference
+    ) -> float:
         try:
-            return logits_difference(family, probe)
+            return measure(family, probe)
         except (IsthmusError, ValueError, AssertionError, RuntimeError, KeyError, TypeError):
             return float("inf")
 

@@ -19,6 +19,8 @@ from isthmus.families.discover.matrix_matching import ExpertTensors, MatrixRoles
 from isthmus.families.discover.tensor_matching import DecoderStructure, NormPlacement
 
 Choices = Mapping[str, Any]
+EPSILONS = (1e-6, 1e-5, 1e-8)
+"""Of norms, if no setting has it."""
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
@@ -105,7 +107,7 @@ class Candidates:
         kinds = ["LayerNorm", "LayerNorm of one plus its weight"]
         if not self.structure.norm_bias:
             kinds = ["RMSNorm", "RMSNorm of one plus its weight", *kinds]
-        epsilons: list[Any] = [self.settings.epsilon] if self.settings.epsilon in self.live else [1e-6, 1e-5, 1e-8]
+        epsilons: list[Any] = [self.settings.epsilon] if self.settings.epsilon in self.live else [*EPSILONS]
         scales = [None, f"{self.settings.sizes['hidden_size']}**0.5"]
         if "embedding_multiplier" in self.live:
             scales = ["embedding_multiplier"]

@@ -15,6 +15,7 @@ _BACK = {"inverse": "1 / value", "inverse_root": "value**-2"}
 _HEADER = '''"""{name}: {about}"""
 
 from dataclasses import replace
+from math import inf
 
 from isthmus.families.discover.json_family import AllEqual
 from isthmus.families.family import Derived, Family, Fixed, Key

@@ -27,7 +27,7 @@ def other_values(name: str, value: Any, family: Family, rotary_pairs: int) -> li
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, value * 2]
+        return [other for other in dict.fromkeys((value + 1, value * 2, 1)) if other != value]
     if isinstance(value, float):
         return [value * 2, value / 2 + 0.1]
     if isinstance(value, str):

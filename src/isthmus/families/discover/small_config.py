@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from isthmus.errors import UsageError
+from isthmus.families.discover.config_inference import METADATA
+
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers"
 _GROUPS = "num_key_value_heads num_kv_heads n_head_kv multi_query_groups"
 _WIDTH = "head_dim attention_head_dim kv_channels"
@@ -68,6 +71,17 @@ def small_config(config: Mapping[str, Any], sizes: SmallSizes) -> dict[str, Any]
     return _shrunk(config, sizes, image=False)
 
 
+def check_layers(config: Mapping[str, Any]) -> None:
+    """Raise UsageError if the layers of a small model are not of every kind that the lists of a config have."""
+    for name in _layer_lists(config):
+        first, every = ({str(kind) for kind in kinds} for kinds in (config[name][:_MOST_LAYERS], config[name]))
+        if first != every and not METADATA.fullmatch(name):
+            raise UsageError(
+                f"config.json: the first {_MOST_LAYERS} layers have no {min(every - first)} of {name}, and mappings "
+                f"are verified with models of at most {_MOST_LAYERS} layers."
+            )
+
+
 def size_keys(config: Mapping[str, Any]) -> set[str]:
     """The settings of a config that :func:`small_config` replaces."""
     return {name for name in config.keys() & SIZE_NAMES if isinstance(config[name], int)}
@@ -75,8 +89,7 @@ def size_keys(config: Mapping[str, Any]) -> set[str]:
 
 def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dict[str, Any]:
     found = dict(config)
-    num_layers = next((config[name] for name in _LAYERS.split() if isinstance(config.get(name), int)), 0)
-    lists = [name for name, value in config.items() if isinstance(value, list) and len(value) == num_layers > 1]
+    lists = _layer_lists(config)
     layers = max((_needed_layers(config[name]) for name in lists), default=4) + sizes.second
     wanted = {name: pair[sizes.second] for name, pair in _WANTED.items()}
     wanted |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
@@ -116,6 +129,12 @@ def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
             value = 16
         found[name] = value
     return found
+
+
+def _layer_lists(config: Mapping[str, Any]) -> list[str]:
+    """Settings with an entry for each layer."""
+    num_layers = next((config[name] for name in _LAYERS.split() if isinstance(config.get(name), int)), 0)
+    return [name for name, value in config.items() if isinstance(value, list) and len(value) == num_layers > 1]
 
 
 def _needed_layers(kinds: list[Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.discover.family_file import load_family, write_family
+from isthmus.families.discover.family_module import write_module
 from isthmus.families.discover.related_family import Unknown, read_related, related_candidates, settings_read
 from isthmus.families.family import Family
 from isthmus.families.models import granite, llama, qwen3
@@ -92,6 +95,14 @@ def test_settings_of_later_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         family_for(CONFIG).to_architecture({name: value for name, value in CONFIG.items() if name != "head_dim"})
     with pytest.raises(UsageError, match="novelty is not supported for strange"):
         family_for(CONFIG | {"novelty": 1})
+
+
+def test_infinite_numbers_in_a_module(tmp_path: Path) -> None:
+    fixed = {"limits": {"is": [0.0, math.inf], "absent": None}}
+    data = candidates(unknown(llama.FAMILY))[0][0] | {"fixed": fixed}
+    (tmp_path / "strange.py").write_text(write_module(data), encoding="utf-8")
+    family = runpy.run_path(str(tmp_path / "strange.py"))["FAMILY"]
+    assert [0.0, math.inf] in family.fixed["limits"].allowed
 
 
 @pytest.mark.parametrize(

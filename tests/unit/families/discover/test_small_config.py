@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from isthmus.errors import UsageError
 from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
-from isthmus.families.discover.small_config import FIRST, SECOND, size_keys, small_config
+from isthmus.families.discover.small_config import FIRST, SECOND, check_layers, size_keys, small_config
 from isthmus.families.models import llama
 
 KINDS = ["sliding_attention"] * 5 + ["full_attention"]
@@ -36,11 +39,18 @@ def test_sizes_are_small_and_the_rest_is_kept() -> None:
     assert changed == size_keys(CONFIG) - {"num_experts_per_tok"}
 
 
+def test_kinds_of_late_layers_are_refused() -> None:
+    check_layers(CONFIG)
+    check_layers(CONFIG | {"_list": [0] * 23 + [1]})
+    with pytest.raises(UsageError, match="the first 12 layers have no full_attention of layer_types"):
+        check_layers(CONFIG | {"layer_types": KINDS[:1] * 20 + KINDS[-4:]})
+
+
 def test_other_values() -> None:
     def values(name: str, value: Any) -> list[Any]:
         return other_values(name, value, llama.FAMILY, rotary_pairs=2)
 
-    assert values("flag", True) == [False] and values("number", 3) == [4, 6]
+    assert values("flag", True) == [False] and values("number", 3) == [4, 6, 1] and values("number", 1) == [2]
     assert values("layer_types", [1, 2, 3]) == [[2, 3, 1], [3, 2, 1]] and values("layer_types", [1, 1]) == []
     assert "swish" in values("hidden_act", "silu") and values("name", "word") == [] and values("any", None) == []
     ropes = values("rope_parameters", {"rope_type": "default", "rope_theta": 100.0})

@@ -1,0 +1,47 @@
+"""Settings that a family does not read: small models must show that they limit nothing that larger ones have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from isthmus.convert.infer.probe_model import ProbeModel, max_difference
+from isthmus.errors import UsageError
+from isthmus.families.discover.config_inference import METADATA
+from isthmus.hf.tiny_model import saved_model_logits
+
+_LARGE = 4
+"""A number of a layer, or a limit of a length, that is smaller is within reach of every probe model."""
+
+
+def check_unread(names: Collection[str], config: Mapping[str, Any], probe: ProbeModel) -> None:
+    """Raise UsageError if a limit among these settings of ``config`` is out of the probe model's reach.
+
+    Its few layers and short samples do not show the window of a large config, or a list of late layers. Such a setting
+    changes the logits when it is smaller.
+    """
+    for name in sorted(names):
+        value = probe.folder.config.get(name)
+        if METADATA.fullmatch(name) or not _has_effect(name, smaller_values(value, config.get(name)), probe):
+            continue
+        raise UsageError(
+            f"config.json: {name}={config.get(name)!r:.60} has an effect in models with more layers or longer samples "
+            "than those with which mappings are verified, and its meaning is not known."
+        )
+
+
+def smaller_values(value: Any, meant: Any) -> list[Any]:
+    """Numbers in place of one that is large, or that a probe model has instead of ``meant``; lists of first layers."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and (value >= _LARGE or value != meant):
+        return [other for other in map(type(value), (1, 2, 3)) if other != value]
+    numbers = isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    return [[0], [1]] if numbers and value and max(value) >= _LARGE else []
+
+
+def _has_effect(name: str, values: list[Any], probe: ProbeModel) -> bool:
+    for other in values:
+        with suppress(UsageError):  # there is no such model
+            if max_difference(saved_model_logits(probe.folder.path, probe.samples, **{name: other}), probe.logits):
+                return True
+    return False
