@@ -47,10 +47,9 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "delta nets with decays of channels": (
         "kimi_linear",
-        _LATENT
-        | {"num_experts": 4, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4,
-           "q_lora_rank": None, "n_group": 1, "topk_group": 1,
-           "layer_types": ["linear_attention", "full_attention"]},
+        {"num_experts": 4, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+         "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+         "v_head_dim": 16, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
     ),
     "attention beside Mamba-2, multipliers": (
         "falcon_h1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,13 +38,15 @@ def _train_step(trait: str, layout: str, precision: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def errors(fake_cuda: FakeCuda) -> Callable[[str], Errors]:
-    """All cases of a GPU share a process, and so what torch learns about the operators."""
+def errors(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> Callable[[str], Errors]:
+    """All selected cases of a GPU share a process, and so what torch learns about the operators."""
     found: dict[str, Errors] = {}
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    selected = {(item.callspec.params["trait"], item.callspec.params["gpu"]) for item in items}
 
     def on(gpu: str) -> Errors:
         if gpu not in found:
-            chosen = {trait: cases(trait, gpu) for trait in TRAITS if gpu in ("sm_90", AMD[trait])}
+            chosen = {trait: cases(trait, gpu) for trait in TRAITS if (trait, gpu) in selected}
             found[gpu] = fake_cuda.run(train_steps, gpu=gpu, chosen=chosen)
         return found[gpu]
 
