@@ -122,9 +122,14 @@ class SharedDevicesGloo(torch.distributed.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-@functools.cache
 def gloo_devices() -> list[Any]:
     """One for each interface that GLOO_SOCKET_IFNAME names, as torch does it."""
+    # A fork shares the epoll set of its parent's devices: its sockets would be polled, and crash, in the parent.
+    return _devices_of(os.getpid())
+
+
+@functools.cache
+def _devices_of(_process: int) -> list[Any]:
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     gloo: Any = torch.distributed.ProcessGroupGloo
     return [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
