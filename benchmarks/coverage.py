@@ -43,6 +43,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": LARGE},
     "hunyuan_v1_moe": {"head_dim": LARGE},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "mamba2": {"expand": 1, "num_heads": 64},
     "ministral": {"head_dim": LARGE},
     "nemotron": {"num_key_value_heads": LARGE},
 } | {name: {"is_decoder": True} for name in ("bert", "roberta", "electra", "ernie", "camembert", "rembert", "roformer")}

@@ -111,9 +111,9 @@ def test_weights_of_wrong_shape(refused: Run, copied: Path) -> None:
 
 
 def test_unknown_family(refused: Run, copied: Path) -> None:
-    edit_config(copied, model_type="mamba")
+    edit_config(copied, model_type="rwkv")
     line = refused(code=2, model=copied)
-    assert "no family has the model_type 'mamba'" in line
+    assert "no family has the model_type 'rwkv'" in line
     for family in ("llama", "mistral", "qwen2", "qwen3"):
         assert family in line
 

@@ -149,6 +149,8 @@ class Moe:
     """Width of the inputs and outputs of routed experts, between two projections; None: the hidden size."""
     shared_ffn_hidden_size: int = 0
     """Total width of the shared experts; 0: none."""
+    shared_mean: bool = False
+    """With shared experts, the output is half the sum of routed and shared experts."""
     shared_gate: bool = False
     """Multiplies the output of the shared experts by a sigmoid gate."""
     dense_layers: tuple[int, ...] = ()

@@ -47,7 +47,11 @@ class Mamba:
     proj_bias: bool = False
     """The input and output projections have biases."""
     norms: bool = False
-    """The low-rank time steps, B and C are normalized, with learned gains."""
+    """The low-rank time steps, B and C are normalized."""
+    norm_weights: bool = True
+    """These norms have learned gains."""
+    norm_epsilon: float | None = None
+    """Of these norms; None: that of the layer's norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,10 @@ FAMILIES: dict[str, TinyFamily] = {
         },
     ),
     "gptj": TinyFamily(sizes=_GPT | {"rotary_dim": 4}, logits={"gptj": ({}, {"rotary_dim": 8})}),
+    "codegen": TinyFamily(
+        sizes=_GPT | {"rotary_dim": 4, "num_attention_heads": 8, "hidden_size": 64},
+        logits={"codegen": ({"n_inner": 48}, {"rotary_dim": 8})},
+    ),
     "gpt_bigcode": TinyFamily(
         sizes=_GPT,
         logits={

@@ -14,6 +14,11 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _ROUTED = _EXPERTS | {"n_routed_experts": 6}
 _GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
 _GRANITE = {"num_local_experts": 6, "head_dim": 8}
+_COHERE = {
+    **{"num_experts": 6, "num_shared_experts": 2, "sliding_window": 5, "intermediate_size": 12, "logit_scale": 1.0},
+    "prefix_dense_intermediate_size": 20,
+}
+_UNROTATED = {"layer_rope_theta": [10000.0, 0, 10000.0, 0]}
 _MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 _LATENT = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "v_head_dim": 6},
@@ -101,6 +106,34 @@ FAMILIES: dict[str, TinyFamily] = {
             "granitemoeshared-without": ({"shared_intermediate_size": 0}, {"shared_intermediate_size": 20}),
         },
         training=_MULTIPLIERS,
+    ),
+    "granitemoe_swa": TinyFamily(
+        sizes=_GRANITE | {"shared_intermediate_size": 20, "sliding_window": 5},
+        logits={
+            "granitemoe_swa": (_MULTIPLIERS | _UNROTATED, {"layer_rope_theta": [10000.0, 0, 0, 0]}),
+            "granitemoe_swa-without": (
+                {"shared_intermediate_size": 0, "layer_types": [_SLIDING, _FULL] * 2, "attention_bias": True},
+                {"layer_types": [_SLIDING] * 4},
+            ),
+        },
+    ),
+    "cohere2_moe": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
+        sizes=_COHERE,
+        logits={
+            "cohere2_moe": (
+                {
+                    **{"layer_types": [_FULL, _SLIDING] * 2, "mlp_layer_types": ["dense", "sparse"] * 2},
+                    **{"rms_norm_eps": 0.1, "expert_selection_fn": "sigmoid"},
+                },
+                {"prefix_dense_sliding_window_pattern": 4},
+            ),
+            "cohere2_moe-sum": (
+                {"shared_expert_combination_strategy": "sum", "attention_bias": True},
+                {"shared_expert_combination_strategy": "average"},
+            ),
+        },
+        training={"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
     ),
     "flex_olmo": TinyFamily(
         sizes={"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": 2},

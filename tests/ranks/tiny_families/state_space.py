@@ -30,7 +30,29 @@ _MULTIPLIERS: dict[str, Any] = {
     **{"key_multiplier": 3.0, "lm_head_multiplier": 0.5, "embedding_multiplier": 4.0},
     **{"mlp_multipliers": [2.0, 0.6], "ssm_multipliers": [0.9, 1.1, 1.3, 0.7, 1.6]},
 }
+_ONE_BLOCK: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "conv_kernel": 3, "state_size": 6, "time_step_rank": 5},
+    "residual_in_fp32": False,
+}
 FAMILIES: dict[str, TinyFamily] = {
+    "mamba": TinyFamily(
+        sizes=_ONE_BLOCK,
+        logits={
+            "mamba": ({"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False}, None),
+            "mamba-rank": ({"time_step_rank": "auto", "layer_norm_epsilon": 0.1}, {"layer_norm_epsilon": 1e-5}),
+        },
+    ),
+    "falcon_mamba": TinyFamily(
+        sizes=_ONE_BLOCK,
+        logits={"falcon_mamba": ({"mixer_rms_eps": 0.5}, {"mixer_rms_eps": 1e-6})},
+    ),
+    "mamba2": TinyFamily(
+        sizes=_ONE_BLOCK | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+        logits={
+            "mamba2": ({"use_bias": True, "use_conv_bias": False}, {"n_groups": 4}),
+            "mamba2-limit": (_LIMIT, {"time_step_limit": (0.0, 10.0)}),
+        },
+    ),
     "bamba": TinyFamily(
         sizes=_MAMBA2 | {"attn_layer_indices": [1]},
         logits={

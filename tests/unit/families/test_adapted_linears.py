@@ -17,7 +17,7 @@ from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, hf_slices, local_shape, tensor_slices, unsharded
 from ranks.tiny import SIZES, model_class, tiny_config
 
-WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate)?$|\.gate\.wg$|\.indexer\.|\.mamba\.(x|dt)_proj$")
+WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate)?$|\.gate\.wg$|\.indexer\.|\.(mamba|mixer)\.(x|dt)_proj$")
 """Routers, indexers, which no gradient reaches, and the projections within Mamba-1, which are no parallel layers."""
 
 

@@ -40,6 +40,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "mamba_ssm_cache_dtype": "bfloat16",
     "moe_shared_expert_overlap": False,
     "mtp_layers_block_type": ["moe"],
+    "n_ctx": 64,
     "n_shared_experts": 3,
     "num_logits_to_keep": 3,
     "num_mtp_layers": 1,
@@ -49,8 +50,12 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "router_jitter_noise": 0.5,
     "scale_attention_softmax_in_fp32": False,
     "time_step_floor": 0.01,
+    "time_step_init_scheme": "constant",
     "time_step_limit": (0.0, 0.01),
     "time_step_max": 0.5,
+    "time_step_min": 0.01,
+    "time_step_rank": 3,
+    "time_step_scale": 2.0,
 }
 """Another value of settings that classes have and do not use, or not for logits."""
 

@@ -68,6 +68,7 @@ def rules() -> Iterator[tuple[str, Architecture, Rule]]:
                         rule.shard,
                         rule.strands,
                         rule.hf_strands,
+                        rule.hf_order,
                         rule.interleaved,
                         rule.transposed,
                         rule.stacked,
@@ -186,6 +187,13 @@ def test_sections_repeat_in_a_tensor() -> None:
     q = torch.tensor([1, -1, 2, -2, 3, -3, 4, -4])
     tensors = {"q": q, "k": torch.tensor([10, 20]), "v": torch.tensor([100, 200])}
     assert assembled(rule, arch, tensors).tolist() == [1, 2, -1, -2, 10, 100, 3, 4, -3, -4, 20, 200]
+
+
+def test_sections_may_have_another_order() -> None:
+    rule = qkv("qkv", "qkv", "qkv", "qkv", hf_order=(0, 2, 1), hf_strands="2")
+    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=4, kv_channels=1)
+    one = {"qkv": torch.tensor([1, 2, 100, 200, 10, 20, 3, 4, 300, 400, 30, 40])}
+    assert assembled(rule, arch, one).tolist() == [1, 10, 100, 2, 20, 200, 3, 30, 300, 4, 40, 400]
 
 
 def test_interleaved_transposed_stacked_experts() -> None:

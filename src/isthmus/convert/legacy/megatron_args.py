@@ -63,6 +63,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("attention in chunks", lambda arch: arch.window_kind == "chunks"),
     ("queries and keys divided by their root mean square", lambda arch: arch.qk_rms),
     ("experts with weighted inputs", lambda arch: arch.moe is not None and arch.moe.weighs_inputs),
+    ("the mean of routed and shared experts", lambda arch: arch.moe is not None and arch.moe.shared_mean),
     ("queries that grow with their position", lambda arch: arch.query_scaling is not None),
     ("attention_softcap={0.attention_softcap:g}", lambda arch: arch.attention_softcap is not None),
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),

@@ -34,14 +34,15 @@ class _Projection(nn.Module):
 class _SmallNorm(nn.Module):
     """RMSNorm of dt, B or C, which all ranks compute for all tokens: its gradient is the same on all of them."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, *, weight: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype)) if weight else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (normed if self.weight is None else normed * self.weight).to(x.dtype)
 
 
 class MambaMixer(ShardedMixer):
@@ -66,8 +67,10 @@ class MambaMixer(ShardedMixer):
         self.D = sharded_parameter(own, dtype=dtype)
         self.norms = sizes.norms
         if sizes.norms:
-            norms = {name: _SmallNorm(width, architecture.norm_epsilon, dtype) for name, width in self.widths.items()}
-            self.dt_layernorm, self.b_layernorm, self.c_layernorm = norms.values()
+            epsilon = architecture.norm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
+            self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
+                _SmallNorm(width, epsilon, dtype, weight=sizes.norm_weights) for width in self.widths.values()
+            )
 
     def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
         x, z = projected.chunk(2, dim=-1)

@@ -141,6 +141,7 @@ class MoeBlock(MegatronModule):
             sequence_parallel=config.sequence_parallel,
             capacity_factor=settings.capacity_factor,
         )
+        self.shared_mean = moe.shared_mean
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
@@ -165,7 +166,8 @@ class MoeBlock(MegatronModule):
             out: Tensor = self.dispatch(hidden, weights, chosen, self.experts, shared)[:, None]
             if self.fc2_latent_proj is not None:
                 out = self.fc2_latent_proj(out)
-            out = out if (added := shared()) is None else out + added
+            if (added := shared()) is not None:
+                out = (out + added) / 2 if self.shared_mean else out + added
             return out if self.output_bias is None else out + self.output_bias
 
         if self.recomputed and self.training:

@@ -10,7 +10,7 @@ from isthmus.families.models import gpt2
 from isthmus.families.rules import decoder
 from isthmus.families.rules.rule import renamed
 
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers": "transformer.h",
     "input_layernorm": "ln_1",
@@ -57,6 +57,6 @@ FAMILY = Family(
         "hidden": dropout_rate("resid_pdrop"),
         "embedding": dropout_rate("embd_pdrop"),
     },
-    rules=renamed((*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *decoder.MLP, *decoder.HEAD), _NAMES),
+    rules=renamed((*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *decoder.MLP, *decoder.HEAD), NAMES),
     ignorable=("attn.bias", "attn.masked_bias", "attn.embed_positions"),
 )

@@ -30,6 +30,8 @@ def _bases(unrotated: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
     return {"layer_rope_theta": [0 if layer in unrotated else arch.rotary_base for layer in range(arch.num_layers)]}
 
 
+SINKS = in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "N", shard="rows")
+
 FAMILY = Family(
     name="granite_swa",
     hf_architecture="GraniteSWAForCausalLM",
@@ -46,8 +48,5 @@ FAMILY = Family(
     sliding_window="pattern",
     sliding_window_default=128,
     sliding_window_pattern=lambda layer: layer % 4 == 0,
-    rules=(
-        *decoder.RULES,
-        in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "N", shard="rows"),
-    ),
+    rules=(*decoder.RULES, SINKS),
 )

@@ -85,14 +85,14 @@ def _num_shared(total: int, arch: Architecture) -> int:
     return number
 
 
-def shared_width(key: str, *, default: int) -> Key:
-    """Total width of the shared experts; ``key`` is their number, each is as wide as a routed expert."""
+def shared_width(key: str, *, default: int, width: str = "moe_intermediate_size") -> Key:
+    """Total width of the shared experts; ``key`` is their number, each is as wide as a routed expert, ``width``."""
     return Key(
         key,
         least=0,
         default=default,
         null=lambda hf: 0,
-        decode=lambda number, hf: number * _int(hf, "moe_intermediate_size"),
+        decode=lambda number, hf: number * _int(hf, width),
         encode=_num_shared,
     )
 

@@ -67,6 +67,8 @@ class Rule:
     """Number of strands of each part, as a symbol."""
     hf_strands: str = "1"
     """Number of times that the sections of a Hugging Face tensor repeat in it, as a symbol."""
+    hf_order: tuple[int, ...] = ()
+    """Numbers of the parts in the order of their sections in a Hugging Face tensor; empty: as they are."""
     interleaved: bool = False
     """The rows of parts with the same name alternate."""
     transposed: bool = False
@@ -161,10 +163,11 @@ class Rule:
         if self.interleaved:
             yield part + first * len(self.parts), length, len(self.parts)
             return
-        sections = [other for other in range(len(rows)) if self.parts[other].name == self.parts[part].name]
+        order = self.hf_order or range(len(rows))
+        sections = [other for other in order if self.parts[other].name == self.parts[part].name]
         repeats = symbol_size(self.hf_strands, sizes) if len(sections) > 1 else 1
         own, all_sections = rows[part] // repeats, sum(rows[other] for other in sections) // repeats
-        before = sum(rows[other] for other in sections if other < part) // repeats
+        before = sum(rows[other] for other in sections[: sections.index(part)]) // repeats
         end = first + length
         while first < end:
             repeat, inside = divmod(first, own)
@@ -193,6 +196,7 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
         "P": arch.max_position_embeddings + arch.position_offset,
         "1": 1,
         "2": 2,
+        "4": 4,
     }
     for kind, of_kind in (("", arch), (WINDOWED, arch.windowed)):
         sizes |= {symbol + kind: size for symbol, size in _attention_sizes(of_kind).items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer
-from isthmus.families.family import Derived, Key
+from isthmus.families.family import Derived, Fixed, Key
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, in_layer
 from isthmus.families.rules.rule import HfPart, Rule, in_layers
 
@@ -156,6 +157,44 @@ def single_mixers(arch: Architecture, *allowed: Mixer) -> list[Mixer]:
     return [mixer for (mixer,) in found]
 
 
+def without_attention(mixer: Mixer, channels: Key) -> dict[str, Derived]:
+    """Fields of models whose layers are all of this mixer, without a feed-forward block.
+
+    The sizes of attention and feed-forward blocks have no effect; tensor parallelism divides them like ``channels``.
+    """
+
+    def layers(hf: Mapping[str, Any]) -> range:
+        return range(Key("num_hidden_layers").read(hf))
+
+    def check(_value: Any, arch: Architecture) -> dict[str, Any]:
+        single_mixers(arch, mixer)
+        if set(range(arch.num_layers)).difference(arch.layers_without_mlp):
+            raise UsageError(f"{arch.family}: config.json cannot express layers with a feed-forward block.")
+        return {}
+
+    heads = Derived(lambda hf: math.gcd(channels.read(hf), 64), lambda _heads, _arch: {})
+    return {
+        "mixers": Derived(lambda hf: ((mixer,),) * len(layers(hf)), check),
+        "layers_without_mlp": Derived(lambda hf: tuple(layers(hf)), check),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "ffn_hidden_size": Derived(channels.read, lambda _width, _arch: {}),
+    }
+
+
+ONE_BLOCK_FIXED = {
+    "hidden_act": Fixed(("silu", "swish"), "Mamba is computed with SiLU"),
+    "rescale_prenorm_residual": Fixed((False,), "transformers scales the weights whenever it loads them"),
+}
+ONE_BLOCK_TRAITS: dict[str, Any] = {"position": "none", "kv_channels": 64, "max_position_embeddings": 1 << 20}
+"""Of these models; the last two have no effect."""
+ONE_BLOCK_NAMES = {
+    "model.embed_tokens": "backbone.embeddings",
+    "model.layers": "backbone.layers",
+    "model.norm": "backbone.norm_f",
+    "input_layernorm": "norm",
+    ".mamba.": ".mixer.",
+}
 FEED_FORWARD_NAMES = {
     "post_attention_layernorm": "pre_ff_layernorm",
     ".mlp.": ".feed_forward.",
