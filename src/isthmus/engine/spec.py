@@ -20,8 +20,8 @@ from isthmus.engine.layers.multiplied import multiplied
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet
 from isthmus.engine.mixers.kimi_delta_attention import KimiDeltaAttention
-from isthmus.engine.mixers.mamba import MambaMixer
-from isthmus.engine.mixers.mamba2 import Mamba2Mixer
+from isthmus.engine.mixers.mamba2_mixer import Mamba2Mixer
+from isthmus.engine.mixers.mamba_mixer import MambaMixer
 from isthmus.engine.mixers.short_convolution import ShortConvolutionMixer
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.moe_layer import MoeBlock
