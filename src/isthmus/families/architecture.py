@@ -352,6 +352,8 @@ class Architecture:
 
     def __post_init__(self) -> None:
         """Refuse senseless sizes, and reset fields without effect, so that equal models compare equal."""
+        if not self.qk_norm:
+            object.__setattr__(self, "qk_norm_over", "head")
         if all(mixers == ("attention",) for mixers in self.mixers):
             object.__setattr__(self, "mixers", ())
         experts = 0 if self.moe is None else self.moe.num_experts

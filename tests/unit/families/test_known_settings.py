@@ -66,6 +66,7 @@ def unread_settings(name: str) -> set[str]:
     unlisted = {key: value for key, value in config.items() if not (isinstance(value, list) and len(value) > 1)}
     read = keys_read(family, config) | keys_read(family, unlisted)
     read |= READ_IN_OTHER_CONFIGS.get(name, set())
+    read |= {alias for key in family.keys.values() for alias in key.aliases if key.hf in read}
     settings = {field.name for field in fields(CONFIG_MAPPING[name]) if not is_metadata(field.name)}
     return settings - read - {*IGNORED_KEYS}
 

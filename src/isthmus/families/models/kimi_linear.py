@@ -1,6 +1,7 @@
 """Kimi Linear: Kimi delta attention, every fourth layer latent attention without positions; sigmoid routing."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError
@@ -69,9 +70,11 @@ FAMILY = Family(
         "moe.num_experts": Key("num_experts", default=256, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_token", default=8, aliases=("num_experts_per_tok",)),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1024),
-        "moe.shared_ffn_hidden_size": expert_tensors.shared_width("num_shared_experts", default=1),
+        "moe.shared_ffn_hidden_size": replace(
+            expert_tensors.shared_width("num_shared_experts", default=1), aliases=("n_shared_experts",)
+        ),
         "moe.scaling_factor": number("routed_scaling_factor", 2.446),
-        "moe.normalize": flag("moe_renormalize", default=True),
+        "moe.normalize": replace(flag("moe_renormalize", default=True), aliases=("norm_topk_prob",)),
         "moe.num_groups": Key("num_expert_group", default=1, aliases=("n_group",)),
         "moe.group_top_k": Key("topk_group", default=1),
     },
