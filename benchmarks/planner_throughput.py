@@ -22,7 +22,8 @@ from typing import Any
 from certificate import certificate, publish_result
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.mixer_sizes import Mla
 from isthmus.planner.cost import kernels, layer_time
 from isthmus.planner.cost.cluster import Cluster
 from isthmus.planner.cost.step_time import StepTime, step_time

@@ -6,7 +6,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from isthmus.errors import DataError
-from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
+from isthmus.families.mixer_sizes import (
+    DeltaNet,
+    KeyIndexer,
+    Mamba,
+    Mamba2,
+    Mla,
+    QueryScaling,
+    ShortConvolution,
+    WindowAttention,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
 Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "mamba2", "mamba", "short_convolution"]
@@ -63,78 +72,6 @@ class RopeScaling:
     """Multiplier of cosines and sines; None: derived from the factor."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowAttention:
-    """Sizes of the attention in sliding-window layers. None: the same as in layers with full attention."""
-
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    value_channels: int | None = None
-    rotary_percent: float | None = None
-    attention_sinks: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mla:
-    """Multi-head latent attention (arXiv 2405.04434): low-rank projections of queries, keys and values."""
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    """None: queries have no low-rank projection."""
-    norm_epsilon: float = 1e-6
-    """Epsilon of the norms of the low-rank vectors."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaNet:
-    """Gated delta net (arXiv 2412.06464): linear attention whose state forgets and corrects its values.
-
-    Kimi delta attention (arXiv 2510.26692) has a decay for each channel, and as many key heads as value heads.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel: int
-    """Tokens of the causal convolution of queries, keys and values, including the token itself."""
-    norm_epsilon: float = 1e-6
-    """Epsilon of the norm of the outputs."""
-    negative_eigenvalues: bool = False
-    """Learning rates are up to 2 instead of 1."""
-
-    @property
-    def key_width(self) -> int:
-        """Channels of the keys of all heads."""
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_width(self) -> int:
-        """Channels of the values of all heads."""
-        return self.num_value_heads * self.value_head_dim
-
-    def invalid_reason(self) -> str | None:
-        if self.num_value_heads % self.num_key_heads:
-            return f"{self.num_key_heads} key heads do not divide {self.num_value_heads} value heads"
-        return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeyIndexer:
-    """Selection of the keys that a query attends to, if there are more than ``top_k`` (DeepSeek-V3.2)."""
-
-    top_k: int
-    num_heads: int
-    head_dim: int
-    rotary_interleaved: bool = False
-    shared_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, that use the selection of the layer before and have no indexer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,22 +146,6 @@ class Dropout:
     """Of the outputs of attention and of the feed-forward block, before they are added to the residual stream."""
     embedding: float = 0.0
     """Of the sum of token and position embeddings."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueryScaling:
-    """Queries grow with their position p in the sample (arXiv 2501.19399).
-
-    They are multiplied by ``1 + rate * log(1 + floor((p + first) / period))``, after their rotation.
-    """
-
-    rate: float
-    period: int
-    """Tokens."""
-    first: int = 0
-    """The number of the first token."""
-    unrotated_only: bool = False
-    """Only in layers without rotary embedding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

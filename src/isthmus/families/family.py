@@ -9,22 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import (
-    MAX_INT,
-    Architecture,
-    DeltaNet,
-    Dropout,
-    KeyIndexer,
-    Mla,
-    Moe,
-    WindowAttention,
-    check_sizes,
-)
+from isthmus.families.architecture import MAX_INT, Architecture, Dropout, Moe, check_sizes
+from isthmus.families.mixer_sizes import DeltaNet, KeyIndexer, Mamba, Mamba2, Mla, ShortConvolution, WindowAttention
 from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy, field_of
 from isthmus.families.rules.sliding_window import Pattern, Window, read_window, write_window
-from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.architecture import Architecture, Moe, RopeScaling
+from isthmus.families.mixer_sizes import Mla
 from isthmus.families.registry import family_for
 
 _DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32}

@@ -9,8 +9,9 @@ import pytest
 
 from isthmus.errors import UsageError
 from isthmus.families import family_transfer as module
-from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.architecture import Architecture, Moe, RopeScaling
 from isthmus.families.family_transfer import transfer_architecture
+from isthmus.families.mixer_sizes import Mla
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import copy
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, DeltaNet, KeyIndexer, Mla, Moe
+from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Family
+from isthmus.families.mixer_sizes import DeltaNet, KeyIndexer, Mamba, Mamba2, Mla, ShortConvolution
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import Rule, gate_up, gated_qkv, qkv
 from isthmus.families.rules.shard import Layout, assemble, check_tp_size, local_shape, owned_slices, tensor_slices
-from isthmus.families.state_space_sizes import Mamba, Mamba2, ShortConvolution
 
 ARCH = Architecture(
     family="llama",

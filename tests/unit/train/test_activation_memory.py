@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from isthmus.families.architecture import Architecture, Mla
+from isthmus.families.architecture import Architecture
+from isthmus.families.mixer_sizes import Mla
 from isthmus.train.activation_memory import layer_bytes, stage_bytes
 
 TOKENS, HIDDEN = 4096, 1024

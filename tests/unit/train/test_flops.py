@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
-from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.mixer_sizes import Mamba, Mamba2, Mla
 from isthmus.families.registry import all_families
-from isthmus.families.state_space_sizes import Mamba, Mamba2
 from isthmus.train.flops import flops_per_batch, matmul_parameters
 from ranks.tiny import SIZES
 from ranks.tiny_families import delta_net, state_space

@@ -12,7 +12,8 @@ from typing import Any
 from isthmus.convert.family_matching import match_family
 from isthmus.convert.legacy.megatron_args import CLAMPED_SWIGLU, ROPE_SCALING, YARN
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_INT, Architecture, Mla, Moe, RopeScaling, check_sizes
+from isthmus.families.architecture import MAX_INT, Architecture, Moe, RopeScaling, check_sizes
+from isthmus.families.mixer_sizes import Mla
 
 _MUST_BE_FALSE = (
     *("squared_relu", "use_legacy_models", "apply_residual_connection_post_layernorm", "attention_output_gate"),

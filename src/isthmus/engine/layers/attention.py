@@ -23,7 +23,8 @@ from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
 from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
-from isthmus.families.architecture import Architecture, QueryScaling
+from isthmus.families.architecture import Architecture
+from isthmus.families.mixer_sizes import QueryScaling
 
 
 class CoreAttention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class DepthwiseConvolution(nn.Module):
         return own_entries(self, prefix, sharded_offsets)
 
 
-class ShardedMixer(MegatronModule):
+class ShardedMixer(MegatronModule, ABC):
     """``out_proj(mix(in_proj(x)))``, where ``mix`` has no communication, or its own.
 
     The rows of some parameters are sections that are sharded each by itself.
@@ -95,9 +96,9 @@ class ShardedMixer(MegatronModule):
         output: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
         return output
 
+    @abstractmethod
     def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """[T, rows / tp] -> [T, width / tp] for samples of these lengths."""
-        raise NotImplementedError
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

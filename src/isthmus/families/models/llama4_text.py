@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import Architecture, QueryScaling
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Key
+from isthmus.families.mixer_sizes import QueryScaling
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import copy, gate_up, renamed

@@ -10,7 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, QueryScaling, RopeScaling
+from isthmus.families.architecture import Architecture, RopeScaling
+from isthmus.families.mixer_sizes import QueryScaling
 
 _DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e38

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.families.architecture import Architecture, KeyIndexer
+from isthmus.families.architecture import Architecture
+from isthmus.families.mixer_sizes import KeyIndexer
 from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.planner.cost.kernels import Kernels
 from isthmus.planner.cost.mixer_shapes import MIXERS, MixerShape, mixer_shape

@@ -12,8 +12,9 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Moe, WindowAttention
+from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.family import Family
+from isthmus.families.mixer_sizes import WindowAttention
 from isthmus.families.registry import family_for
 from isthmus.recipes.setup.model_plan import teacher_config
 from isthmus.recipes.setup.model_source import open_source

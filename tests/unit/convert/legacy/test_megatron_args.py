@@ -13,7 +13,8 @@ from isthmus.convert.family_matching import LAST_RESORT, match_family
 from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, unsupported_features
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe, RopeScaling
+from isthmus.families.architecture import Architecture, Moe, RopeScaling
+from isthmus.families.mixer_sizes import Mla
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, tiny_config
 

@@ -13,7 +13,8 @@ from isthmus.engine.checkpoint.checkpoint_names import (
     spelling_of,
     transformer_engine_name,
 )
-from isthmus.families.architecture import Architecture, KeyIndexer, WindowAttention
+from isthmus.families.architecture import Architecture
+from isthmus.families.mixer_sizes import KeyIndexer, WindowAttention
 
 DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))

@@ -10,7 +10,8 @@ import pytest
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, Mla, Moe
+from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.mixer_sizes import Mla
 from isthmus.planner.cost import kernels
 from isthmus.planner.cost.cluster import Cluster, Ring
 from isthmus.planner.cost.kernels import Kernels
