@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
-from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.setup import rank_model

@@ -31,7 +31,7 @@ from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
 from isthmus.engine.layers.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.layers.recompute import _Recomputed
-from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.live_parameters import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
 from isthmus.engine.optim.update import reduce_and_scale_grads

@@ -11,7 +11,7 @@ from typing import Any
 from isthmus.checked_files import trusting
 from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
-from isthmus.engine.megatron_model import live_tensors
+from isthmus.engine.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
 from isthmus.engine.parallel.process_groups import agree, close_groups, gather_objects, on_rank_0, open_groups
 from isthmus.errors import NoSpace, Preempted, UsageError

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.layers.quantized_weight import QuantizedWeight
-from isthmus.engine.megatron_model import Decoder, live_parameters
+from isthmus.engine.live_parameters import live_parameters
+from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.optim.adamw import AdamW8bit, AdamWBesideMuon, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
 from isthmus.engine.optim.param_groups import group_overrides, mark_parameters

@@ -16,8 +16,8 @@ from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.convert.towers import Towers
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
 from isthmus.engine.layers.quantized_weight import QuantizedWeight
+from isthmus.engine.live_parameters import live_tensors, mtp_shared_tensors
 from isthmus.engine.lora.attach import Merge
-from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.process_groups import agree, barrier, gather_objects
 from isthmus.errors import disk_errors

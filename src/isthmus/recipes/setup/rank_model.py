@@ -76,8 +76,8 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
+    from isthmus.engine.live_parameters import live_tensors, mtp_shared_tensors
     from isthmus.engine.lora.attach import InitialAdapters, adapter_tensors, load_adapters, subtract_adapters
-    from isthmus.engine.megatron_model import live_tensors, mtp_shared_tensors
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
@@ -132,8 +132,9 @@ def _build_stages(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """This rank's stages with their adapters, without values; and messages on quantized weights."""
     from isthmus.engine.layers.quantized_linears import quantize_frozen, unallocated_linears
+    from isthmus.engine.live_parameters import freeze
     from isthmus.engine.lora.attach import attach_adapters
-    from isthmus.engine.megatron_model import build_stages, freeze
+    from isthmus.engine.megatron_model import build_stages
     from isthmus.engine.parallel.fsdp import build_sharded
 
     if plan.parallel.fsdp:
