@@ -27,6 +27,7 @@ from isthmus.data.readers.file_formats import chunk_records, read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed, scan_indexed
 from isthmus.engine.checkpoint.checkpoint_folder import latest
 from isthmus.errors import DataError
+from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.discover.family_file import load_family
 from isthmus.families.registry import all_families, family_for
 from isthmus.hf.model_folder import ModelFolder, read_json
@@ -153,7 +154,7 @@ def _tokenizer(path: Path) -> None:
 def _peft(path: Path) -> None:
     folder = PeftFolder(path.parent)
     for module in folder.modules:
-        folder.factors(module)
+        folder.factors(HfLinear(module, 0, 0, (), ()))
     _tensors(iter(folder.saved.values()))
 
 

@@ -33,6 +33,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
         pytest.param("gemma3", {"num_hidden_layers": 2}, {}, {"tp": 2}, id="multimodal-tp2"),
         pytest.param("falcon_h1", {}, {}, {"tp": 2}, id="mamba2-tp2"),
         pytest.param("gpt_oss", {"num_hidden_layers": 2}, {}, {"tp": 2, "etp": 1}, id="transposed-experts-tp2-etp1"),
+        pytest.param("llama4_text", {"num_hidden_layers": 2}, {}, {"ep": 2}, id="swapped-experts-ep2"),
         pytest.param(
             "qwen3", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2},
             {"quantize": "nf4"}, {"tp": 2}, id="nf4-tp2",

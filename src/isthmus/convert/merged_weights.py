@@ -95,7 +95,7 @@ class MergedWeights:
 
     def _merged(self, name: str, index: Index | None) -> Tensor:
         found, part = self._sum(name, index), self._parts[name]
-        magnitude = self._adapter.factors(part.linear.module, part.linear.expert).magnitude
+        magnitude = self._adapter.factors(part.linear, part.linear.expert).magnitude
         if magnitude is None:
             return found
         if name not in self._norms:  # of whole rows, of which a slice can be a part
@@ -117,7 +117,7 @@ class MergedWeights:
         found = self._base(name, full).float()
         rows, columns = part.rows_and_columns(full)
         for expert, matrix in part.matrices(found, full):
-            factors = self._adapter.factors(part.linear.module, expert)
+            factors = self._adapter.factors(part.linear, expert)
             delta = factors.b[rows] @ factors.a[:, columns]
             delta *= factors.scale * self._factor
             matrix += delta
@@ -217,7 +217,8 @@ def _check(
     for module, linear in modules.items():
         tensors = adapter.modules[module]
         width = tensors.rank * (1 if linear.expert is None else experts)
-        wanted |= {tensors.a: (width, linear.inputs), tensors.b: (linear.out, width)}
+        inputs, out = (linear.out, linear.inputs) if linear.swapped else (linear.inputs, linear.out)
+        wanted |= {tensors.a: (width, inputs), tensors.b: (out, width)}
         if tensors.magnitude is not None:
             wanted[tensors.magnitude] = (linear.out,)
     problems = describe_problems(

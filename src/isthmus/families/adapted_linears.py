@@ -49,6 +49,9 @@ class HfLinear:
     module by ``target_modules``."""
     transposed: bool = False
     """transformers has the weight as [inputs, out]."""
+    swapped: bool = False
+    """PEFT takes the parameter's [experts, inputs, out] for [experts, out, inputs], see
+    :attr:`~isthmus.families.family.Family.swapped_experts`."""
 
     def rows_and_columns(self, piece: TensorSlice) -> tuple[slice, slice]:
         """Rows of B and columns of A of a slice of one of the layer's tensors; KeyError if it belongs to another."""
@@ -146,6 +149,7 @@ def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfL
             expert=placed.expert if in_parameter else None,
             parameter=module if in_parameter else _weight_parameter(module, family, arch),
             transposed=rule.transposed,
+            swapped=in_parameter and family.swapped_experts,
         )
         for module, parts in by_module.items()
     )

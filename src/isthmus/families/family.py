@@ -82,6 +82,9 @@ class Family:
     """Substrings of tensor names that differ in the module paths of transformers."""
     unadapted: tuple[str, ...] = ()
     """Ends of the paths of linear layers that PEFT refuses to adapt in models of this type."""
+    swapped_experts: bool = False
+    """transformers has routed experts as [experts, inputs, out], without the attribute ``is_transposed`` by which PEFT
+    knows it: in PEFT's files the transpose of B has the place of A, and that of A the place of B."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

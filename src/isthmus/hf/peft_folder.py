@@ -3,6 +3,8 @@
 A linear layer has ``lora_A`` [rank, inputs] and ``lora_B`` [out, rank]; its weight changes by ``scale * B @ A``. The
 routed experts of a layer share a parameter [experts, out, inputs], which PEFT targets by ``target_parameters``: A is
 [experts * rank, inputs], grouped by expert, and B is [out, rank * experts], in which the expert is the fastest index.
+Where PEFT takes the parameter's inputs for its outputs (``HfLinear.swapped``), A is [experts * rank, out] and B is
+[inputs, rank * experts]: ``B @ A`` is the transpose.
 """
 
 from __future__ import annotations
@@ -179,11 +181,12 @@ class PeftFolder:
     def read_saved(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         return self._reader.read(self.saved[name], index, name=name)
 
-    def factors(self, module: str, expert: int | None = None) -> LoraFactors:
+    def factors(self, linear: HfLinear, expert: int | None = None) -> LoraFactors:
         """The factors of a linear layer; thread-safe. ``expert`` is the number of a routed expert."""
-        tensors, (a, b, magnitude) = self.modules[module], self._cached(module)
+        tensors, (a, b, magnitude) = self.modules[linear.module], self._cached(linear.module)
         if expert is not None:
             a, b = a.unflatten(0, (-1, tensors.rank))[expert], b.unflatten(1, (tensors.rank, -1))[..., expert]
+        a, b = (b.mT, a.mT) if linear.swapped else (a, b)
         return LoraFactors(a, b, tensors.scale, magnitude)
 
     def _load(self, module: str) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -222,7 +225,8 @@ def write_adapter(
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in (saved or {}).items()}
     by_module: dict[str, dict[int, LoraFactors]] = {}
     for linear, values in factors.items():
-        by_module.setdefault(linear.module, {})[linear.expert or 0] = values
+        inside = replace(values, a=values.b.mT, b=values.a.mT) if linear.swapped else values
+        by_module.setdefault(linear.module, {})[linear.expert or 0] = inside
     in_parameters = {linear.module for linear in factors if linear.expert is not None}
     for module, experts in by_module.items():
         ordered = [experts[number] for number in sorted(experts)]

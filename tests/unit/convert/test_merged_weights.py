@@ -97,7 +97,7 @@ def test_written_adapter_is_that_of_peft(name: str, tmp_path: Path) -> None:
     adapted = linears_with_adapter(read, family, arch, base)
     every = [linear for linears in all_linears(family, arch).values() for linear in linears]
     factors = {
-        linear: read.factors(linear.module, linear.expert)
+        linear: read.factors(linear, linear.expert)
         for linears in reversed(adapted.values())  # the order of ranks and stages is any
         for linear in linears
     }

@@ -105,6 +105,11 @@ def test_verify_compares_towers(gemma3: Path, tmp_path: Path) -> None:
     save_file(tensors, gemma3 / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckFailed, match=f"their towers differ in 1 tensors: {TOWER}"):
         compare_models(gemma3, tmp_path / "megatron")
+    shutil.rmtree(without_checksums(tmp_path / "megatron") / "hf/towers")
+    number = sum(not name.startswith("language_model.") for name in tensors)
+    with pytest.raises(CheckFailed, match=f"only .*gemma3 has towers, {number} tensors. Name the folder"):
+        compare_models(tmp_path / "megatron", gemma3)
+    compare_models(tmp_path / "megatron", gemma3, hf_like=gemma3)
 
 
 def test_an_adapter_of_the_language_model_is_merged(tmp_path: Path) -> None:

@@ -127,8 +127,7 @@ def compare_models(
     if not config_differences or (logits is not None and _shapes(a) == _shapes(b)):
         comparison, differing = _compare_tensors(a, b, progress)
         problems += [differing] if differing else []
-        if a.towers is not None and b.towers is not None and (names := a.towers.differences(b.towers)):
-            problems.append(f"their towers differ in {len(names)} tensors: {first_few(names)}")
+        problems += _tower_differences(a, b)
     difference = None
     if logits is not None:
         try:
@@ -142,6 +141,19 @@ def compare_models(
         raise CheckFailed(f"{first} and {second}: {'; '.join(problems)}.")
     assert comparison is not None
     return replace(comparison, logits=difference)
+
+
+def _tower_differences(a: OpenedModel, b: OpenedModel) -> list[str]:
+    if a.towers is not None and b.towers is not None:
+        names = a.towers.differences(b.towers)
+        return [f"their towers differ in {len(names)} tensors: {first_few(names)}"] if names else []
+    found = next((model for model in (a, b) if model.towers is not None and model.towers.tensors), None)
+    if found is None or found.towers is None:
+        return []
+    return [
+        f"only {found.path} has towers, {len(found.towers.tensors)} tensors. Name the folder of the whole model with "
+        "--hf-like to compare the language models"
+    ]
 
 
 def _compare_tensors(a: OpenedModel, b: OpenedModel, progress: Progress) -> tuple[ModelComparison, str]:

@@ -83,5 +83,6 @@ FAMILY = Family(
     sliding_window="chunks",
     sliding_window_default=8192,
     rope_defaults={"rope_theta": 500000.0},
+    swapped_experts=True,
     rules=decoder.pre_norm_rules(mlp=_MLP),
 )

@@ -160,7 +160,7 @@ class ExistingAdapters:
         self._folder = folder
 
     def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:
-        factors = self._folder.factors(adapter.linear.module, adapter.linear.expert)
+        factors = self._folder.factors(adapter.linear, adapter.linear.expert)
         return {"lora_A": factors.a, "lora_B": factors.b, "lora_magnitude_vector": factors.magnitude}[role]
 
 

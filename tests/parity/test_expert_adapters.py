@@ -1,0 +1,51 @@
+"""Adapters of routed experts: PEFT computes with a written file what the merged model computes, in every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.convert.transfer import convert
+from isthmus.families.adapted_linears import all_linears
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
+from isthmus.families.registry import all_families, family_for
+from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
+from ranks.tiny import VOCAB, build_model_folder, load_network, tiny_config
+
+peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+TOKENS = torch.arange(3, 27)[None] % VOCAB
+RANK = 3
+
+
+def tiny(name: str) -> tuple[Family, Architecture]:
+    config = tiny_config(name).to_dict()
+    family = family_for(config)
+    return family, family.to_architecture(config)
+
+
+WITH_EXPERTS = [name for name in all_families() if tiny(name)[1].moe is not None]
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path) -> None:
+    every = [linear for linears in all_linears(*tiny(name)).values() for linear in linears]
+    experts = [linear for linear in every if ".experts" in linear.module]
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    factors = {one: LoraFactors(random(RANK, one.inputs), random(one.out, RANK), 7 / RANK) for one in experts}
+    base, adapter = build_model_folder(tmp_path / "base", name), tmp_path / "adapter"
+    adapter.mkdir()
+    write_adapter(adapter, AdapterConfig(r=RANK, lora_alpha=7), factors, every)
+    convert(base, tmp_path / "merged", "hf", adapter=adapter)
+    with torch.no_grad():
+        plain, merged = (load_network(folder).eval() for folder in (base, tmp_path / "merged"))
+        before, expected = (model(TOKENS, use_cache=False).logits for model in (plain, merged))
+        found = peft.PeftModel.from_pretrained(plain, adapter).eval()(TOKENS, use_cache=False).logits
+    assert (expected - before).abs().max() > 0.1
+    assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
