@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--state", type=Path, help="continue from this file, and write it after each type")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time of one type (default: %(default)g)")
     parser.add_argument("--pause-while", type=Path, metavar="FILE", help="start no type while this file exists")
-    parser.add_argument("--quick", action="store_true", help="four types only")
+    parser.add_argument("--quick", action="store_true", help="three types only")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
@@ -243,7 +243,7 @@ def main(arguments: list[str]) -> int:
     import isthmus.convert.learn
     import isthmus.recipes.setup.load_model  # noqa: F401
 
-    types = chosen.only or (["llama", "mixtral", "iquestcoder", "rwkv"] if chosen.quick else model_types())
+    types = chosen.only or (["llama", "mixtral", "rwkv"] if chosen.quick else model_types())
     rows = walk(types, chosen.state, limit_s=chosen.limit_s, pause=chosen.pause_while, commit=certified["commit"])
     counts = Counter(row["result"] for row in rows)
     print(", ".join(f"{name} {counts[name]}" for name in RESULTS))

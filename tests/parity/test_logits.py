@@ -75,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         {},
     ),
+    "llama-rope-dynamic": (
+        "llama",
+        {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 32},
+        {"max_position_embeddings": 32},
+    ),
     "mistral-no-window": ("mistral", {"sliding_window": None}, None),
     "mistral-window-of-5": ("mistral", {"sliding_window": 5}, {"sliding_window": None}),
     "mistral-window-of-1": ("mistral", {"sliding_window": 1}, {"sliding_window": 2}),

@@ -54,10 +54,11 @@ class RopeScaling:
     ``linear`` divides all of them; ``yarn`` (arXiv 2309.00071) interpolates between the dimensions that rotate
     ``beta_fast`` and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv
     2402.13753) divides each by its own factor, with one list up to the original length and another beyond it;
-    ``ntk_alpha`` multiplies the base by ``factor ** (R / (R - 2))`` for R rotated channels.
+    ``ntk_alpha`` multiplies the base by ``factor ** (R / (R - 2))`` for R rotated channels; ``dynamic`` does so for a
+    sample of L tokens beyond the original length C, with ``factor * L / C - (factor - 1)`` in place of ``factor``.
     """
 
-    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha"]
+    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha", "dynamic"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

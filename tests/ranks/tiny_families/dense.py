@@ -63,6 +63,20 @@ FAMILIES: dict[str, TinyFamily] = {
             "hunyuan_v1_dense-biases": ({"attention_bias": True}, {"attention_bias": False}),
         },
     ),
+    "internlm3": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={
+            "internlm3": (
+                {"rope_parameters": _PLAIN | {"rope_type": "dynamic", "factor": 6.0}, "max_position_embeddings": 16},
+                {"rope_parameters": _PLAIN},
+            ),
+            "internlm3-biases": (_BIASES, {"rms_norm_eps": 0.1}),
+        },
+    ),
+    "iquestcoder": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={"iquestcoder": ({}, {"rms_norm_eps": 0.1}), "iquestcoder-biases": (_BIASES, {"mlp_bias": False})},
+    ),
     "jais2": TinyFamily(logits={"jais2": ({}, {"hidden_act": "gelu"})}),
     "helium": TinyFamily(
         sizes={"head_dim": 8},

@@ -143,6 +143,29 @@ FAMILIES: dict[str, TinyFamily] = {
         sizes=_ROUTED | {"n_shared_experts": 2},
         logits={"solar_open": ({"attention_bias": True, **_GROUPS}, {"topk_group": 1})},
     ),
+    "mellum": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
+        sizes=_EXPERTS | {"num_experts": 6, "sliding_window": 5},
+        logits={
+            "mellum": (
+                _layered(_YARN, {"rope_theta": 10.0}) | {"layer_types": [_SLIDING, _FULL] * 2},
+                {"layer_types": [_SLIDING] * 4},
+            ),
+            "mellum-dense": (
+                {"mlp_layer_types": ["dense", "sparse"] * 2, "norm_topk_prob": False, "attention_bias": True},
+                {"norm_topk_prob": True},
+            ),
+        },
+        training={"layer_types": [_SLIDING, _FULL], "num_hidden_layers": 2},
+    ),
+    "aria_text": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
+        sizes={"moe_num_experts": 6, "moe_topk": 2, "intermediate_size": 12, "head_dim": 8},
+        logits={
+            "aria_text": ({"attention_bias": True}, {"attention_bias": False}),
+            "aria_text-shared": ({"moe_num_shared_experts": 3, "moe_topk": 3}, {"moe_topk": 2}),
+        },
+    ),
     "hy_v3": TinyFamily(
         layouts=({"tp": 2}, {"ep": 2}),
         sizes=_EXPERTS | {"num_experts": 6},

@@ -93,6 +93,20 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention", *FULL]},
         {"sliding_window": 4096, "full_attention_layers": (1, 2)},
     ),
+    "internlm3": (
+        {
+            **{"model_type": "internlm3", "bias": False, "qkv_bias": False, "rope_theta": 5e7},
+            **{"rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "max_position_embeddings": 32768},
+        },
+        {
+            **{"rope_scaling": RopeScaling(kind="dynamic", factor=6.0, original_max_position_embeddings=32768)},
+            **{"rotary_base": 5e7, "qkv_bias": False, "mlp_bias": False},
+        },
+    ),
+    "internlm3-biases": (
+        {"model_type": "internlm3", "bias": True, "qkv_bias": True},
+        {"qkv_bias": True, "proj_bias": True, "mlp_bias": True},
+    ),
     "seed_oss": ({"model_type": "seed_oss"}, {"qkv_bias": True, "proj_bias": False, "kv_channels": 128}),
     "smollm3": ({"model_type": "smollm3", "num_hidden_layers": 9}, {"unrotated_layers": (3, 7), "rotary_base": 2e6}),
     "smollm3-listed": ({"model_type": "smollm3", "no_rope_layers": [0, 1, 0]}, {"unrotated_layers": (0, 2)}),
@@ -266,7 +280,11 @@ def test_unknown_family_lists_the_known_ones() -> None:
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported for llama"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "xpos", "factor": 4.0}}, "rope type 'xpos' is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}},
+            "original_max_position_embeddings=32 is not supported",
+        ),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),

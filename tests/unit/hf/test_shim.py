@@ -28,6 +28,7 @@ LONG, SHORT = 97, 20
 KNOWN = [
     "llama-rope-llama3-factor-8",
     "llama-rope-linear",
+    "llama-rope-dynamic",
     "llama-biases",
     "llama-tied",
     "mistral-window-of-5",

@@ -60,7 +60,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     if scaling is not None and scaling.kind == "ntk_alpha":
         base *= scaling.factor ** (width / (width - 2))
     frequencies = 1.0 / (base**exponent)
-    if scaling is None or scaling.kind == "ntk_alpha":
+    if scaling is None or scaling.kind in ("ntk_alpha", "dynamic"):
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
@@ -127,13 +127,25 @@ def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, 
     for kind in architecture.rotary_kinds:
         scaling, pairs = kind.rope_scaling, rotary_width(kind) // 2
         frequencies, sets = sets[:pairs], sets[pairs:]
-        if scaling is not None and scaling.kind == "longrope":
-            frequencies, sets = torch.stack((frequencies, sets[:pairs])), sets[pairs:]
+        if scaling is not None and scaling.kind in ("longrope", "dynamic"):
             samples = torch.tensor(batch.lengths, device=batch.position_ids.device)
-            beyond = samples > scaling.original_max_position_embeddings
-            frequencies = frequencies[local_tokens(beyond.long().repeat_interleave(samples), batch.spans)]
+            if scaling.kind == "longrope":
+                frequencies, sets = torch.stack((frequencies, sets[:pairs])), sets[pairs:]
+                chosen = (samples > scaling.original_max_position_embeddings).long()
+            else:
+                frequencies, chosen = _of_lengths(frequencies, samples, scaling), torch.arange(len(batch.lengths))
+            frequencies = frequencies[local_tokens(chosen.to(samples).repeat_interleave(samples), batch.spans)]
         tables.append(rotation_table(frequencies, batch.position_ids, dtype, magnitude=magnitude(scaling)))
     return tables[0] if len(tables) == 1 else torch.cat(tables, dim=-1)
+
+
+def _of_lengths(frequencies: Tensor, lengths: Tensor, scaling: RopeScaling) -> Tensor:
+    """The frequencies of samples of these lengths [n] with ``dynamic`` scaling: float32 [n, R / 2]."""
+    pairs = frequencies.numel()
+    beyond = (lengths / scaling.original_max_position_embeddings).clamp(min=1)
+    stretch = scaling.factor * beyond - (scaling.factor - 1)
+    exponent = torch.arange(pairs, device=lengths.device) / max(pairs - 1, 1)  # of R / (R - 2) times 2 i / R
+    return frequencies * stretch[:, None] ** -exponent
 
 
 def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, magnitude: float = 1.0) -> Tensor:

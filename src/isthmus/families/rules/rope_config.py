@@ -27,6 +27,7 @@ _NEEDED = {
     "yarn": ("factor", _CONTEXT),
     "longrope": ("factor", _CONTEXT, *_LISTS),
     "ntk_alpha": ("factor",),
+    "dynamic": ("factor", _CONTEXT),
 }
 _READABLE = [kind for kind in _NEEDED if kind != "ntk_alpha"]
 _OPTIONAL = {
@@ -152,7 +153,13 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if kind == "default":
         return float(theta), None
     context = hf.get("max_position_embeddings")
-    settings[_CONTEXT] = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
+    given = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
+    if kind == "dynamic" and given != context:
+        raise UsageError(
+            f"rope type 'dynamic' with {_CONTEXT}={given} is not supported: it stretches the rotation of samples beyond "
+            f"max_position_embeddings, which is {context}. Make them equal."
+        )
+    settings[_CONTEXT] = given
     if kind in ("yarn", "longrope") and settings.get("factor") is None and context and settings[_CONTEXT]:
         settings["factor"] = context / settings[_CONTEXT]
     for key in _NEEDED[kind]:

@@ -16,7 +16,8 @@ Table = tuple[Tensor, Tensor]
 def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -> tuple[Tensor, float]:
     """Inverse frequencies, float32 [R / 2], and the multiplier of cosines and sines.
 
-    RoFormer (arXiv 2104.09864), Llama 3.1 scaling, YaRN (2309.00071), LongRoPE (2402.13753) for ``length`` tokens.
+    RoFormer (arXiv 2104.09864), Llama 3.1 scaling, YaRN (2309.00071), LongRoPE (2402.13753) and dynamic NTK scaling for
+    ``length`` tokens.
     """
     rope = config.rope_parameters
     base, kind = rope["rope_theta"], rope.get("rope_type", rope.get("type", "default"))
@@ -27,6 +28,9 @@ def inverse_frequencies(config: IsthmusConfig, *, windowed: bool, length: int) -
     factor, original_length = rope.get("factor", 1.0), rope.get("original_max_position_embeddings", 0)
     if kind == "default":
         return inv_freq, 1.0
+    if kind == "dynamic":
+        stretch = factor * max(length / config.max_position_embeddings, 1.0) - (factor - 1)
+        return inv_freq * stretch ** -(torch.arange(width // 2) / max(width // 2 - 1, 1)), 1.0
     if kind == "linear":
         return inv_freq / factor, 1.0
     if kind == "llama3":

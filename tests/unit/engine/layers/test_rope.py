@@ -145,6 +145,19 @@ def test_longrope_depends_on_the_length_of_each_sample(length: int) -> None:
         assert torch.allclose(mine, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [15, 16, 17, 40])
+def test_dynamic_scaling_depends_on_the_length_of_each_sample(length: int) -> None:
+    config = LlamaConfig(
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0},
+    )
+    architecture = family_for(config.to_dict()).to_architecture(config.to_dict())
+    table = rotary_tables(architecture, frequency_sets(architecture), packed(3, length), torch.float32)
+    for mine, count in zip(table.split((3, length)), (3, length), strict=True):
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(count)[None])
+        assert torch.allclose(mine, torch.cat((cos[0, :, :4], sin[0, :, :4]), -1), atol=1e-5)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradient_of_the_rotation(interleaved: bool) -> None:
     torch.manual_seed(0)
