@@ -156,8 +156,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     given = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
     if kind == "dynamic" and given != context:
         raise UsageError(
-            f"rope type 'dynamic' with {_CONTEXT}={given} is not supported: it stretches the rotation of samples beyond "
-            f"max_position_embeddings, which is {context}. Make them equal."
+            f"rope type 'dynamic' with {_CONTEXT}={given} is not supported: it stretches the rotation of samples "
+            f"beyond max_position_embeddings, which is {context}. Make them equal."
         )
     settings[_CONTEXT] = given
     if kind in ("yarn", "longrope") and settings.get("factor") is None and context and settings[_CONTEXT]:
