@@ -10,8 +10,14 @@ _FC1 = _HF_EXPERTS + "fc1.weight"
 _EXPERTS = (
     gate_up(_EXPERT + "fc1.weight", _FC1, _FC1, "H", width="X", transposed=True, stacked=True, layers="moe"),
     copy(
-        *(_EXPERT + "fc2.weight", _HF_EXPERTS + "fc2.weight", "H", "X"),
-        **{"shard": "cols", "transposed": True, "stacked": True, "layers": "moe"},
+        _EXPERT + "fc2.weight",
+        _HF_EXPERTS + "fc2.weight",
+        "H",
+        "X",
+        shard="cols",
+        transposed=True,
+        stacked=True,
+        layers="moe",
     ),
 )
 
