@@ -43,7 +43,7 @@ from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH, load_network, open_samples
+from ranks.tiny import SEQ_LENGTH, load_network, open_samples, restore_names
 
 
 def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
@@ -261,9 +261,8 @@ def _gradients_by_file_name(network: Any) -> dict[str, Tensor]:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     with tempfile.TemporaryDirectory() as folder:
         network.save_pretrained(folder)
-        found = {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
-    nested = family_for(network.config.to_dict()).nested
-    return found if nested is None else {new: found[old] for old, new in nested.renamed(found).items()}
+        restore_names(Path(folder))
+        return {name: tensor.float() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
 
 
 def train(

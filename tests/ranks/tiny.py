@@ -117,9 +117,18 @@ def tiny_config(family: str, sizes: Mapping[str, Any] | None = None, **settings:
 
 
 def build_model_folder(
-    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, shards: str = "5GB", **settings: Any
+    folder: Path,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shards: str = "5GB",
+    names: bool = True,
+    **settings: Any,
 ) -> Path:
-    """Save a transformers model with random weights, including norms and biases: equal values would hide errors."""
+    """Save a transformers model with random weights, including norms and biases: equal values would hide errors.
+
+    ``names``: tensors have the names of published files, where transformers writes others.
+    """
     torch.manual_seed(0)
     model = model_class(family).from_config(tiny_config(family, **settings)).to(dtype)
     with torch.no_grad():
@@ -129,16 +138,24 @@ def build_model_folder(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
-    _restore_names(folder)
+    if names:
+        restore_names(folder)
     return folder
 
 
-def _restore_names(folder: Path) -> None:
+def restore_names(folder: Path) -> None:
     """Names of published files, where transformers writes others."""
-    nested = family_for(json.loads((folder / "config.json").read_text())).nested
-    for file in folder.glob("*.safetensors") if nested is not None else ():
+    config = json.loads((folder / "config.json").read_text())
+    family = family_for(config)
+    for file in folder.glob("*.safetensors") if family.nested is not None or family.other_names else ():
         tensors = load_file(file)
-        if nested is not None and (names := nested.renamed(tensors)) != {name: name for name in tensors}:
+        if family.nested is not None:
+            names = family.nested.renamed(tensors)
+        else:  # transformers gives norms of attention the names that norms of delta nets have in published files
+            full = [f"layers.{layer}." for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+            old, new = "feedforward_layer_norm", "post_attention_layernorm"
+            names = {name: name.replace(old, new) if any(layer in name for layer in full) else name for name in tensors}
+        if names != {name: name for name in tensors}:
             save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 

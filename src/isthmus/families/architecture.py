@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -294,8 +295,17 @@ class Architecture:
         return self.mixers[layer] if layer < len(self.mixers) else ("attention",)
 
     def form_of(self, layer: int) -> Form:
+        return self.form_with(self.mixers_of(layer))
+
+    def form_with(self, mixers: Sequence[Mixer]) -> Form:
+        """Of a layer with these mixers."""
         other = self.form_without_attention
-        return self.form if other is None or "attention" in self.mixers_of(layer) else other
+        return self.form if other is None or "attention" in mixers else other
+
+    @property
+    def has_norms_before_blocks(self) -> bool:
+        """Whether a layer normalizes the input of a block."""
+        return any(self.form_of(layer) != "post" for layer in range(self.num_layers))
 
     def layer_kinds(self, layer: int) -> frozenset[str]:
         """What rules can select layers by.

@@ -78,6 +78,9 @@ class Family:
     """Why the model can be evaluated and converted but not trained."""
     ignorable: tuple[str, ...] = IGNORABLE
     """Suffixes of Hugging Face tensors that are not weights and may be present."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Substrings of tensor names in files of other programs, and what they are in those of the family; they count only
+    in names that the family does not have."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Substrings of tensor names that differ in the module paths of transformers."""
     unadapted: tuple[str, ...] = ()

@@ -121,7 +121,7 @@ def _cheap_modules(arch: Architecture, parallel: ParallelConfig) -> tuple[str, .
     is_moe = [arch.is_moe(layer) for layer in range(arch.num_layers)]
     shared_heads = arch.qk_norm and arch.num_query_groups < parallel.tp
     present = {
-        "layernorm": arch.form != "post", "mlp_act": not all(is_moe), "moe_act": any(is_moe),
+        "layernorm": arch.has_norms_before_blocks, "mlp_act": not all(is_moe), "moe_act": any(is_moe),
         "rope": arch.position == "rope" and arch.mla is None and not shared_heads,
     }  # fmt: skip
     return tuple(name for name in _CHEAP if present[name])

@@ -97,8 +97,9 @@ def _norm_tensors(
     a: Architecture, recomputed: Sequence[Recomputed], mixers: Sequence[Mixer], *, has_mlp: bool
 ) -> tuple[int, int]:
     """[T, H] tensors that norms and the projections after them save, and the number of norms."""
-    tensors, norms = _NORMS[a.form]
-    tensors -= _NORMED[a.form] if "layernorm" in recomputed else 0
+    form = a.form_with(mixers)
+    tensors, norms = _NORMS[form]
+    tensors -= _NORMED[form] if "layernorm" in recomputed else 0
     if not (mixers and has_mlp):  # the layer is one block
         tensors, norms = tensors // 2, norms // 2
     inputs = {a.attention_multipliers[0], 1.0 if a.mamba2 is None else a.mamba2.multipliers[0]}

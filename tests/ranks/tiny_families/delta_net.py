@@ -35,6 +35,14 @@ KIMI = {
     "linear_num_heads": 4,
     "rms_norm_eps": 1e-2,
 }
+OLMO = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 12,  # the width of keys: transformers saves convolutions as thirds
+}
+OLMO_LAYERS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
 KIMI_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, TinyFamily] = {
@@ -62,6 +70,21 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
         },
         training={"layer_types": KIMI_LAYERS, "num_hidden_layers": 4},
+    ),
+    "olmo_hybrid": TinyFamily(
+        sizes=OLMO,
+        logits={
+            "olmo_hybrid": (
+                {"layer_types": OLMO_LAYERS, "linear_conv_kernel_dim": 3},
+                {"linear_allow_neg_eigval": False},
+            ),
+            "olmo_hybrid-without-positions": (
+                {"rope_parameters": NO_POSITIONS, "attention_bias": True},
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            ),
+        },
+        layouts=({"tp": 2}, {"pp": 2}),
+        training={"layer_types": OLMO_LAYERS, "num_hidden_layers": 4},
     ),
     "qwen3_next": TinyFamily(
         sizes=DELTA | EXPERTS,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus.convert.hf.dequantize import DequantizedWeights
 from isthmus.convert.hf.fused_experts import split_experts
+from isthmus.convert.hf.other_forms import other_names, recut_rows
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
 from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
 from isthmus.errors import DataError, MissingInput, UsageError
@@ -51,10 +52,18 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         prefix, names = prefixed
         source = RenamedWeights(source, names)
         notes.append(f"tensor names lack the prefix '{prefix}', which is added")
+    if names := other_names(source, family, folder.config):
+        old, new = next(iter(names.items()))
+        source = RenamedWeights(source, {name: name for name in source.tensors} | names)
+        notes.append(f"tensor names differ from those of published models, such as {old}, which is {new}")
     if (split := split_experts(source, family)) is not None:
         source = split
         notes.append("the file has one tensor for all experts of a layer: an export has one for each, as transformers")
-    return OpenedHfWeights(source, family.to_architecture(folder.config, source.tensors or None), tuple(notes))
+    arch = family.to_architecture(folder.config, source.tensors or None)
+    if (recut := recut_rows(source, family, arch)) is not None:
+        source = recut
+        notes.append("convolutions are cut into thirds of their rows, as transformers does: an export has them whole")
+    return OpenedHfWeights(source, arch, tuple(notes))
 
 
 def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> OpenedHfWeights:

@@ -43,10 +43,11 @@ def mixer_rules(
     sizes = zip(convolutions, ("Lk", "Lk", "Lv"), strict=True)
     sections = tuple(HfPart(f"{hf}{name}.weight", (rows, "1", "Lc")) for name, rows in sizes)
     heads, axis = (("1", "1", "Ln", "1"), "third") if channel_decay else (("Ln",), "rows")
+    separate = len({*convolutions}) == len(convolutions)
     low_rank = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj") if channel_decay else ()
     return (
         projection,
-        Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind),
+        Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind, recut=separate),
         copy(f"{MIXER}dt_bias", f"{hf}dt_bias", time_steps, shard="rows", init=time_step, layers=kind),
         copy(f"{MIXER}A_log", f"{hf}A_log", *heads, shard=axis, init="log_decay", layers=kind),
         *in_layers(

@@ -91,6 +91,8 @@ class Rule:
     """Kinds of the layers that have the tensor, separated by ``|``, see :meth:`Architecture.layer_kinds`."""
     trained: bool = True
     """Whether gradients reach the tensor."""
+    recut: bool = False
+    """Files may have the rows of all parts cut at other places."""
     alias: bool = False
     """Another rule exports the parts; this tensor is only imported from them."""
 

@@ -289,7 +289,7 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
         ("moe_act", any(is_moe), "mixtures of experts"),
         ("mlp", not all(is_moe), "dense feed-forward blocks"),
         ("mlp_act", not all(is_moe), "dense feed-forward blocks"),
-        ("layernorm", architecture.form != "post", "norms before its blocks"),
+        ("layernorm", architecture.has_norms_before_blocks, "norms before its blocks"),
         ("rope", architecture.position == "rope" and architecture.mla is None, "rotary embeddings of whole heads"),
     ):
         if name in train.recompute_modules and not present:

@@ -1,0 +1,69 @@
+"""Gradients of whole models in float64: rounding cannot hide a sum over ranks that is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isthmus.convert.online import full_weights
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.megatron_model import live_parameters
+from isthmus.engine.parallel.ddp import sum_tp_grads
+from isthmus.recipes.setup import rank_model
+from isthmus.recipes.setup.load_model import build_from_folder
+
+
+def gradients(*, model: str, saved: str, vocab_size: int, lengths: list[int], **layout: int) -> dict[str, float]:
+    """Gradients of all tensors in float64, in a layout of all ranks.
+
+    Without file ``saved`` they are saved there. Otherwise returns the largest difference of each tensor from that file,
+    relative to its largest value, and under ``replicas`` that of tensors that all ranks have.
+    """
+    with patch.dict(rank_model.DTYPES, {"fp32": torch.float64}):
+        built = build_from_folder(model, layout)
+    (stage,) = built.stages
+    random = torch.Generator().manual_seed(5)
+    samples = [torch.randint(vocab_size, (length,), generator=random) for length in lengths]
+    sum_tp_grads(stage)
+    logits = stage.train()(PackedBatch.for_inference(samples))  # losses are float32
+    logits.backward(torch.randn(logits.shape, dtype=logits.dtype, generator=random))
+    live = {name: parameter for name, parameter in live_parameters(built.stages).items() if parameter.requires_grad}
+    own = {name: parameter.grad for name, parameter in live.items() if parameter.grad is not None}
+    assert own.keys() == live.keys()
+    replicas = max(_spread(own[name]) for name, parameter in live.items() if _is_replicated(parameter))
+    plan = built.plan
+    whole = dict(
+        full_weights(
+            own, plan.family, plan.architecture, torch.float64, layout=built.layout, device=torch.device("cpu")
+        )
+    )
+    if not Path(saved).exists():
+        save_file(whole, saved)
+        return {"replicas": replicas}
+    wanted = load_file(saved)
+    assert whole.keys() == wanted.keys()
+    return {"replicas": replicas} | {name: _difference(whole[name], wanted[name]) for name in whole}
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    return not getattr(parameter, "tensor_model_parallel", False)
+
+
+def _spread(gradient: Tensor) -> float:
+    """Difference of replicas on tensor-parallel ranks."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = gradient.clone()
+    dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+    worst = torch.tensor(_difference(gradient, first))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return worst.item()
