@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload-dp2": {"model": QWEN3, "size": 2, "sections": {"optim": {"offload": True}}},
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
     "delta nets": {"model": config_of("delta nets, gated attention")},
-    "Mamba-2": {"model": config_of("one block in each layer"), "tp": 2, "size": 2},
+    "Mamba-2": {"model": config_of("one block in each layer", n_groups=1), "tp": 2, "size": 2},
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
     "freeze": {"model": QWEN3, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
     "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},

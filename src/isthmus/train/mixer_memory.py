@@ -15,8 +15,9 @@ def mixer_terms(
 
     In elements, the outputs of the input projection and of the convolution, and the input of the output projection. In
     float32, the time steps (twice with Mamba-1, three times with Mamba-2), the output of the scan and its states, one
-    in 128 tokens or, of Mamba-1, in 64. ``recomputed`` (``core_attn``) keeps only the first and the last. Delta nets
-    keep only the outputs of the projections of their input, and the input of the output projection.
+    in 128 tokens or, of Mamba-1, in 64. Ranks that share a group of Mamba-2 heads have copies of its B and C.
+    ``recomputed`` (``core_attn``) keeps only the first and the last. Delta nets keep only the outputs of the
+    projections of their input, and the input of the output projection.
 
     Raises:
         ValueError: the mixer is not known here.
@@ -25,6 +26,7 @@ def mixer_terms(
     if mixer == "mamba2" and (two := a.mamba2) is not None:
         inner, groups = two.num_heads * two.head_dim, two.num_groups * two.state_size
         projected, convolved = 2 * inner + 2 * groups + two.num_heads, inner + 2 * groups
+        convolved += 2 * two.state_size * tp if tp > two.num_groups else 0
         float32 = num_tokens * (3 * two.num_heads + inner) + -(-num_tokens // _CHUNK) * inner * two.state_size
     elif mixer == "mamba" and (one := a.mamba) is not None:
         inner = convolved = one.inner_size

@@ -77,6 +77,7 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
             "granitemoehybrid-dense": (_BIASES | {"num_local_experts": 0, "tie_word_embeddings": True}, None),
         },
+        training={"mamba_n_groups": 1},
     ),
     "falcon_h1": TinyFamily(
         sizes=_MAMBA2 | {"num_hidden_layers": 2, "mamba_d_ssm": 64},

@@ -24,6 +24,7 @@ from isthmus.engine.layers.dropout import MLP_OUTPUT, dropout_keys, hidden_dropo
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.layers.rope import rotate, rotation_table
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
+from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution
 from isthmus.engine.single_process_model import single_process_groups
 from isthmus.families.architecture import Architecture, Moe
@@ -106,6 +107,15 @@ class XieluOfParameters(nn.Module):
         return _XieluFunction.apply(x, *self.sizes, *self.constants)
 
 
+class PartOfAGroup(RankGroups):
+    """The other rank of the group has zeros."""
+
+    def summed(self, values: Tensor) -> Tensor:
+        return values
+
+
+ONE_RANK = RankGroups(3, SimpleNamespace(size=lambda: 1))
+PART_OF_A_GROUP = PartOfAGroup(1, SimpleNamespace(size=lambda: 2, rank=lambda: 0))
 CASES: dict[str, Callable[..., Any]] = {
     "RMSNorm of a sum": norm(RMSNorm, zero_centered=True),
     "LayerNorm": norm(LayerNorm, bias=True),
@@ -113,7 +123,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "geglu": GegluOfLayers(),
     "xielu": XieluOfParameters(),
     "convolution": OfRows(DepthwiseConvolution(WIDTH, 3, bias=True, dtype=torch.float32), activated=True),
-    "norm of a gated sum": OfRows(GatedNorm(WIDTH, 3, 1e-5, gate_first=True, dtype=torch.float32)),
+    "norm of a gated sum": OfRows(GatedNorm(WIDTH, ONE_RANK, 1e-5, gate_first=True, dtype=torch.float32)),
+    "norm of a gated sum over ranks": OfRows(
+        GatedNorm(WIDTH, PART_OF_A_GROUP, 1e-5, gate_first=True, dtype=torch.float32)
+    ),
     "gate of a sum": gate,
     "clamped swiglu": gated(clamped_swiglu),
     "dropout": dropout,
@@ -146,8 +159,8 @@ def test_compiled_equals_eager_for_any_length(case: str) -> None:
     for length, eager in zip(lengths, wanted, strict=True):
         for mine, reference in zip(results(case, length), eager, strict=True):
             torch.testing.assert_close(mine, reference, rtol=2e-6, atol=2e-6)
-    # A forward and a backward region; dropout has one for both.
-    assert counters["stats"]["unique_graphs"] == (1 if case == "dropout" else 2)
+    # A forward and a backward region; dropout has one for both, and ranks exchange sums within the norm.
+    assert counters["stats"]["unique_graphs"] == {"dropout": 1, "norm of a gated sum over ranks": 4}.get(case, 2)
 
 
 def model_gradients(**train: Any) -> dict[str, Tensor]:

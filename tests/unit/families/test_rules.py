@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,6 +234,22 @@ def test_tp_size_must_fit_query_groups() -> None:
     with pytest.raises(UsageError, match=r"tp=4 does not divide num_query_groups=6 \(llama\). Use 1, 2, 3, 6 or 12."):
         check_tp_size(arch, 4)
     check_tp_size(arch, 12)
+
+
+def test_tp_size_must_fit_groups_of_mamba_heads() -> None:
+    """A group may be shared by ranks, and a rank may have several groups."""
+    sizes = Mamba2(num_heads=24, head_dim=4, state_size=8, num_groups=4, kernel=4)
+    fields = {"family": "bamba", "num_attention_heads": 24, "num_query_groups": 24, "ffn_hidden_size": 48}
+    arch = dataclasses.replace(ARCH, **fields, mixers=(("mamba2",), ("attention",)), mamba2=sizes)
+    for tp in (1, 2, 4, 8):
+        check_tp_size(arch, tp)
+    message = (
+        "tp=6 neither divides the 4 groups of Mamba heads nor is a multiple of them (bamba). Use 1, 2, 4, 8, 12 or 24."
+    )
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_tp_size(dataclasses.replace(arch, mamba2=dataclasses.replace(sizes, state_size=12)), 6)
+    with pytest.raises(UsageError, match="tp=3 does not divide channels of B of Mamba=32"):
+        check_tp_size(arch, 3)
 
 
 def test_layers_are_counted_over_the_whole_model() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.engine.compiled import compiled_on_gpu
+from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import own_entries, sharded_parameter
 
 
@@ -21,17 +22,23 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
 class GatedNorm(nn.Module):
     """``norm(x * silu(gates)) * weight``, or ``norm(x) * weight * silu(gates)`` if the gate comes after the norm.
 
-    The channels of a group are normalized together. Saves only its inputs. Width and groups are those of this rank.
+    The channels of a group are normalized together, also those of several ranks that share a group. Saves only its
+    inputs, and the sum of squares of a shared group. ``width`` is that of this rank.
     """
 
-    def __init__(self, width: int, groups: int, eps: float, *, gate_first: bool, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, groups: RankGroups, eps: float, *, gate_first: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = sharded_parameter(width, dtype=dtype)
-        self.settings = (groups, eps, gate_first)
+        self.groups, self.eps, self.gate_first = groups, eps, gate_first
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """[T, C] each; computed in the dtype of ``x``, at least float32, and returned in that of ``gates``."""
-        return _Gated.apply(x, gates, self.weight, self.settings)  # type: ignore[no-any-return]
+        if self.groups.sharing == 1:
+            settings = (self.groups.own, self.eps, self.gate_first)
+            return _Gated.apply(x, gates, self.weight, settings)  # type: ignore[no-any-return]
+        squares = self.groups.summed(_Squares.apply(x, gates, self.gate_first))
+        mean = squares / (x.size(-1) * self.groups.sharing)
+        return _Scaled.apply(x, gates, self.weight, mean, self.eps)  # type: ignore[no-any-return]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return own_entries(self, prefix, sharded_offsets)
@@ -74,3 +81,65 @@ def _backward(
         return grad_x, grad_gates, None
     grad_x, grad_gates, grad_weight = torch.func.vjp(compute, x, gates, weight)[1](grad)
     return grad_x, grad_gates, grad_weight
+
+
+class _Squares(torch.autograd.Function):
+    """The sum of squares of each token that a norm of channels of several ranks needs, [T, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_first: bool) -> Tensor:
+        ctx.save_for_backward(x, gates)
+        ctx.gate_first = gate_first
+        return _squares(x, gates, gate_first)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gates = ctx.saved_tensors
+        return *_squares_backward(x, gates, grads[0], ctx.gate_first), None
+
+
+class _Scaled(torch.autograd.Function):
+    """The norm for a given mean of squares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gates, weight, mean)
+        ctx.eps = eps
+        return _scaled(x, gates, weight, mean, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gates, weight, mean = ctx.saved_tensors
+        return *_scaled_backward(x, gates, weight, mean, grads[0], ctx.eps), None
+
+
+def _sum_of_squares(x: Tensor, gates: Tensor, *, gate_first: bool) -> Tensor:
+    return (x * F.silu(gates.to(x.dtype)) if gate_first else x).square().sum(-1, keepdim=True)
+
+
+def _scale(x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, *, eps: float) -> Tensor:
+    return (x * F.silu(gates.to(x.dtype)) * (mean + eps).rsqrt() * weight).to(gates.dtype)
+
+
+@compiled_on_gpu
+def _squares(x: Tensor, gates: Tensor, gate_first: bool) -> Tensor:
+    return _sum_of_squares(x, gates, gate_first=gate_first)
+
+
+@compiled_on_gpu
+def _squares_backward(x: Tensor, gates: Tensor, grad: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+    grad_x, grad_gates = torch.func.vjp(partial(_sum_of_squares, gate_first=gate_first), x, gates)[1](grad)
+    return grad_x, grad_gates
+
+
+@compiled_on_gpu
+def _scaled(x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, eps: float) -> Tensor:
+    return _scale(x, gates, weight, mean, eps=eps)
+
+
+@compiled_on_gpu
+def _scaled_backward(
+    x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, grad: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = torch.func.vjp(partial(_scale, eps=eps), x, gates, weight, mean)[1](grad)
+    return found

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
+from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, sharded_parameter
 from isthmus.engine.mixers.state_space_scan import state_space_scan
 from isthmus.engine.model_config import DecoderConfig
@@ -32,7 +33,7 @@ class Mamba2Mixer(ShardedMixer):
         super().__init__(config, pg_collection, rows=rows, width=inner, biases=biases)
         ranks, dtype = self.tp_group.size(), config.params_dtype
         self.sizes = sizes
-        self.heads, self.groups = sizes.num_heads // ranks, sizes.num_groups // ranks
+        self.heads, self.groups = sizes.num_heads // ranks, RankGroups(sizes.num_groups, self.tp_group)
         convolved = (inner // ranks, groups // ranks, groups // ranks)  # x, B, C
         self.widths = (inner // ranks, *convolved, self.heads)  # z, x, B, C, dt
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), self.widths)
@@ -56,6 +57,6 @@ class Mamba2Mixer(ShardedMixer):
         wide = torch.promote_types(dt.dtype, torch.float32)
         dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.sizes.time_step_limit)
         heads, decay = x.unflatten(-1, (self.heads, -1)), -self.A_log.to(wide).exp()
-        b, c = (each.unflatten(-1, (self.groups, -1)) for each in (b, c))
+        b, c = self.groups.keys(b, c)
         out = state_space_scan(heads, dt, decay, b, c, self.D.to(wide), lengths).flatten(1)
         return gate(out, z) if self.norm is None else self.norm(out, z)

@@ -185,12 +185,14 @@ def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
     if arch.delta_net is not None:
         divisible.append(("num_key_heads of the delta net", arch.delta_net.num_key_heads))
     if (two := arch.mamba2) is not None:
-        divisible += [("Mamba heads", two.num_heads), ("groups of Mamba heads", two.num_groups)]
+        divisible += [("Mamba heads", two.num_heads), ("channels of B of Mamba", two.num_groups * two.state_size)]
     divisible += [("channels of Mamba", arch.mamba.inner_size)] if arch.mamba is not None else []
     divisible += [("hidden_size", arch.hidden_size)] if arch.short_convolution is not None else []
     for name, size in divisible:
         if tp < 1 or size % tp:
             return f"does not divide {name}={size}"
+    if two is not None and two.num_groups % tp and tp % two.num_groups:
+        return f"neither divides the {two.num_groups} groups of Mamba heads nor is a multiple of them"
     for kind in arch.attention_kinds if arch.mla is None else ():
         groups = kind.num_query_groups
         if groups % tp and tp % groups:

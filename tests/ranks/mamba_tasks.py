@@ -1,0 +1,66 @@
+"""Rank tasks for tests of Mamba's mixers; see :mod:`ranks.tasks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.families.registry import family_for
+from isthmus.families.rules.shard import Layout, owned_slices
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.setup.load_model import load_model
+from ranks.tiny import VOCAB
+
+
+def save_float64(*, model: str, lengths: list[int], file: str, **layout: Any) -> None:
+    """Save logits and canonical gradients, computed in float64, of samples of these lengths."""
+    found = _computed(model, lengths, layout)
+    if dist.get_rank() == 0:
+        torch.save(found, file)
+
+
+def differences_from_float64(*, model: str, lengths: list[int], file: str, **layout: Any) -> dict[str, float]:
+    """Largest differences from :func:`save_float64`, relative to the largest value of each tensor."""
+    found, wanted = _computed(model, lengths, layout), torch.load(file)
+    assert found.keys() == wanted.keys()
+    return {name: float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted}
+
+
+def _computed(model: str, lengths: list[int], layout: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits and, on all ranks, whole gradients by canonical name."""
+    decoder = load_model(model, layout).double().train()
+    random = torch.Generator().manual_seed(0)
+    batch = PackedBatch.for_inference([torch.randint(0, VOCAB, (length,), generator=random) for length in lengths])
+    logits = decoder(replace(batch))
+    assert logits.dtype == torch.float64
+    logits.backward(torch.randn(logits.shape, generator=random, dtype=torch.float64))
+    own = {}
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float64, name
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad)
+        own[name] = parameter.grad
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {"logits": logits.detach(), **_whole(model, decoder.architecture, every)}
+
+
+def _whole(model: str, arch: Any, every: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole canonical tensors from those of all tensor-parallel ranks."""
+    placements, ranks = family_for(ModelFolder.open(model).config).placements(arch), len(every)
+    padded = every[0]["embedding.word_embeddings.weight"].size(0) * ranks
+    found = {}
+    for name in every[0]:
+        rule = placements[name].rule
+        whole = torch.full(rule.canonical_shape(arch), torch.nan, dtype=torch.float64)
+        for rank, own in enumerate(every):
+            layout = Layout(tp_rank=rank, tp_size=ranks, etp_size=ranks, etp_rank=rank, padded_vocab_size=padded)
+            for owned, local in owned_slices(rule, arch, layout):
+                whole[owned] = own[name][local]
+        found[name] = whole
+    return found
