@@ -197,9 +197,26 @@ def _coverage() -> list[str]:
         "",
         f"Learned: {', '.join(named['learned'])}.",
         "",
+        *_hidden_summary(rows),
         "| `model_type` | result | reason |",
         "| --- | --- | --- |",
         *(f"| `{row['type']}` | {row['result']} | {_excerpt(row['reason'])} |" for row in rows if "reason" in row),
+        "",
+    ]
+
+
+def _hidden_summary(rows: list[dict[str, Any]]) -> list[str]:
+    """What ``--learn`` finds for the types with a family, as if the family did not exist."""
+    hidden = {row["type"]: row["hidden"]["result"] for row in rows if "hidden" in row}
+    if not hidden:
+        return []
+    counts = Counter(hidden.values())
+    learned = ", ".join(f"`{name}`" for name, result in hidden.items() if result == "learned")
+    others = ", ".join(f"{count} {name}" for name, count in counts.items() if name not in ("learned", "refused"))
+    return [
+        f"`--learn` was also tried on {len(hidden)} of the native types, as if their family did not exist. It finds",
+        f"{counts['learned']} of them and refuses {counts['refused']} with a reason; {others or '0 are wrong'}.",
+        f"Found: {learned}.",
         "",
     ]
 

@@ -23,6 +23,8 @@ from ranks.tiny import SIZES, VOCAB, build_model_folder
 
 LENGTHS = [40, 3]
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", {"head_dim": 8, "use_qkv_bias": True, "qk_layernorm": False}),
+    "gemma3": ("gemma3", {}),
     "helium": ("helium", {"head_dim": 8}),
     "gpt_bigcode": ("gpt_bigcode", {"n_head": 4, "n_embd": 32, "n_layer": 4, "n_inner": 48, "n_positions": 64}),
     "granitemoe": (
@@ -39,12 +41,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "several stacks of layers": ("hrm_text", {}, "expected one prefix of layers"),
     "linear attention": ("minimax", {"num_local_experts": 6}, "layer_types has linear_attention"),
 }
+_LATE = {"num_hidden_layers": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LATE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "windows of late layers": (
-        "qwen2",
-        {"num_hidden_layers": 24, "use_sliding_window": True, "max_window_layers": 20, "sliding_window": 8},
-        "the first 12 layers have no sliding_attention of layer_types",
-    ),
+    "experts in late layers": ("qwen3_moe", _LATE | {"decoder_sparse_step": 8}, "decoder_sparse_step=8"),
 }
 """Settings that small models do not show."""
 BUILT_IN = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]

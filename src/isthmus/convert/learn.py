@@ -32,11 +32,11 @@ from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import NoSpace, UsageError, disk_errors
 from isthmus.families.discover.candidates import EPSILONS, Candidates, Choices
 from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.family_file import write_family
+from isthmus.families.discover.family_file import read_data, write_family
 from isthmus.families.discover.family_module import write_module
 from isthmus.families.discover.json_family import read_family
+from isthmus.families.discover.language_section import SECTION
 from isthmus.families.discover.probe_config import FIRST, SECOND
-from isthmus.families.discover.related_family import read_related
 from isthmus.families.discover.small_config import check_layers
 from isthmus.families.discover.tensor_matching import DecoderStructure, match_tensors
 from isthmus.families.family import Family
@@ -95,22 +95,35 @@ def prove(config: Mapping[str, Any], log: Log = lambda line: None) -> Family:
     effective = effective_config(config)
     if effective.get("is_encoder_decoder"):
         raise UsageError("the model has an encoder; only decoders are supported.")
-    if nested := [name for name, value in effective.items() if name.endswith("_config") and isinstance(value, Mapping)]:
-        raise UsageError(f"config.json: {nested[0]} is an object; only families have nested settings.")
-    check_layers(effective)
+    sections = [name for name, value in effective.items() if name.endswith("_config") and isinstance(value, Mapping)]
+    if sections and SECTION not in sections:
+        raise UsageError(f"config.json: {sections[0]} is an object, and there is no {SECTION} of a language model.")
+    check_layers(effective.get(SECTION) or effective)
     log(f"{config['model_type']} is {architecture} of transformers {VERSION}")
     families = {name: family for name, family in all_families().items() if name != config["model_type"]}
     open_groups(ParallelConfig(), detect(), seed=0)
     with tempfile.TemporaryDirectory(prefix="isthmus-learn-") as scratch:
-        data = RelativeSearch(effective, architecture, families, Path(scratch), log).run()
-        if data is not None:
-            family = read_related(data, families)
-        else:
+        search = RelativeSearch(effective, architecture, families, Path(scratch), log)
+        data = search.run()
+        if data is None and sections:
+            raise UsageError(_why_not_nested(effective, search))
+        if data is None:
             data = _search_structure(effective, architecture, Path(scratch), log)
-            family = read_family(data)
+        family = read_data(data, families)
     data["proof"] |= {"transformers": VERSION, "isthmus": __version__}
     _check_config(family, config, effective)
     return family
+
+
+def _why_not_nested(effective: Mapping[str, Any], search: RelativeSearch) -> str:
+    kind = effective[SECTION].get("model_type")
+    if not search.tried:
+        return f"no family has the settings and tensors of the language model in {SECTION}, which is of type {kind!r}."
+    return (
+        f"none of {search.tried} mappings gives the logits of the language model in {SECTION}, of type {kind!r}: the "
+        f"nearest is off by {search.nearest:.1e}, {TOLERANCE:.0e} is allowed. The model has a feature that is not "
+        "supported."
+    )
 
 
 def _search_structure(effective: Mapping[str, Any], architecture: str, scratch: Path, log: Log) -> dict[str, Any]:
@@ -185,7 +198,7 @@ def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]
         differences = []
         for other in values:
             with suppress(UsageError):
-                logits = saved_model_logits(probe.folder.path, probe.samples, **{name: other})
+                logits = saved_model_logits(probe.folder.path, probe.samples, {name: other})
                 differences.append(max_difference(logits, probe.logits))
             if any(differences):
                 break

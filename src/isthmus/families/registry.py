@@ -122,7 +122,10 @@ def _variant(family: Family, hf_config: Mapping[str, Any]) -> Family:
 
 def language_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of a multimodal model's language model; any other config as it is, also of an unknown type."""
-    family = all_families().get(str(hf_config.get("model_type")))
+    name = str(hf_config.get("model_type"))
+    family = all_families().get(name)
+    if family is None and _user_file(name) is not None:
+        family = family_for(hf_config)
     if family is None or family.nested is None:
         return hf_config
     return family_for(hf_config).language_config(hf_config)

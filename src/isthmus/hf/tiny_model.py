@@ -209,7 +209,8 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     if model_type not in CONFIG_MAPPING:
         remote = " Its remote code (auto_map) is not run." if "auto_map" in config else ""
         raise UsageError(f"transformers {VERSION} has no code for model_type {model_type!r}.{remote}")
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    name = next((table[str(model_type)] for table in names if model_type in table), None)
     if name is None:
         raise UsageError(f"transformers {VERSION} has no causal language model of model_type {model_type!r}.")
     return str(name if isinstance(name, str) else name[0])
@@ -265,17 +266,38 @@ def _class_of(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
-def saved_model_logits(folder: Path, samples: list[Tensor], **changes: Any) -> list[Tensor]:
-    """Float32 logits [S, V] for each sample, int64 [S]; ``changes`` override settings of the saved config."""
+def saved_model_logits(
+    folder: Path, samples: list[Tensor], changes: Mapping[str, Any] | None = None, *, section: str | None = None
+) -> list[Tensor]:
+    """Float32 logits [S, V] for each sample, int64 [S].
+
+    ``changes`` override settings of the saved config, or of a section of it.
+    """
     try:
         with no_progress_bars(), torch.inference_mode():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, **changes)
+            given = {} if changes is None or section else changes
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **given)
+            for name, value in changes.items() if changes and section else ():
+                setattr(getattr(config, str(section)), name, value)
             model: Any = _class_of(config).from_pretrained(
                 folder, config=config, dtype=torch.float32, local_files_only=True
             )
             return [model.eval()(input_ids=sample[None], use_cache=False).logits[0].clone() for sample in samples]
     except Exception as error:  # as above: any exception
         raise UsageError(f"transformers cannot run a small model with this config: {_short_reason(error)}.") from None
+
+
+def embedding_modules(folder: Path) -> tuple[str, str]:
+    """Paths of the token embedding and of the output layer in a saved model; empty if it has no such module."""
+    try:
+        with no_progress_bars():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            model: Any = _class_of(config).from_config(config)
+        paths = {id(module): path for path, module in model.named_modules()}
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        return paths.get(id(ends[0]), ""), paths.get(id(ends[1]), "")
+    except Exception as error:  # as above: any exception
+        raise UsageError(f"transformers does not name the embedding of this model: {_short_reason(error)}.") from None
 
 
 def zero_tensors(source: Path, is_zeroed: Callable[[str], bool], folder: Path) -> Path:

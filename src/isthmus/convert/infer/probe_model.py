@@ -126,11 +126,11 @@ def check_effects(family: Family, probe: ProbeModel) -> None:
     for name, tensor in live_tensors(model).items():
         # The experts of a layer count as one: the router may not use all of them.
         alike = re.sub(r"local_experts\.\d+\.", "local_experts.*.", name)
-        if effects.get(alike, 0.0) >= _MIN_EFFECT:
-            continue
         original = tensor.clone()
-        tensor.copy_(tensor.roll(1))
-        effects[alike] = max(effects.get(alike, 0.0), max_difference(_logits(model, probe), probe.logits))
+        for changed in (original.roll(1), -original):
+            if effects.get(alike, 0.0) < _MIN_EFFECT:
+                tensor.copy_(changed)
+                effects[alike] = max(effects.get(alike, 0.0), max_difference(_logits(model, probe), probe.logits))
         tensor.copy_(original)
     for name, effect in effects.items():
         if effect < _MIN_EFFECT:

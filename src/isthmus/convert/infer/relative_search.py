@@ -20,11 +20,13 @@ from isthmus.convert.infer.probe_model import (
 from isthmus.convert.infer.unread_settings import check_unread
 from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.discover.config_inference import METADATA
+from isthmus.families.discover.language_section import SECTION, TIED, LanguageSection, find_section
+from isthmus.families.discover.nested_family import nested_data
 from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
 from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
 from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, size_keys, small_config
 from isthmus.families.family import Family
-from isthmus.hf.tiny_model import effective_config
+from isthmus.hf.tiny_model import effective_config, embedding_modules
 
 MAX_CANDIDATES = 80
 Log = Callable[[str], None]
@@ -37,20 +39,28 @@ class RelativeSearch:
         self, config: Mapping[str, Any], architecture: str, families: Mapping[str, Family], scratch: Path, log: Log
     ) -> None:
         self._config, self._families, self._scratch, self._log = config, families, scratch, log
-        self._defaults = effective_config({"model_type": config["model_type"]})
-        self._architecture = architecture
+        self._name = str(config["model_type"])
+        self._is_nested = isinstance(config.get(SECTION), Mapping)
+        self._defaults = self._complete({})
+        self._section = LanguageSection(self._name, architecture, None, {})
         self.tried = 0
+        self.nearest = float("inf")
+        """Smallest difference of logits of a candidate that has the tensors of the model."""
 
     def run(self) -> Data | None:
         """The data of the family; None if no candidate has the tensors and the logits of the model."""
         try:
             first = self._probe("small", FIRST, seed=1)
         except UsageError as error:
+            if self._is_nested:
+                raise
             self._log(f"no model with small sizes: {error}")
             return None
+        if self._is_nested:
+            self._section = self._find_section(first)
         unproven: UsageError | None = None
         for data, description, difference in self._candidates(first):
-            family = read_related(data, self._families)
+            family = self._section.family(read_related(data, self._families))
             second = self._probe(f"larger-{self.tried}", SECOND, seed=2)
             differences = [difference, self._difference(family, second)]
             if not differences[1] <= TOLERANCE:
@@ -62,9 +72,8 @@ class RelativeSearch:
                 continue
             for probe in (first, second):
                 check_effects(family, probe)
-            unread = first.folder.config.keys() - settings_read(family, first.folder.config)
             try:
-                check_unread(unread | data["fixed"].keys(), self._config, first)
+                self._check_unread(data, first)
             except UsageError as error:
                 unproven = error
                 self._log(f"like {description}, but {error}")
@@ -72,7 +81,8 @@ class RelativeSearch:
             self._log(f"like {description}")
             self._log(proven(*differences))
             self._prepare_settings(data, first, second)
-            return data | {"proof": {"max_abs_difference": differences}}
+            found = data | {"proof": {"max_abs_difference": differences}}
+            return found if self._section.nested is None else self._nested_data(found, first, second)
         if unproven is not None:
             raise unproven
         return None
@@ -83,12 +93,18 @@ class RelativeSearch:
     def _candidates(self, probe: ProbeModel) -> Iterator[tuple[Data, str, float]]:
         """Those that agree with one probe model, and the difference of logits."""
         shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
+        config = self._section.config(probe.folder.config)
         unknown = Unknown(
-            str(self._config["model_type"]), self._architecture, probe.folder.config, self._defaults, shapes
+            str(config["model_type"]),
+            self._section.hf_architecture,
+            config,
+            self._defaults,
+            self._section.tensors(shapes),
         )
         for data, description in itertools.islice(related_candidates(unknown, self._families), MAX_CANDIDATES):
             self.tried += 1
-            difference = self._difference(read_related(data, self._families), probe)
+            difference = self._difference(self._section.family(read_related(data, self._families)), probe)
+            self.nearest = min(self.nearest, difference)
             if difference <= TOLERANCE:
                 yield data, description, difference
 
@@ -100,30 +116,77 @@ class RelativeSearch:
         except (IsthmusError, ValueError, AssertionError, RuntimeError, KeyError, TypeError):
             return float("inf")
 
+    def _find_section(self, probe: ProbeModel) -> LanguageSection:
+        config, path = effective_config(probe.folder.config), probe.folder.path
+        shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
+        tied = effective_config({"model_type": self._name}).get(TIED)
+        found = find_section(self._name, self._section.hf_architecture, config, shapes, tied, embedding_modules(path))
+        assert found.nested is not None
+        self._log(f"the language model in {SECTION} is of type {found.nested.model_type}")
+        return found
+
+    def _check_unread(self, data: Data, probe: ProbeModel) -> None:
+        """Raise UsageError if a setting that is not read may be a limit that no small model reaches."""
+        config = self._section.config(probe.folder.config)
+        family = read_related(data, self._families)
+        names = (config.keys() - settings_read(family, config)) | data["fixed"].keys()
+        own = self._section.config(self._config)
+        check_unread(names, own, config, probe, section=self._section.key)
+        if self._is_nested:
+            outer = [name for name in probe.folder.config if not name.endswith("_config")]
+            check_unread(outer, self._config, probe.folder.config, probe)
+
+    def _nested_data(self, language: Data, *probes: ProbeModel) -> Data:
+        defaults = effective_config({"model_type": self._name})
+        outer = {name: value for name, value in self._config.items() if not name.endswith("_config")}
+        fixed = {
+            name: {"is": value, "absent": defaults.get(name)}
+            for name, value in sorted(outer.items())
+            if not METADATA.fullmatch(name)
+        }
+        section, configs = self._config[SECTION], (self._config, *(probe.folder.config for probe in probes))
+        for name in size_keys(outer):
+            if name not in section or any(each[name] != each[SECTION].get(name) for each in configs):
+                continue
+            fixed[name]["same_in_section"] = True
+        tied = {"is": section.get(TIED), "absent": self._defaults.get(TIED)}
+        return nested_data(self._section, language, fixed, tied)
+
     def _prepare_settings(self, data: Data, first: ProbeModel, second: ProbeModel) -> None:
         """List the settings that may have other values, and fix all others."""
         family = read_related(data, self._families)
-        config, other = first.folder.config, second.folder.config
+        config, other = (self._section.config(probe.folder.config) for probe in (first, second))
+        meant = self._section.config(self._config)
         read = {name for name in settings_read(family, config) - data["fixed"].keys() if not METADATA.fullmatch(name)}
         sizes = size_keys(config) & read
         free = {name for name in sizes if config[name] != other.get(name)}
-        free |= {name for name in sorted(read - free) if self._is_verified(family, config, name)}
-        if unverified := [name for name in sizes - free if config[name] != self._config[name]]:
+        overridden = {TIED} & config.keys() if self._is_nested else set()
+        free |= {name for name in sorted(read - free - overridden) if self._is_verified(family, first, name)}
+        if unverified := [name for name in sizes - free if config[name] != meant[name]]:
             raise UsageError(f"config.json: the meaning of {', '.join(sorted(unverified))} could not be verified.")
         kept = ", ".join(sorted(read - free)) or "none"
         self._log(f"settings with a verified meaning: {', '.join(sorted(free))}; that keep their value: {kept}")
         constant = independent_defaults(self._defaults, self._with)
         data["settings"] = {
-            name: {"default": self._defaults[name]} if name in constant else {} for name in sorted(free)
+            name: {"default": self._defaults[name]} if name in constant else {} for name in sorted(free | overridden)
         }
-        data["fixed"] = fixed_settings(self._config, self._defaults, free=free)
+        data["fixed"] = fixed_settings(meant, self._defaults, free=free | overridden)
 
-    def _with(self, name: str, value: Any) -> dict[str, Any]:
-        return effective_config({"model_type": self._config["model_type"], name: value})
+    def _with(self, name: str, value: Any) -> Mapping[str, Any]:
+        return self._complete({name: value})
 
-    def _is_verified(self, family: Family, config: Mapping[str, Any], name: str) -> bool:
+    def _complete(self, language: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of a language model with these settings and the defaults of all others."""
+        if not self._is_nested:
+            return effective_config({"model_type": self._name, **language})
+        kind = {name: value for name, value in self._config[SECTION].items() if name == "model_type"}
+        found: Mapping[str, Any] = effective_config({"model_type": self._name, SECTION: {**kind, **language}})[SECTION]
+        return found
+
+    def _is_verified(self, family: Family, probe: ProbeModel, name: str) -> bool:
         """Whether logits agree for every other value of the setting that the family and transformers accept."""
         verified = 0
+        config = self._section.config(probe.folder.config)
         arch = family.to_architecture(config)
         width = arch.kv_channels if arch.mla is None else arch.mla.qk_rope_head_dim
         rotary_pairs = int(width * arch.rotary_percent) // 2
@@ -134,10 +197,11 @@ class RelativeSearch:
             except IsthmusError:
                 continue  # such a model is refused
             try:
-                probe = ProbeModel.build(self._scratch / f"{name}-{number}", changed, 3)
+                whole = self._section.changed(probe.folder.config, name, value)
+                other = ProbeModel.build(self._scratch / f"{name}-{number}", whole, 3)
             except UsageError:
                 continue  # there is no such model
-            if not self._difference(family, probe) <= TOLERANCE:
+            if not self._difference(self._section.family(family), other) <= TOLERANCE:
                 return False
             verified += 1
         return verified > 0

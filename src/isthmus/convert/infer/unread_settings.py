@@ -13,17 +13,26 @@ from isthmus.hf.tiny_model import saved_model_logits
 
 _LARGE = 4
 """A number of a layer, or a limit of a length, that is smaller is within reach of every probe model."""
+_ROUNDING = 1e-5
+"""Difference of logits that the order of sums makes, such as the chunks of a recurrence."""
 
 
-def check_unread(names: Collection[str], config: Mapping[str, Any], probe: ProbeModel) -> None:
+def check_unread(
+    names: Collection[str],
+    config: Mapping[str, Any],
+    small: Mapping[str, Any],
+    probe: ProbeModel,
+    section: str | None = None,
+) -> None:
     """Raise UsageError if a limit among these settings of ``config`` is out of the probe model's reach.
 
+    ``small`` is the config of the probe model, or of its language model in this ``section``.
     Its few layers and short samples do not show the window of a large config, or a list of late layers. Such a setting
     changes the logits when it is smaller.
     """
     for name in sorted(names):
-        value = probe.folder.config.get(name)
-        if METADATA.fullmatch(name) or not _has_effect(name, smaller_values(value, config.get(name)), probe):
+        values = smaller_values(small.get(name), config.get(name))
+        if METADATA.fullmatch(name) or not _has_effect(name, values, probe, section):
             continue
         raise UsageError(
             f"config.json: {name}={config.get(name)!r:.60} has an effect in models with more layers or longer samples "
@@ -39,9 +48,10 @@ def smaller_values(value: Any, meant: Any) -> list[Any]:
     return [[0], [1]] if numbers and value and max(value) >= _LARGE else []
 
 
-def _has_effect(name: str, values: list[Any], probe: ProbeModel) -> bool:
+def _has_effect(name: str, values: list[Any], probe: ProbeModel, section: str | None) -> bool:
     for other in values:
         with suppress(UsageError):  # there is no such model
-            if max_difference(saved_model_logits(probe.folder.path, probe.samples, **{name: other}), probe.logits):
+            logits = saved_model_logits(probe.folder.path, probe.samples, {name: other}, section=section)
+            if max_difference(logits, probe.logits) > _ROUNDING:
                 return True
     return False

@@ -11,6 +11,7 @@ from typing import Any
 from isthmus.errors import DataError
 from isthmus.families.discover.config_inference import check_known_settings
 from isthmus.families.discover.json_family import read_family
+from isthmus.families.discover.nested_family import check_nested_settings, read_nested
 from isthmus.families.discover.related_family import check_related_settings, read_related
 from isthmus.families.family import Family
 from isthmus.input_files import parse_json, read_bytes
@@ -37,13 +38,23 @@ def _parsed(text: str, families: Families) -> Family:
         data = parse_json(text)
     except ValueError as error:
         raise DataError(f"not JSON: {error}.") from None
-    return read_related(data, families()) if "like" in data else read_family(data)
+    return read_data(data, families())
+
+
+def read_data(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
+    """The family with these contents of its file; DataError if they are malformed."""
+    if "language" in data:
+        return read_nested(data, families)
+    return read_related(data, families) if "like" in data else read_family(data)
 
 
 def check_settings(family: Family, config: Mapping[str, Any]) -> None:
     """Raise UsageError for a config with settings that an inferred family does not support."""
     data = family.data or {}
-    (check_related_settings if "like" in data else check_known_settings)(data, config)
+    if "language" in data:
+        check_nested_settings(data, config)
+    else:
+        (check_related_settings if "like" in data else check_known_settings)(data, config)
 
 
 def write_family(family: Family) -> str:

@@ -21,20 +21,25 @@ from isthmus.families.discover.json_family import AllEqual
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.models import {models}
 from isthmus.families.rules import expert_tensors
+from isthmus.families.rules.multimodal import multimodal
 from isthmus.families.rules.rule import HfPart, Rule, copy, gate_up, qkv, renamed
 from isthmus.families.rules.sliding_window import read_window
 '''
 
 
 def write_module(data: Data) -> str:
-    """Python source with the constant ``FAMILY``; ``data`` is that of ``json_family`` or ``related_family``.
+    """Python source with the constant ``FAMILY``; ``data`` is that of ``json_family``, ``related_family`` or
+    ``nested_family``.
 
     Lines may be longer than a formatter makes them.
     """
-    related = "like" in data
-    about = f"{data['like']} with other settings." if related else "inferred by isthmus convert --learn."
-    donors = sorted({data["like"], *(donor for donor, _ in data["settings_of"].values())}) if related else []
-    body = _related(data) if related else _whole(data)
+    language = data.get("language", data)
+    related = "like" in language
+    about = f"{language['like']} with other settings." if related else "inferred by isthmus convert --learn."
+    donors = sorted({language["like"], *(donor for donor, _ in language["settings_of"].values())}) if related else []
+    body = _related(language) if related else _whole(language)
+    if language is not data:
+        body = f"_LANGUAGE{body.removeprefix('FAMILY')}\n{_nested(data)}"
     lines = _HEADER.format(name=data["name"], about=about, models=", ".join(donors) or "llama").splitlines()
     used = [line for line in lines if not line.startswith("from") or _used(line, body)]
     return "\n".join(["\n".join(_only_used(line, body) for line in used), "", body, ""])
@@ -49,6 +54,19 @@ def _only_used(line: str, body: str) -> str:
     if not line.startswith("from"):
         return line
     return start + middle + ", ".join(name for name in names.split(", ") if re.search(rf"\b{name}\b", body))
+
+
+def _nested(data: Data) -> str:
+    nested = data["nested"]
+    fields = {
+        "towers": repr(tuple(nested["towers"])),
+        "tied": repr(nested["tied"]),
+        "names": "{}",
+        "module_names": repr(nested["module_names"]),
+        "other_names": "{}",
+    }
+    first = f"    {data['name']!r},\n    {data['hf_architecture']!r},\n    _LANGUAGE,\n"
+    return f"FAMILY = multimodal(\n{first}{_fields(fields)})"
 
 
 def _related(data: Data) -> str:

@@ -23,6 +23,7 @@ _UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, Ze
 _MOST_DIFFERING = 8
 """Names that a candidate and the model may not share; another trait can add or remove some."""
 _ROOTS = "embedding.word_embeddings.weight"
+_HEAD = "lm_head.weight"
 _SQUARE_ROOT = "hidden_size**0.5"
 Data = dict[str, Any]
 
@@ -71,8 +72,16 @@ def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
 def check_related_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise UsageError if a config has settings that were absent when the family was inferred."""
     known = data["settings"].keys() | data["fixed"].keys() | {"rope_scaling", "rope_theta"}
+    known |= {name for name in ROPE if name in config and _is_repeated(config[name], config.get("rope_parameters"))}
     if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
         raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
+
+
+def _is_repeated(value: Any, rotary: Any) -> bool:
+    """Whether rotary settings, of all layers or of one kind of them, have this value."""
+    return isinstance(rotary, Mapping) and any(
+        each == value or _is_repeated(value, each) for each in rotary.values() if type(each) is not bool
+    )
 
 
 class ReadSettings(dict[str, Any]):
@@ -141,8 +150,9 @@ def _nearest(config: Mapping[str, Any], families: Mapping[str, Family]) -> list[
 
     def distance(family: Family) -> int:
         names = {key.hf for key in family.keys.values()}
-        return len(names - config.keys()) - len(names & config.keys())
+        return len(names - config.keys()) - len(names & config.keys()) - (1000 if family.name == own else 0)
 
+    own = config.get("model_type")
     return sorted((family for family in families.values() if family.nested is None), key=distance)
 
 
@@ -222,11 +232,13 @@ def _differing_names(data: Data, unknown: Unknown, families: Mapping[str, Family
 
 
 def _renaming(base: Family, shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """Replaces the root of the names, ``model.``, if the model has another."""
+    """Replaces the root of the names, ``model.``, and that of the output layer, if the model has others."""
     embedding = next(rule.parts[0].name for rule in base.rules if rule.canonical == _ROOTS)
     root, _, last = embedding.removesuffix(".weight").rpartition(".")
     roots = [name.removesuffix(f"{last}.weight") for name in shapes if name.endswith(f".{last}.weight")]
-    return {f"{root}.": roots[0]} if root and roots and roots[0] != f"{root}." else {}
+    found = {f"{root}.": roots[0]} if root and roots and roots[0] != f"{root}." else {}
+    heads = [name.removesuffix(_HEAD) for name in shapes if name.endswith(f".{_HEAD}")]
+    return found | ({"lm_head.": f"{heads[0]}lm_head."} if len(heads) == 1 else {})
 
 
 def _changes(
@@ -244,6 +256,8 @@ def _changes(
             single += [{name: value} for value in values if value != current]
     if arch.attention_scale is None:
         single.append({"attention_scale": 1.0})
+    if arch.logits_multiplier != 1:
+        single.append({"logits_multiplier": 1.0})
     if arch.embedding_multiplier == 1:
         single.append({"embedding_multiplier": _SQUARE_ROOT})
     return [{}], single

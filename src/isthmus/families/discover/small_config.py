@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ _WANTED = {name: sizes for *sizes, names in (*_SIZES, *_COUNTS) for name in name
 SIZE_NAMES = frozenset((*_WANTED, *_GROUPS.split(), *_WIDTH.split()))
 _OF_IMAGES = {"hidden_size": 32, "embed_dim": 32, "num_hidden_layers": 2, "intermediate_size": 48, "image_size": 28}
 _OF_IMAGES |= {"num_attention_heads": 2, "num_heads": 2, "depth": 2, "patch_size": 14}
-_MOST_LAYERS = 12
+_OF_TEXT = ("out_hidden_size", "text_hidden_size")
+"""Settings of a vision tower that are the hidden size of the language model."""
+_FIRST_LAYERS, _MOST_LAYERS = 12, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,13 @@ def small_config(config: Mapping[str, Any], sizes: SmallSizes) -> dict[str, Any]
 
 
 def check_layers(config: Mapping[str, Any]) -> None:
-    """Raise UsageError if the layers of a small model are not of every kind that the lists of a config have."""
-    for name in _layer_lists(config):
-        first, every = ({str(kind) for kind in kinds} for kinds in (config[name][:_MOST_LAYERS], config[name]))
-        if first != every and not METADATA.fullmatch(name):
-            raise UsageError(
-                f"config.json: the first {_MOST_LAYERS} layers have no {min(every - first)} of {name}, and mappings "
-                f"are verified with models of at most {_MOST_LAYERS} layers."
-            )
+    """Raise UsageError if a small model cannot have a layer of every kind that the lists of a config have."""
+    lists = _kinds_of_layers(config)
+    if len(_chosen_layers(lists)) > _MOST_LAYERS:
+        raise UsageError(
+            f"config.json: {', '.join(lists)} have more than {_MOST_LAYERS} different layers, and mappings are "
+            f"verified with models of at most {_MOST_LAYERS}."
+        )
 
 
 def size_keys(config: Mapping[str, Any]) -> set[str]:
@@ -89,8 +91,9 @@ def size_keys(config: Mapping[str, Any]) -> set[str]:
 
 def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dict[str, Any]:
     found = dict(config)
-    lists = _layer_lists(config)
-    layers = max((_needed_layers(config[name]) for name in lists), default=4) + sizes.second
+    chosen = _chosen_layers(_kinds_of_layers(config))[: 2 if image else None]
+    chosen += [chosen[-1] + 1] if sizes.second and not image else []
+    lists, layers = _layer_lists(config), len(chosen)
     wanted = {name: pair[sizes.second] for name, pair in _WANTED.items()}
     wanted |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
     if config.get("qk_rope_head_dim"):  # latent attention has no query groups
@@ -99,6 +102,7 @@ def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dic
         rotated_only = config.get("head_dim") == config["qk_rope_head_dim"]
         wanted |= dict.fromkeys(_WIDTH.split(), rotary if rotated_only else queries)
         wanted |= dict.fromkeys(_GROUPS.split(), wanted["num_attention_heads"])
+    wanted |= dict.fromkeys(_OF_TEXT, wanted["hidden_size"])
     wanted |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("_config"):
@@ -108,7 +112,8 @@ def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dic
         elif name == "per_layer_config" and isinstance(value, Mapping):
             found[name] = {layer: inner for layer, inner in value.items() if int(layer) < layers}
         elif name in lists:
-            found[name] = (value * layers)[:layers]
+            is_numbers = value == [*range(len(value))]
+            found[name] = [number if is_numbers else value[layer % len(value)] for number, layer in enumerate(chosen)]
         elif name in wanted and isinstance(value, int) and not isinstance(value, bool):
             found[name] = min(wanted[name], value) if name in _AT_MOST else wanted[name]
         elif name.endswith("_token_id"):
@@ -123,6 +128,8 @@ def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     for name, value in rope.items():
         if isinstance(value, Mapping):
             value = _short_context(value, width)
+        elif name == "mrope_section":
+            value = [pairs - (len(value) - 1) * (pairs // len(value)), *[pairs // len(value)] * (len(value) - 1)]
         elif isinstance(value, list):
             value = value[:pairs]
         elif name == "original_max_position_embeddings" and value is not None:
@@ -137,8 +144,24 @@ def _layer_lists(config: Mapping[str, Any]) -> list[str]:
     return [name for name, value in config.items() if isinstance(value, list) and len(value) == num_layers > 1]
 
 
-def _needed_layers(kinds: list[Any]) -> int:
-    """The fewest first layers, and at least 4, with every kind of layer."""
-    every = {str(kind) for kind in kinds}
-    counts = range(4, _MOST_LAYERS + 1)
-    return next((count for count in counts if {str(kind) for kind in kinds[:count]} == every), _MOST_LAYERS)
+def _kinds_of_layers(config: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Settings with a kind for each layer, by name; others list the numbers of all layers."""
+    lists = {name: config[name] for name in _layer_lists(config) if not METADATA.fullmatch(name)}
+    return {name: value for name, value in lists.items() if value != [*range(len(value))]}
+
+
+def _chosen_layers(lists: Mapping[str, list[Any]]) -> list[int]:
+    """The fewest first layers, and at least 4, with every kind of layer.
+
+    If these are many, the first layer of each kind, after as many of the first layers as there is place for.
+    """
+    kinds = [tuple(map(str, each)) for each in zip(*lists.values(), strict=True)]
+    every = set(kinds)
+    if not kinds:
+        return [*range(4)]
+    for count in range(4, _FIRST_LAYERS + 1):
+        if set(kinds[:count]) == every:
+            return [*range(count)]
+    chosen = {kinds.index(kind) for kind in every}
+    more = (number for number in range(len(kinds)) if number not in chosen)
+    return sorted([*chosen, *itertools.islice(more, max(4 - len(chosen), 0))])

@@ -23,6 +23,6 @@ def test_a_window_that_no_sample_reaches(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 101, "max_position_embeddings": 64}
     config = effective_config({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 1]], **sizes})
     probe = ProbeModel.build(tmp_path / "model", config, seed=1)
-    check_unread({"max_position_embeddings", "attention_dropout", "eos_token_id"}, config, probe)
+    check_unread({"max_position_embeddings", "attention_dropout", "eos_token_id"}, config, config, probe)
     with pytest.raises(UsageError, match=r"config.json: window_size=256 has an effect in models with more layers or"):
-        check_unread({"window_size"}, config, probe)
+        check_unread({"window_size"}, config, config, probe)

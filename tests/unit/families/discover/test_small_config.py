@@ -39,11 +39,24 @@ def test_sizes_are_small_and_the_rest_is_kept() -> None:
     assert changed == size_keys(CONFIG) - {"num_experts_per_tok"}
 
 
-def test_kinds_of_late_layers_are_refused() -> None:
-    check_layers(CONFIG)
-    check_layers(CONFIG | {"_list": [0] * 23 + [1]})
-    with pytest.raises(UsageError, match="the first 12 layers have no full_attention of layer_types"):
-        check_layers(CONFIG | {"layer_types": KINDS[:1] * 20 + KINDS[-4:]})
+def test_kinds_of_late_layers() -> None:
+    late = CONFIG | {"layer_types": KINDS[:1] * 20 + KINDS[-1:] * 4}
+    small, other = (small_config(late, sizes[0]) for sizes in (FIRST, SECOND))
+    assert small["layer_types"] == [KINDS[0]] * 3 + [KINDS[-1]]
+    assert other["layer_types"] == [KINDS[0]] * 3 + [KINDS[-1]] * 2
+    numbers = CONFIG | {"_list": [0] * 23 + [1], "every_layer": [*range(24)]}
+    check_layers(numbers)
+    assert small_config(numbers, FIRST[0])["every_layer"] == [*range(6)]
+    with pytest.raises(UsageError, match="widths have more than 16 different layers, and mappings are verified with"):
+        check_layers({"num_hidden_layers": 24, "widths": [*range(1, 25)]})
+
+
+def test_sections() -> None:
+    sections = {"text_config": CONFIG | {"rope_parameters": {"mrope_section": [16, 24, 24]}}}
+    sections["vision_config"] = {"num_hidden_layers": 3, "kinds": ["a", "b", "c"], "out_hidden_size": 4096}
+    small = small_config(sections, FIRST[0])
+    assert small["text_config"]["rope_parameters"]["mrope_section"] == [4, 4, 4]
+    assert small["vision_config"] == {"num_hidden_layers": 2, "kinds": ["a", "b"], "out_hidden_size": 64}
 
 
 def test_other_values() -> None:

@@ -1,0 +1,145 @@
+"""The language model of a model type without a family: the whole model, or a section of its config beside towers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.errors import UsageError
+from isthmus.families.discover.config_inference import SIZE_WORDS
+from isthmus.families.family import Family
+from isthmus.families.nested import Nested
+from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.rules.rule import Shape
+
+SECTION, TIED = "text_config", "tie_word_embeddings"
+_TABLE = ("vocab_size", "hidden_size")
+_OUTPUT = re.compile(r"head|out|unembed")
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageSection:
+    """Which part of configs and tensors the search of a family sees."""
+
+    name: str
+    hf_architecture: str
+    nested: Nested | None
+    """None: all of them."""
+    module_names: Mapping[str, str]
+
+    @property
+    def key(self) -> str | None:
+        """The key of the section."""
+        return None if self.nested is None else SECTION
+
+    def config(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the language model."""
+        return whole if self.nested is None else self.nested.language_config(whole)
+
+    def changed(self, whole: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+        """The whole config with another value of a setting of the language model."""
+        return {**whole, name: value} if self.nested is None else {**whole, SECTION: {**whole[SECTION], name: value}}
+
+    def family(self, language: Family) -> Family:
+        """The family of the whole model."""
+        if self.nested is None:
+            return language
+        return multimodal(
+            self.name,
+            self.hf_architecture,
+            language,
+            towers=self.nested.towers,
+            tied=self.nested.tied,
+            names={},
+            module_names=self.module_names,
+            other_names={},
+        )
+
+    def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Those of the language model."""
+        return {name: shape for name, shape in shapes.items() if self.nested is None or not self.nested.is_tower(name)}
+
+
+def find_section(
+    model_type: str,
+    hf_architecture: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    default_tied: bool | None,
+    modules: tuple[str, str],
+) -> LanguageSection:
+    """Where a small multimodal model has its language model.
+
+    Args:
+        model_type: of the whole model.
+        hf_architecture: its class.
+        config: of the small model, completed by transformers.
+        shapes: of all tensors in its file.
+        default_tied: ``tie_word_embeddings`` outside of the section by default; None: there is no such setting.
+        modules: paths of the embedding and of the output layer in the class.
+
+    Raises:
+        UsageError: the language model's tensors are not together, or the config contradicts its output layer.
+    """
+    section = config[SECTION]
+    embedding, head = _language_names(section, shapes)
+    root = embedding.removesuffix(".weight").rpartition(".")[0] + "."
+    own = {name for name in shapes if name.startswith(root)}
+    if head is not None:  # and its bias
+        own |= {name for name in shapes if name.startswith(f"{head.removesuffix('.weight')}.")}
+    tied = head is None
+    if config.get(TIED, default_tied) == tied:
+        outer = default_tied
+    elif section.get(TIED, tied) == tied:
+        outer = None
+    else:
+        raise UsageError(f"config.json: {TIED} is {not tied}, and the model has the opposite.")
+    towers = _patterns(shapes.keys() - own, own)
+    nested = Nested(model_type=str(section.get("model_type")), towers=towers, tied=outer)
+    return LanguageSection(model_type, hf_architecture, nested, _module_names(embedding, head, modules))
+
+
+def _language_names(section: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[str, str | None]:
+    """The embedding, and the output layer's weight if there is one."""
+    table = tuple(next((section[word] for word in SIZE_WORDS[name] if section.get(word)), 0) for name in _TABLE)
+    wide = [name for name, shape in shapes.items() if shape == table and name.endswith(".weight")]
+    heads = [name for name in wide if _OUTPUT.search(name.removesuffix(".weight").rpartition(".")[2])]
+    found = []
+    for name in wide:
+        root = name.removesuffix(".weight").rpartition(".")[0]
+        layer = re.compile(rf"{re.escape(root)}\.\w+\.0\..*")
+        if name not in heads and root and any(map(layer.fullmatch, shapes)):
+            found.append(name)
+    if len(found) != 1 or len(heads) > 1:
+        raise UsageError(
+            f"{SECTION} must describe a language model with one embedding {list(table)} beside its layers, and at most "
+            f"one output layer; found {', '.join([*found, *heads]) or 'none'}."
+        )
+    return found[0], next(iter(heads), None)
+
+
+def _patterns(towers: Iterable[str], own: Iterable[str]) -> tuple[str, ...]:
+    """The shortest prefixes of the names of towers that no tensor of the language model has, as patterns."""
+    language = tuple(own)
+    found: dict[str, None] = {}
+    for name in sorted(towers):
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
+        prefix = next((each for each in prefixes if not any(other.startswith(each) for other in language)), None)
+        found[name if prefix is None else f"{prefix}*"] = None
+    return tuple(found)
+
+
+def _module_names(embedding: str, head: str | None, modules: tuple[str, str]) -> dict[str, str]:
+    """Prefixes of tensor names that differ in the module paths of transformers."""
+    found = {}
+    for tensor, path, end in ((embedding, modules[0], "."), (head, modules[1], "")):
+        if tensor is None or tensor == f"{path}.weight":
+            continue
+        ours, theirs = tensor.removesuffix(".weight"), path
+        if end:
+            ours, theirs = ours.rpartition(".")[0], theirs.rpartition(".")[0]
+        found[f"{ours}{end}"] = f"{theirs}{end}"
+    return found
