@@ -104,7 +104,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """The config as transformers reads it, without its path and keys of older releases."""
     config = AutoConfig.from_pretrained(folder).to_dict()
     return {
-        key: value
+        key: {name: each for name, each in value.items() if name != "dtype"} if key.endswith("_config") else value
         for key, value in config.items()
         if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")
     }

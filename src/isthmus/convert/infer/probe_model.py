@@ -59,13 +59,18 @@ class ProbeModel:
 
 
 def build_first(
-    folder: Path, choices: Sequence[Sizes], config: Callable[[Sizes], Mapping[str, Any]], seed: int
+    folder: Path,
+    choices: Sequence[Sizes],
+    config: Callable[[Sizes], Mapping[str, Any]],
+    seed: int,
+    *,
+    scale: float = 1.5,
 ) -> tuple[ProbeModel, Sizes]:
     """A probe model of the first sizes with which it can be built and run."""
     failures = []
     for number, sizes in enumerate(choices):
         try:
-            return ProbeModel.build(folder.with_name(f"{folder.name}-{number}"), config(sizes), seed), sizes
+            return ProbeModel.build(folder.with_name(f"{folder.name}-{number}"), config(sizes), seed, scale=scale), sizes
         except UsageError as error:
             failures.append(error)
     raise failures[-1]

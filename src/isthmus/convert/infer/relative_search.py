@@ -24,11 +24,13 @@ from isthmus.families.discover.language_section import SECTION, TIED, LanguageSe
 from isthmus.families.discover.nested_family import nested_data
 from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
 from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
-from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, size_keys, small_config
+from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, number_of_layers, size_keys, small_config
 from isthmus.families.family import Family
 from isthmus.hf.tiny_model import effective_config, embedding_modules
 
 MAX_CANDIDATES = 80
+_DEEP_SCALE = 0.5
+"""Of the weights of a model with many layers, in which rounding errors grow."""
 Log = Callable[[str], None]
 
 
@@ -43,6 +45,7 @@ class RelativeSearch:
         self._is_nested = isinstance(config.get(SECTION), Mapping)
         self._defaults = self._complete({})
         self._section = LanguageSection(self._name, architecture, None, {})
+        self._deep: ProbeModel | None = None
         self.tried = 0
         self.nearest = float("inf")
         """Smallest difference of logits of a candidate that has the tensors of the model."""
@@ -70,6 +73,9 @@ class RelativeSearch:
             if not self._difference(family, small, relative_difference) <= TOLERANCE:
                 self._log(f"like {description}, but logits differ with small weights: epsilons of norms")
                 continue
+            if (why := self._deep_difference(family)) is not None:
+                self._log(f"like {description}, but {why}")
+                continue
             for probe in (first, second):
                 check_effects(family, probe)
             try:
@@ -89,6 +95,22 @@ class RelativeSearch:
 
     def _probe(self, name: str, sizes: Sequence[SmallSizes], seed: int) -> ProbeModel:
         return build_first(self._scratch / name, sizes, partial(small_config, self._config), seed=seed)[0]
+
+    def _deep_difference(self, family: Family) -> str | None:
+        """How the logits of a small model with all layers differ; None if they agree.
+
+        Few layers do not show what a late one has: experts in every eighth layer, or another kind of attention.
+        """
+        layers = number_of_layers(self._config.get(SECTION) or self._config)
+        if self._deep is None and layers:
+            shrink = partial(small_config, self._config, all_layers=True)
+            self._deep = build_first(self._scratch / "deep", FIRST, shrink, seed=5, scale=_DEEP_SCALE)[0]
+        if self._deep is None:
+            return None
+        difference = self._difference(family, self._deep, relative_difference)
+        if difference <= TOLERANCE:
+            return None
+        return f"logits of a small model with all {layers} layers differ by {difference:.1e} of the largest"
 
     def _candidates(self, probe: ProbeModel) -> Iterator[tuple[Data, str, float]]:
         """Those that agree with one probe model, and the difference of logits."""

@@ -62,7 +62,7 @@ def _attention(structure: DecoderStructure, chosen: Mapping[str, Any]) -> list[D
         if end == "bias" and not has_biases(structure, modules, QKV):
             continue
         names = [f"{modules.get(role, modules.get('qkv'))}.{end}" for role in ("q", "k", "v")]
-        parts = [[name, size, *tail] for name, size in zip(names, ("N*D", "G*D", "G*D"), strict=True)]
+        parts = [[name, size, *tail] for name, size in zip(names, ("N*D", "G*D", "G*Vh"), strict=True)]
         strands: dict[str, Any] = {"strands": "G"}
         if chosen["queries, keys and values"] == "by group":
             parts, strands = [[names[0], "W", *tail]], {}

@@ -21,7 +21,7 @@ from isthmus.families.rules.sliding_window import Window, read_window
 FORMAT = 1
 _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
-_SYMBOLS = re.compile(r"[VHFPNGDWEXS12](?:\*[VHFPNGDWEXS12])*")
+_SYMBOLS = re.compile(r"(?:Vh|[VHFPNGDWEXS12])(?:\*(?:Vh|[VHFPNGDWEXS12]))*")
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
 _CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]] = {
     "inverse": (lambda value: 1 / value, lambda value: 1 / value),

@@ -69,9 +69,14 @@ FIRST = tuple(SmallSizes(False, groups, width) for groups, width in ((2, 24), (2
 SECOND = tuple(SmallSizes(True, groups, width) for groups, width in ((3, 32), (3, 24), (6, 24), (1, 24)))
 
 
-def small_config(config: Mapping[str, Any], sizes: SmallSizes) -> dict[str, Any]:
-    """The complete config of a model of a few layers."""
-    return _shrunk(config, sizes, image=False)
+def small_config(config: Mapping[str, Any], sizes: SmallSizes, *, all_layers: bool = False) -> dict[str, Any]:
+    """The complete config of a model of a few layers, or of all."""
+    return _shrunk(config, sizes, all_layers, image=False)
+
+
+def number_of_layers(config: Mapping[str, Any]) -> int:
+    """0 if it is unknown."""
+    return next((config[name] for name in _LAYERS.split() if isinstance(config.get(name), int)), 0)
 
 
 def check_layers(config: Mapping[str, Any]) -> None:
@@ -89,10 +94,13 @@ def size_keys(config: Mapping[str, Any]) -> set[str]:
     return {name for name in config.keys() & SIZE_NAMES if isinstance(config[name], int)}
 
 
-def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dict[str, Any]:
+def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, all_layers: bool, *, image: bool) -> dict[str, Any]:
     found = dict(config)
     chosen = _chosen_layers(_kinds_of_layers(config))[: 2 if image else None]
-    chosen += [chosen[-1] + 1] if sizes.second and not image else []
+    if all_layers and not image:
+        chosen = [*range(number_of_layers(config))]
+    elif sizes.second and not image:
+        chosen.append(chosen[-1] + 1)
     lists, layers = _layer_lists(config), len(chosen)
     wanted = {name: pair[sizes.second] for name, pair in _WANTED.items()}
     wanted |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
@@ -106,7 +114,7 @@ def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, *, image: bool) -> dic
     wanted |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("_config"):
-            found[name] = _shrunk(value, sizes, image=not re.match("text|llm|decoder", name))
+            found[name] = _shrunk(value, sizes, all_layers, image=not re.match("text|llm|decoder", name))
         elif name == "rope_parameters" and isinstance(value, Mapping):
             found[name] = _short_context(value, next((wanted[key] for key in _WIDTH.split() if config.get(key)), 16))
         elif name == "per_layer_config" and isinstance(value, Mapping):
@@ -140,7 +148,7 @@ def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 def _layer_lists(config: Mapping[str, Any]) -> list[str]:
     """Settings with an entry for each layer."""
-    num_layers = next((config[name] for name in _LAYERS.split() if isinstance(config.get(name), int)), 0)
+    num_layers = number_of_layers(config)
     return [name for name, value in config.items() if isinstance(value, list) and len(value) == num_layers > 1]
 
 
