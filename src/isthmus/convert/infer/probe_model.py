@@ -70,7 +70,9 @@ def build_first(
     failures = []
     for number, sizes in enumerate(choices):
         try:
-            return ProbeModel.build(folder.with_name(f"{folder.name}-{number}"), config(sizes), seed, scale=scale), sizes
+            return ProbeModel.build(
+                folder.with_name(f"{folder.name}-{number}"), config(sizes), seed, scale=scale
+            ), sizes
         except UsageError as error:
             failures.append(error)
     raise failures[-1]
