@@ -23,8 +23,8 @@ Data = dict[str, Any]
 def nested_data(section: LanguageSection, language: Data, fixed: Mapping[str, Any], tied: Mapping[str, Any]) -> Data:
     """The data of the whole model.
 
-    ``fixed`` are the settings outside of the sections, some of which repeat one of the section. ``tied`` is the entry of
-    ``tie_word_embeddings`` in the section, like one of ``fixed``.
+    ``fixed`` are the settings outside of the sections, some of which repeat one of the section. ``tied`` is the entry
+    of ``tie_word_embeddings`` in the section, like one of ``fixed``.
     """
     assert section.nested is not None
     nested = {"tied": section.nested.tied, "towers": list(section.nested.towers)}
