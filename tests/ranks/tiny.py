@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from isthmus.convert.hf.other_forms import other_names
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.models.isthmus import FAMILY as ISTHMUS
 from isthmus.families.registry import family_for
+from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 from ranks.tiny_families import TINY_FAMILIES
@@ -151,6 +153,8 @@ def restore_names(folder: Path) -> None:
         tensors = load_file(file)
         if family.nested is not None:
             names = family.nested.renamed(tensors)
+        elif family.name == "bailing_hybrid":
+            names = {name: name for name in tensors} | other_names(ModelFolder.open(folder), family, config)
         else:  # transformers gives norms of attention the names that norms of delta nets have in published files
             full = [f"layers.{layer}." for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
             old, new = "feedforward_layer_norm", "post_attention_layernorm"

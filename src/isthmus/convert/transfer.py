@@ -291,7 +291,9 @@ def _destination_notes(plan: _Plan) -> list[str]:
             f"Megatron-LM 0.16.1 has no option for {', '.join(plan.unsupported)}: "
             "this checkpoint trains in Isthmus only."
         ]
-    if plan.format != "hf" or not plan.model.family.auto_map:
+    source = plan.model.hf_folder
+    has_files = plan.model.family.auto_map or (source is not None and "auto_map" in source.config)
+    if plan.format != "hf" or not plan.model.family.has_code or not has_files:
         return []
     return [
         f"transformers has no class for this model: the folder has its modeling files, and {_REMOTE_CODE} runs them.",

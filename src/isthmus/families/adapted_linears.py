@@ -130,7 +130,7 @@ def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfL
     for part, (tensor, (rows, _)) in enumerate(zip(placed.hf, shapes, strict=True)):
         module = module_path(family, tensor)
         # Families with their own modeling code have a module for each expert.
-        if rule.is_expert and not rule.stacked and not family.auto_map:
+        if rule.is_expert and not rule.stacked and not family.has_code:
             leaf = "gate_up_proj" if len(shapes) > 1 else "down_proj" if "linear_fc2" in rule.canonical else "up_proj"
             module = f"{module.rpartition(f'.{placed.expert}.')[0]}.{leaf}"
         if tensor not in first_row:
@@ -138,7 +138,7 @@ def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfL
             tensors.setdefault(module, []).append(tensor)
         rows_of[module] = rows_of.get(module, 0) + rows
         by_module.setdefault(module, {})[part] = first_row[tensor]
-    in_parameter = rule.is_expert and not family.auto_map
+    in_parameter = rule.is_expert and not family.has_code
     return tuple(
         HfLinear(
             module=module,
@@ -157,7 +157,7 @@ def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfL
 
 def _weight_parameter(module: str, family: Family, arch: Architecture) -> str | None:
     """PEFT takes these names among ``target_modules`` for routed experts if the model has any."""
-    if arch.moe is None or family.auto_map or module.rpartition(".")[2] not in _EXPERT_NAMES:
+    if arch.moe is None or family.has_code or module.rpartition(".")[2] not in _EXPERT_NAMES:
         return None
     return f"{module}.weight"
 

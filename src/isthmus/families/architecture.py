@@ -238,6 +238,8 @@ class Architecture:
     """Each head has a learned logit in the softmax that has no value."""
     attention_gate: bool = False
     """The output of attention is multiplied by the sigmoid of a projection as wide as the queries."""
+    head_gate: bool = False
+    """The output of each attention head is multiplied by the sigmoid of a number, a projection of the layer's input."""
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     """Of the input and of the output of attention."""
     mla: Mla | None = None

@@ -90,6 +90,9 @@ class Family:
     knows it: in PEFT's files the transpose of B has the place of A, and that of A the place of B."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
+    own_code: bool = False
+    """transformers has no class, published models bring their own: exports keep ``architectures``, ``auto_map`` and the
+    modelling files."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings of configs that lack them, before the defaults of the keys."""
     required: tuple[str, ...] = ()
@@ -183,6 +186,11 @@ class Family:
         return self.scored_class or re.sub("(ForCausalLM|LMHeadModel)$", _SCORED, self.hf_architecture)
 
     @property
+    def has_code(self) -> bool:
+        """Whether its models run with modelling files beside them, in which each expert has linear layers."""
+        return self.own_code or bool(self.auto_map)
+
+    @property
     def output_names(self) -> set[str]:
         """Hugging Face names of the tensors of the output layer alone."""
         rules = (rule for rule in self.rules if rule.canonical.startswith("output_layer.") and not rule.alias)
@@ -236,9 +244,10 @@ class Family:
             outer |= {"architectures": [self.hf_architecture], "model_type": self.name}
             return self.nested.with_language_config(outer, language)
         known = {**self.defaults, **base} if base else {}
-        # Remote code is not copied: the export has the tensors of the family's own class.
-        known.pop("auto_map", None)
-        name = self.scored_architecture if arch.score_head else self.hf_architecture
+        own = self._own_class(arch, known)
+        if own is None:  # the export has the tensors of the family's class in transformers
+            known.pop("auto_map", None)
+        name = own or (self.scored_architecture if arch.score_head else self.hf_architecture)
         config = known | {"architectures": [name], "model_type": self.name}
         if arch.score_head:
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -274,6 +283,11 @@ class Family:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
+
+    def _own_class(self, arch: Architecture, hf: Mapping[str, Any]) -> str | None:
+        """The class of a config whose model keeps its code."""
+        keeps = self.own_code and not arch.score_head and hf.get("model_type") == self.name
+        return _first(hf.get("architectures")) if keeps else None
 
     def placements(self, arch: Architecture) -> dict[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""

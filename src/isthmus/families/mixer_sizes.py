@@ -49,6 +49,11 @@ class DeltaNet:
     """Epsilon of the norm of the outputs."""
     negative_eigenvalues: bool = False
     """Learning rates are up to 2 instead of 1."""
+    low_rank_gates: bool = True
+    """Of Kimi delta attention: decays and output gates have low-rank projections; otherwise full ones."""
+    least_log_decay: float | None = None
+    """Of Kimi delta attention: log decays are this number times ``sigmoid(exp(A) * (x + bias))``; None:
+    ``-exp(A) * softplus(x + bias)``."""
 
     @property
     def key_width(self) -> int:

@@ -113,6 +113,10 @@ class ModelFolder:
         """Tokenizer, chat template, processor, generation config and license: what an export copies unchanged."""
         return _files_of(self.path, SMALL_FILES)
 
+    def code_files(self) -> list[Path]:
+        """Modelling files that published models bring if transformers has no class of theirs."""
+        return _files_of(self.path, ("*.py",))
+
     def end_tokens(self) -> set[int]:
         """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
         path = self.path / GENERATION_FILE
@@ -196,7 +200,8 @@ def write_model_files(
 
     With ``tokenizer``, these files replace the tokenizer files of the source, and ``generation_config.json`` gets the
     token ids of the config. If the source has no ``generation_config.json``, one is written with these ids, since later
-    versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files.
+    versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files,
+    which are those of the source, copied and not run, unless Isthmus has the class.
     """
     write_json(folder / "config.json", hf_config)
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
@@ -206,7 +211,7 @@ def write_model_files(
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
     if "auto_map" in hf_config:
-        copied += modeling_files()
+        copied += modeling_files() if hf_config["model_type"] == "isthmus" else source.code_files() if source else []
     for path in copied:
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):

@@ -119,6 +119,7 @@ def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> in
     inputs += query_width + key_width + a.num_query_groups * a.value_width if a.clip_qkv is not None else 0
     # A gate saves its projection, its sigmoid and what it multiplies.
     inputs += 3 * query_width if a.attention_gate else 0
+    inputs += a.num_attention_heads * (1 + a.value_width) if a.head_gate else 0
     values_and_output = (a.num_attention_heads + a.num_query_groups) * a.value_width
     return query_width + key_width + inputs + rotated + values_and_output
 

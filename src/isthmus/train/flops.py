@@ -38,7 +38,9 @@ def _mixer_parameters(a: Architecture, mixer: Mixer) -> int:
             delta.key_width + delta.value_width
         )
         gates = a.hidden_size * (delta.value_width + delta.num_value_heads)
-        others = gates if mixer == "gated_delta_net" else low_rank
+        full_rank = a.hidden_size * (delta.key_width + delta.value_width)
+        kimi = low_rank if delta.low_rank_gates else full_rank
+        others = gates if mixer == "gated_delta_net" else kimi
         projections = a.hidden_size * (inputs + delta.num_value_heads + delta.value_width) + others
         return projections + delta.conv_kernel * inputs
     return _attention_parameters(a)
@@ -59,14 +61,15 @@ def _scan_operations(a: Architecture, mixer: Mixer) -> int:
 def _attention_parameters(a: Architecture) -> int:
     """``a`` has the attention of the layer."""
     width = a.num_attention_heads * a.kv_channels
+    gate = a.hidden_size * a.num_attention_heads if a.head_gate else 0
     if (mla := a.mla) is None:
         values = (a.num_attention_heads + a.num_query_groups) * a.value_width
         width *= 2 if a.attention_gate else 1
-        return a.hidden_size * (width + a.num_query_groups * a.kv_channels + values)
+        return gate + a.hidden_size * (width + a.num_query_groups * a.kv_channels + values)
     queries = a.hidden_size * width if mla.q_lora_rank is None else mla.q_lora_rank * (a.hidden_size + width)
     down = a.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     up = mla.kv_lora_rank * a.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return queries + down + up + a.hidden_size * a.num_attention_heads * mla.v_head_dim
+    return gate + queries + down + up + a.hidden_size * a.num_attention_heads * mla.v_head_dim
 
 
 def flops_per_batch(

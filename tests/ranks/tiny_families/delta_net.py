@@ -43,6 +43,16 @@ OLMO = {
 }
 OLMO_LAYERS = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
 NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
+BAILING = {name: size for name, size in KIMI.items() if not name.startswith(("num_expert", "linear"))} | {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "layer_group_size": 2,
+    "num_mtp_layers": 0,
+    "eos_token_id": 2,
+}
 KIMI_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 FAMILIES: dict[str, TinyFamily] = {
@@ -85,6 +95,16 @@ FAMILIES: dict[str, TinyFamily] = {
         },
         layouts=({"tp": 2}, {"pp": 2}),
         training={"layer_types": OLMO_LAYERS, "num_hidden_layers": 4},
+    ),
+    "bailing_hybrid": TinyFamily(
+        sizes=BAILING,
+        logits={
+            "bailing_hybrid": ({}, {"kda_lower_bound": -1.0}),
+            "bailing_hybrid-pattern": (
+                {"kda_safe_gate": False, "layer_group_size": 3, "mlp_layer_types": ["sparse"] * 4},
+                {"norm_topk_prob": False},
+            ),
+        },
     ),
     "qwen3_next": TinyFamily(
         sizes=DELTA | EXPERTS,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranks.tiny_families import kimi_k2
+from ranks.tiny_families import bailing_moe, kimi_k2
 from ranks.tiny_families.tiny_family import TinyFamily
 
 kimi_k2.register()
+bailing_moe.register()
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_BAILING: dict[str, Any] = {
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1},
+    "partial_rotary_factor": 0.5,
+}
 _ROUTED = _EXPERTS | {"n_routed_experts": 6}
 _GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
 _GRANITE = {"num_local_experts": 6, "head_dim": 8}
@@ -177,6 +182,27 @@ FAMILIES: dict[str, TinyFamily] = {
     "kimi_k2": TinyFamily(
         sizes=_LATENT | _ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
         logits={"kimi_k2": ({}, {"routed_scaling_factor": 1.0})},
+    ),
+    "bailing_moe": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
+        sizes=_BAILING,
+        logits={
+            "bailing_moe": ({"routed_scaling_factor": 2.5}, {"use_qk_norm": False}),
+            "bailing_moe-biases": (
+                {"use_qkv_bias": True, "use_bias": True, "use_qk_norm": False, "num_shared_experts": 2},
+                {"partial_rotary_factor": 1.0},
+            ),
+            "bailing_moe-first": (
+                {
+                    **{"architectures": [bailing_moe.FIRST], "first_k_dense_replace": 0, "norm_topk_prob": False},
+                    "partial_rotary_factor": 1.0,
+                },
+                {"norm_topk_prob": True},
+            ),
+        },
+    ),
+    "bailing_moe_v2": TinyFamily(
+        sizes=_BAILING, layouts=(), logits={"bailing_moe_v2": ({"use_qk_norm": False}, {"partial_rotary_factor": 1.0})}
     ),
     "exaone_moe": TinyFamily(
         sizes=_EXPERTS | {"num_experts": 6, "head_dim": 8, "sliding_window": 5},

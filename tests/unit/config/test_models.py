@@ -44,6 +44,7 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "kimi-k2": 1_026_408_232_448,
+    "ling-mini-2.0": 16_255_643_392,
     "llama3.1-405b": 405_853_388_800,
     "llama4-scout": 107_769_861_120,  # without vision tower, as Maverick
     "llama4-maverick": 400_711_848_960,

@@ -55,7 +55,7 @@ def test_linears_are_those_of_transformers(name: str) -> None:
         found |= {linear.module: linear for linear in linears}
     assert {path: (linear.out, linear.inputs) for path, linear in found.items()} == shapes
     assert all(
-        (linear.expert is None) == (family.auto_map != {} or ".experts." not in path) for path, linear in found.items()
+        (linear.expert is None) == (family.has_code or ".experts." not in path) for path, linear in found.items()
     )
 
 

@@ -37,7 +37,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("score heads", lambda arch: arch.score_head),
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
     ("layers without attention", lambda arch: bool(arch.mixers)),
-    ("a gate of attention", lambda arch: arch.attention_gate),
+    ("a gate of attention", lambda arch: arch.attention_gate or arch.head_gate),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
     ("norms without weights", lambda arch: not arch.norm_weight),
     ("a norm of the embeddings", lambda arch: arch.embedding_norm),

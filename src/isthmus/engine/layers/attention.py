@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
+from isthmus.engine.layers.head_gate import build_head_gate, gated_by_head
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
@@ -151,6 +152,7 @@ class PackedSelfAttention(MegatronModule):
             config.hidden_size, groups * sum(self.widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
             **parallel,
         )  # fmt: skip
+        self.linear_gate = build_head_gate(config, own, tp)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if own.qk_norm:
@@ -178,6 +180,8 @@ class PackedSelfAttention(MegatronModule):
             attended = self.core_attention(*heads, v, packed_seq_params)
         if gate:
             attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
+        if self.linear_gate is not None:
+            attended = gated_by_head(attended, self.linear_gate, hidden_states)
         return self.linear_proj(attended[:, None])
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:

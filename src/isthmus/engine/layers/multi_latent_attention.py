@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.attention import CoreAttention
+from isthmus.engine.layers.head_gate import build_head_gate, gated_by_head
 from isthmus.engine.layers.key_selection import Indexer
 from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.layers.norm import RMSNorm
@@ -80,6 +81,7 @@ class LatentAttention(MegatronModule):
         )  # fmt: skip
         if architecture.is_indexed(layer_number - 1):
             self.core_attention.indexer = Indexer(config, architecture)
+        self.linear_gate = build_head_gate(config, architecture, pg_collection.tp)
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(
@@ -106,6 +108,8 @@ class LatentAttention(MegatronModule):
             attended = tensor_parallel.checkpoint(with_this_batch(attend), False, q, latent, rope)
         else:
             attended = attend(q, latent, rope)
+        if self.linear_gate is not None:
+            attended = gated_by_head(attended, self.linear_gate, hidden_states)
         out, _ = self.linear_proj(attended[:, None])
         return out, None
 

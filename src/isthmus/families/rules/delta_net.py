@@ -36,15 +36,20 @@ def mixer_rules(
     kind: Mixer = "gated_delta_net",
     hf: str = HF_MIXER,
     convolutions: tuple[str, str, str] = ("conv1d",) * 3,
+    low_rank: bool = True,
 ) -> tuple[Rule, ...]:
-    """All rules of a mixer; ``norm``, ``out`` and ``convolutions`` are transformers' names, relative to ``hf``."""
+    """All rules of a mixer; ``norm``, ``out`` and ``convolutions`` are transformers' names, relative to ``hf``.
+
+    ``low_rank``: Kimi delta attention has low-rank projections of decays and gates.
+    """
     channel_decay = kind == "kimi_delta_attention"
+    has_low_rank = channel_decay and low_rank
     time_steps = "Lk" if channel_decay else "Ln"
     sizes = zip(convolutions, ("Lk", "Lk", "Lv"), strict=True)
     sections = tuple(HfPart(f"{hf}{name}.weight", (rows, "1", "Lc")) for name, rows in sizes)
-    heads, axis = (("1", "1", "Ln", "1"), "third") if channel_decay else (("Ln",), "rows")
+    heads, axis = (("1", "1", "Ln", "1"), "third") if has_low_rank else (("Ln",), "rows")
+    projections = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj") if has_low_rank else ()
     separate = len({*convolutions}) == len(convolutions)
-    low_rank = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj") if channel_decay else ()
     return (
         projection,
         Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind, recut=separate),
@@ -54,7 +59,7 @@ def mixer_rules(
             kind,
             *(
                 copy(f"{MIXER}linear_{way}_proj.weight", f"{hf}{name}.weight", *shape, shard=shard)
-                for name, (way, shape, shard) in zip(low_rank, _LOW_RANK, strict=False)
+                for name, (way, shape, shard) in zip(projections, _LOW_RANK, strict=False)
             ),
         ),
         copy(f"{MIXER}gated_norm.weight", f"{hf}{norm}.weight", "Ld", init="plain_ones", layers=kind),

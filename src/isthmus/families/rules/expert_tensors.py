@@ -97,6 +97,26 @@ def shared_width(key: str, *, default: int, width: str = "moe_intermediate_size"
     )
 
 
+def shared_experts(key: str, width: str, *, default: int, aliases: tuple[str, ...] = ()) -> Derived:
+    """:func:`shared_width` where the config repeats the width of a shared expert as ``width``."""
+    number = shared_width(key, default=default)
+
+    def read(hf: Mapping[str, Any]) -> int:
+        named = [hf.get(name) for name in (key, *aliases)]
+        total: int = number.read({**hf, key: next((each for each in named if each is not None), default)})
+        routed = _int(hf, "moe_intermediate_size")
+        if total and hf.get(width) not in (None, routed):
+            raise UsageError(
+                f"config.json: {width}={hf[width]!r:.60} is not supported; it must be moe_intermediate_size={routed}."
+            )
+        return total
+
+    def write(total: int, arch: Architecture) -> dict[str, Any]:
+        return {key: _num_shared(total, arch), width: arch.moe.ffn_hidden_size if arch.moe else None}
+
+    return Derived(read, write)
+
+
 def _num_first_dense(dense: Sequence[int], arch: Architecture) -> int:
     if tuple(dense) != tuple(range(len(dense))):
         raise _not_expressible(dense, arch)

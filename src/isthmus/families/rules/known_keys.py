@@ -9,7 +9,7 @@ from isthmus.families.discover.config_inference import METADATA, ROPE, WINDOW
 from isthmus.families.family import Family
 
 IGNORED_KEYS = (
-    *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "max_window_layers"),
+    *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "mtp_loss_scaling_factor", "max_window_layers"),
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "use_mambapy", "use_associative_scan"),
 )
 """Keys of published configs that no family reads: training settings, settings of a disabled sliding window, and of

@@ -30,6 +30,8 @@ ATTENTION = (
     _projection("linear_proj", "o_proj", "H", "N*Vh", shard="cols"),
 )
 
+HEAD_GATE = _projection("linear_gate", "g_proj", "N", "H", shard="rows")
+
 KEYS = {name: key for name, key in decoder.KEYS.items() if name not in ("num_query_groups", "kv_channels")} | {
     "mla.q_lora_rank": Key("q_lora_rank", default=1536, optional=True),
     "mla.kv_lora_rank": Key("kv_lora_rank", default=512),

@@ -26,8 +26,11 @@ def is_mtp_copy(canonical: str) -> bool:
     return _COPY.match(canonical) is not None
 
 
-def mtp_rules(layer: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Each MTP layer contains a decoder layer like the model's last one, with experts."""
+def mtp_rules(layer: Iterable[Rule], *, copies: bool = True) -> tuple[Rule, ...]:
+    """Each MTP layer contains a decoder layer like the model's last one, with experts.
+
+    With ``copies`` the files also have the model's embedding and output layer for each of them.
+    """
     inner = tuple(
         replace(
             rule,
@@ -38,12 +41,14 @@ def mtp_rules(layer: Iterable[Rule]) -> tuple[Rule, ...]:
         if rule.layers != "dense"
     )
     # The embedding and the head are copies of the model's, but nothing keeps them equal, so each is converted.
+    embedding = copy(_MTP + "embed_tokens.weight", _HF_MTP + "embed_tokens.weight", "V", "H", shard="vocab")
+    output = copy(_MTP + "output_layer.weight", _HF_MTP + "shared_head.head.weight", "V", "H", shard="vocab")
     return (
-        copy(_MTP + "embed_tokens.weight", _HF_MTP + "embed_tokens.weight", "V", "H", shard="vocab"),
+        *((embedding,) if copies else ()),
         copy(_MTP + "enorm.weight", _HF_MTP + "enorm.weight", "H", init="ones"),
         copy(_MTP + "hnorm.weight", _HF_MTP + "hnorm.weight", "H", init="ones"),
         copy(_MTP + "eh_proj.weight", _HF_MTP + "eh_proj.weight", "H", "2*H", shard="rows"),
         *inner,
         copy(_MTP + "final_layernorm.weight", _HF_MTP + "shared_head.norm.weight", "H", init="ones"),
-        copy(_MTP + "output_layer.weight", _HF_MTP + "shared_head.head.weight", "V", "H", shard="vocab"),
+        *((output,) if copies else ()),
     )

@@ -58,8 +58,9 @@ def read_rotary(
 
     ``names``: the family's names of ``rope_theta`` and ``partial_rotary_factor``, if they differ. A default for
     ``rope_local_base_freq`` means that sliding-window layers have another base, and fraction if there is a default for
-    it; None is the default of ``rope_theta``, without a key outside of ``rope_parameters``. The widths are those of
-    heads, in layers with full attention and with a window.
+    it; None is the default of ``rope_theta``, without a key outside of ``rope_parameters``. The default None for
+    ``partial_rotary_factor`` means that the class does not use it. The widths are those of heads, in layers with full
+    attention and with a window.
     """
     hf = {**hf, **{plain: hf[name] for plain, name in names.items() if hf.get(name) is not None}}
     window: dict[str, Any] = {}
@@ -71,7 +72,8 @@ def read_rotary(
             _rotated(share, window_width)
     base, scaling = _read_rope(hf, defaults)
     of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _WIDTH in defaults else None
-    share = _first(_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE), of_width, defaults.get(_SHARE), 1.0)
+    given = (_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE)) if defaults.get(_SHARE, 1) is not None else ()
+    share = _first(*given, of_width, defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
     width = _rotated(share, head_width)
@@ -196,7 +198,9 @@ def write_rotary(
     given = plain.get("rope_parameters") or {}
     settings["rope_parameters"] |= {name: given[name] for name in _OF_IMAGES if name in given}
     is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
-    if _SHARE in defaults and not (is_default and _SHARE not in (plain.get("rope_parameters") or defaults)):
+    if defaults.get(_SHARE) is not None and not (
+        is_default and _SHARE not in (plain.get("rope_parameters") or defaults)
+    ):
         settings["rope_parameters"][_SHARE] = arch.rotary_percent
         if arch.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
             settings[_SHARE] = arch.rotary_percent

@@ -212,6 +212,8 @@ class LayerModel:
     def _projections(self, to: LayerTime, arch: Architecture) -> None:
         tp = self.tp
         width = arch.num_attention_heads * arch.kv_channels / tp
+        if arch.head_gate:
+            self._linear(to, arch.num_attention_heads / tp, arch.hidden_size, split="column")
         if (mla := arch.mla) is None:
             keys = max(1.0, arch.num_query_groups / tp) * (arch.kv_channels + arch.value_width)
             self._linear(to, width + keys, arch.hidden_size, split="column")

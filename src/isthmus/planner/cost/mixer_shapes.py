@@ -33,6 +33,7 @@ def mixer_shape(arch: Architecture, mixer: str) -> MixerShape:
     if mixer == "short_convolution":
         return MixerShape(3 * arch.hidden_size, arch.hidden_size, 0)
     if (delta := arch.delta_net) is not None:
-        projected = 2 * delta.key_width + 2 * delta.value_width + 2 * delta.num_value_heads
+        decays = delta.num_value_heads if mixer == "gated_delta_net" or delta.low_rank_gates else delta.key_width
+        projected = 2 * delta.key_width + 2 * delta.value_width + delta.num_value_heads + decays
         return MixerShape(projected, delta.value_width, 2 * 64 + 3 * delta.key_head_dim)
     raise ValueError(f"the time of {mixer} is not known")

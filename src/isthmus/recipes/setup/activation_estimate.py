@@ -243,7 +243,8 @@ def _latent_terms(arch: Architecture, settings: _Settings, *, recomputed: bool, 
     assert mla is not None
     keys, values = arch.kv_channels, mla.v_head_dim
     of_attention = keys + (2 * keys if on_gpu else mla.qk_nope_head_dim + values)  # keys, values; output
-    channels = arch.num_attention_heads * (keys + values + (0 if recomputed else of_attention))
+    gated = 1 + values if arch.head_gate else 0
+    channels = arch.num_attention_heads * (keys + values + gated + (0 if recomputed else of_attention))
     selected = 0 if arch.indexer is None or settings.longest <= arch.indexer.top_k else arch.indexer.top_k
     low_rank = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
     return {

@@ -26,8 +26,8 @@ _Adapters = tuple[tuple[int, int], ...]
 """Rank and output width of each adapter of a weight."""
 _FIRST, _LAST, _LAST_EMBEDDING = -1, -2, -3
 """In place of the number of a layer: the embedding, what follows the layers, and the embedding for MTP layers."""
-_MTP_EMBEDDING = re.compile(r"mtp\.layers\.0\.embed_tokens\.weight$")
-"""A copy of the embedding, which the last stage shares with the first one."""
+_EMBEDDING, _MTP_EMBEDDING = "embedding.word_embeddings.weight", "mtp.layers.0.embed_tokens.weight"
+"""The latter is a copy, which the last stage shares with the first one; not all files have it."""
 
 
 class ParameterCounter:
@@ -47,10 +47,12 @@ class ParameterCounter:
         self._arch, self._dora = arch, adapters is not None and adapters.dora
         self._rules: dict[int, Rule] = {}
         experts: defaultdict[tuple[int, str, tuple[int, _Adapters]], list[int]] = defaultdict(list)
+        if arch.mtp_layers:
+            placements = {_MTP_EMBEDDING: placements[_EMBEDDING], **placements}
         for name, placement in placements.items():
             if name in left_out or not placement.rule.trained:
                 continue
-            if is_mtp_copy(name) and not _MTP_EMBEDDING.match(name):
+            if is_mtp_copy(name) and name != _MTP_EMBEDDING:
                 continue
             of_weight = () if adapters is None else adapters.of_weights.get(name, ())
             if adapters is not None and not of_weight:
@@ -143,7 +145,7 @@ def _place(name: str) -> int:
         return int(layer[1])
     if name.startswith("embedding."):
         return _FIRST
-    return _LAST_EMBEDDING if _MTP_EMBEDDING.match(name) else _LAST
+    return _LAST_EMBEDDING if name == _MTP_EMBEDDING else _LAST
 
 
 def _kind(name: str, rule: Rule, arch: Architecture) -> str:
