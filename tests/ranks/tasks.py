@@ -50,7 +50,7 @@ from isthmus.recipes.setup.teacher_model import build_teacher
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform
-from ranks.tiny import SEQ_LENGTH, open_samples
+from ranks.tiny import SEQ_LENGTH, VALID_SAMPLES, open_samples
 
 TOTAL_STEPS = 20
 CLIP_GRAD = 1.5
@@ -149,7 +149,8 @@ def start(
     schedule = build_schedule(optimizer, chosen, TOTAL_STEPS)
     teacher = build_teacher(config, plan, platform(), built.position, precision)
     stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config), teacher)
-    batches, valid = (make_batches(config, store, each, shard) for each in (sizes, in_order))
+    batches = make_batches(config, store, sizes, shard)
+    valid = make_batches(config, store.select(range(VALID_SAMPLES)), in_order, shard)
     if has_reference(config):
         path, parts = Path(reference or tempfile.mkdtemp()) / "reference.npz", {"train": batches, "valid": valid}
         compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
-from ranks.tiny import VOCAB, build_model_folder, open_samples
+from ranks.tiny import VALID_SAMPLES, VOCAB, build_model_folder, open_samples
 
 TRAIN = "ranks.tasks.train"
 
@@ -107,7 +107,7 @@ def test_the_loss_is_that_of_transformers(
     found = one.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
     total, count = 0.0, 0
     store = open_samples(run["samples"])
-    for number in range(len(store)):
+    for number in range(VALID_SAMPLES):
         tokens, mask = (torch.tensor(each) for each in store[number])
         with torch.no_grad():
             log_probs = [net(tokens[None].long()).logits[0, :-1, :VOCAB].log_softmax(-1) for net in networks]

@@ -31,6 +31,8 @@ AutoModelForCausalLM.register(IsthmusConfig, IsthmusForCausalLM)
 VOCAB = 77
 """Not divisible by any number of ranks: the embedding is padded."""
 SEQ_LENGTH = 24
+VALID_SAMPLES = 14
+"""The first samples of a store; their last batch is smaller than the others."""
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

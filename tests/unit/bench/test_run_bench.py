@@ -212,6 +212,7 @@ def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_table.import_pyplot()
 
 
+@pytest.mark.processes  # matplotlib runs fc-list if it has no list of fonts yet
 def test_chart_has_a_bar_per_cell(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'isthmus[png]'")
     cell = BenchCell("c.yaml", None, ("a=1",), ("a=1",), 1).as_dict()
