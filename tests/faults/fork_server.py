@@ -191,7 +191,9 @@ def main() -> None:
     )
     for name in ("cli.main", "cli.process", *names):
         importlib.import_module(f"isthmus.{name}")
-    importlib.import_module("torch.distributed.launcher.api")
+    for name in ("torch.distributed.launcher.api", "torch._dynamo"):  # optimizers import the latter
+        importlib.import_module(name)
+    importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()  # garbage collection in the commands skips imported objects
     for line in sys.stdin:
         reports, hosts = [], []

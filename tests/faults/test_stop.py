@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.command import finished, rows, start
+from faults.command import rows
 from faults.fork_server import ForkServer, RunningRanks
 from faults.hosts import rank_variables
 
@@ -49,12 +48,16 @@ def checkpoints(run_folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("iter_")) for path in (run_folder / "checkpoints").glob("iter_*"))
 
 
+def two_ranks(isthmus: ForkServer, args: list[str], layout: str = "parallel.tp=2") -> RunningRanks:
+    """Start two ranks without the launcher, which imports everything again in each: ten seconds of a CPU."""
+    return isthmus.start_ranks([[([*args, layout], variables) for variables in rank_variables(2)]])
+
+
 def test_signal_saves_and_the_same_command_finishes(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     """SIGINT and SIGHUP are in test_launch.py; resuming under another layout in tests/ranks/test_checkpoint.py."""
     out = tmp_path / "out"
     sft_args.append(f"train.steps={STEPS}")
-    args = [*sft_args, "--nproc", "2", "parallel.tp=2"]
-    process = isthmus.start(*args)
+    process = isthmus.start(*sft_args, "--nproc", "2", "parallel.tp=2")
     wait_for_step(process, out, 5)
     process.send(0, signal.SIGTERM)
     stopped = process.result()
@@ -65,7 +68,7 @@ def test_signal_saves_and_the_same_command_finishes(isthmus: ForkServer, sft_arg
     assert len(stopped.errors) == 2 and "SIGTERM" in stopped.errors[0]
     assert not (out / "hf").exists() and not list(out.rglob(".tmp*"))
 
-    again = isthmus(*args)
+    again, _ = two_ranks(isthmus, sft_args).wait()
     assert again.result["steps"] == STEPS and f"at step {step}" in again.stderr
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, STEPS + 1))
     assert (out / "hf" / "model.safetensors").is_file()
@@ -85,26 +88,32 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
     assert isthmus(*sft_args, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
-@pytest.mark.parametrize("layout", [(), ("--nproc", "2"), ("--nproc", "2", "parallel.pp=2")], ids=" ".join)
+@pytest.mark.parametrize("layout", [None, "parallel.pp=1", "parallel.pp=2"], ids=str)
 def test_long_step_is_abandoned_within_the_grace_period(
-    isthmus: ForkServer, sft_args: list[str], tmp_path: Path, layout: tuple[str, ...]
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path, layout: str | None
 ) -> None:
     """Between two micro batches, or beside the step of pipeline stages.
 
     The resumed run equals one that was not stopped, and repeats the export.
     """
-    sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1", *layout]
+    sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1"]
     args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02", "--hf-every", "1"]
-    process = isthmus.start(*args)
+
+    def run(*more: str) -> RunningRanks:
+        return isthmus.start(*args, *more) if layout is None else two_ranks(isthmus, [*args, *more], layout)
+
+    process = run()
     wait_for_step(process, tmp_path / "out", 1)
-    process.send(0, signal.SIGTERM)
-    stopped = process.result()
-    assert stopped.returncode == 75 and "was not completed); the state is saved" in stopped.errors[-1], stopped
+    for rank in range(len(process.pids)):
+        process.send(rank, signal.SIGTERM)
+    stopped = process.wait()
+    assert {rank.returncode for rank in stopped} == {75}
+    assert "was not completed); the state is saved" in stopped[0].errors[-1], stopped
     (step,) = checkpoints(tmp_path / "out")
     shutil.rmtree(tmp_path / f"out/hf-step-{step:07d}", ignore_errors=True)  # as if stopped in the export
-    assert isthmus(*args).result["steps"] == 3
+    assert run().wait()[0].result["steps"] == 3
     assert sorted(path.name for path in (tmp_path / "out").glob("hf-*")) == ["hf-step-0000001", "hf-step-0000002"]
-    isthmus(*args, "--out", tmp_path / "whole")
+    run("--out", str(tmp_path / "whole")).wait()
     losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("out", "whole")]
     assert step in (1, 2) and len(losses[0]) == 3 and losses[0] == losses[1]
 
@@ -181,25 +190,15 @@ def test_bad_data_is_reported_once(isthmus: ForkServer, sft_args: list[str], tmp
 
 
 def test_bad_data_under_another_launcher_is_reported_once_and_ends_all_ranks(
-    sft_args: list[str], tmp_path: Path
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:
     """Like srun: rank 0 reads the data and hosts the store, the others wait."""
     data = tmp_path / "bad.json"
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    ranks = [start(*sft_args, "--data", str(data), cwd=tmp_path, RANK=rank, LOCAL_RANK=rank, **world) for rank in "01"]
-    completed = [finished(rank, timeout_s=60) for rank in ranks]
+    completed = two_ranks(isthmus, [*sft_args, "--data", str(data)]).wait()
     assert [one.returncode for one in completed] == [65, 65], completed
     (line,) = [line for one in completed for line in one.errors]
     assert f"{data}:1" in line and not (tmp_path / "out").exists()
-
-
-def two_ranks(isthmus: ForkServer, args: list[str]) -> RunningRanks:
-    """Start two ranks without the launcher, which imports everything again in each."""
-    return isthmus.start_ranks([[([*args, "parallel.tp=2"], variables) for variables in rank_variables(2)]])
 
 
 def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:

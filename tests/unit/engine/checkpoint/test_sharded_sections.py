@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 
 from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
 from isthmus.engine.checkpoint.sharded_sections import by_sections
+
+try:
+    from megatron.core.ssm.utils import _split_tensor_factory  # megatron-core 0.19
+except ModuleNotFoundError:
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 
 
 @pytest.mark.parametrize(("module", "rows"), [("in_proj", (8, 8, 3, 3, 2)), ("conv1d", (8, 3, 3))])
