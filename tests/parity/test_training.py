@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{family: tiny.training for family, tiny in TINY_FAMILIES.items()},
 }
 """Settings for family features that are off by default."""
+GEMMA4 = TINY_FAMILIES["gemma4_text"].training
 ONE_OF_EACH_MIXER = ("kimi_linear", "qwen3_next", "nemotron_h", "jamba", "lfm2", "deepseek_v32")
 """Of ``TINY_FAMILIES``: `make test` takes their steps on two ranks, `make test-all` those of all."""
 
@@ -88,6 +89,10 @@ def test_twenty_steps_equal_plain_transformers(
         pytest.param("cohere", {"attention_bias": True}, {"tp": 2, "recompute": "selective"}, id="cohere"),
         pytest.param("smollm3", {}, {"pp": 2, "recompute": "full"}, id="smollm3"),
         pytest.param("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"tp": 2}, id="seed_oss"),
+        pytest.param("gemma4", {}, {"tp": 2, "recompute": "full"}, id="gemma4-full", marks=pytest.mark.thorough),
+        pytest.param("gemma4", {}, {"tp": 2, "sp": False}, id="gemma4-no-sp", marks=pytest.mark.thorough),
+        pytest.param("gemma4", {}, {"recompute": "selective"}, id="gemma4-selective", marks=pytest.mark.thorough),
+        pytest.param("gemma4_text", GEMMA4, {"fsdp": True}, id="gemma4_text-fsdp", marks=pytest.mark.thorough),
         *(
             pytest.param(
                 family,

@@ -137,10 +137,12 @@ def build_model_folder(
     model = model_class(family).from_config(tiny_config(family, **settings)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name else 0.0, std=0.1)
+            parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name or name.endswith("scale") else 0.0, std=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
     if names:
         restore_names(folder)

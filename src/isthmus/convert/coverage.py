@@ -19,8 +19,8 @@ MAX_LISTED = 4
 def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> None:
     """Raise a MissingInput or DataError unless the source has exactly the tensors of the model.
 
-    Ignored are buffers in old files (``family.ignorable``), the towers of a multimodal model, and an output layer that
-    the config ties to the embedding.
+    Ignored are buffers in old files (``family.ignorable``), tensors without effect (``family.unused``), the towers of a
+    multimodal model, and an output layer that the config ties to the embedding.
     """
     present, expected = source.tensors, family.hf_shapes(arch)
     if not present:
@@ -28,7 +28,7 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
             f"{source} has no safetensors weights. Give a folder with weights, convert .bin files to safetensors "
             "(isthmus convert SRC DST --to hf --bin), or use random weights (model.init=random)."
         )
-    ignored = {name for name in present if name.endswith(family.ignorable)}
+    ignored = {name for name in present if name.endswith(family.ignorable)} | family.unused_tensors(arch)
     if family.nested is not None:
         ignored |= {name for name in present if family.nested.is_tower(name)}
     if arch.tie_embeddings:

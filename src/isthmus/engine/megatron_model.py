@@ -26,6 +26,7 @@ from isthmus.engine.checkpoint.checkpoint_names import spelling_of
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.layers.embedding import embed, embed_positions
+from isthmus.engine.layers.layer_inputs import LayerInputs
 from isthmus.engine.layers.layer_stack import DecoderStack, LayerStack
 from isthmus.engine.layers.linear_cross_entropy import (
     VocabShard,
@@ -77,6 +78,8 @@ class Decoder(MegatronModule):
             positions = architecture.max_position_embeddings + architecture.position_offset
             kind: Any = "learned_absolute" if architecture.position == "learned" else "none"
             self.embedding = LanguageModelEmbedding(config, rows, positions, kind)
+            if architecture.layer_input_size:
+                self.embedding.layer_inputs = LayerInputs(config, architecture, rows)
         has_norm = first and architecture.embedding_norm
         self.embedding_norm = build_norm(architecture, config) if has_norm else None
         self.decoder = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
@@ -198,7 +201,9 @@ class Decoder(MegatronModule):
         tables = None
         if self.architecture.position == "rope":
             tables = rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
-        hidden = self.decoder(hidden, rotary_pos_emb=tables, packed_seq_params=batch)
+        hidden = self.decoder(
+            hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._between_layers(hidden, batch)
+        )
         if not self.post_process:
             return hidden
         if self.architecture.score_head or loss_positions is None:
@@ -223,6 +228,16 @@ class Decoder(MegatronModule):
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
             losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
         return torch.stack(losses) if mtp_positions else losses[0]
+
+    def _between_layers(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
+        """What layers have besides the hidden states; models with it have one stage."""
+        found: dict[str, Any] = {}
+        if self.architecture.layer_input_size:
+            own = self.embedding.layer_inputs(hidden, batch.input_ids, packed_seq_params=batch)
+            found["layer_inputs"] = own.unbind()
+        if self.architecture.key_sharing_layers:
+            found["key_sources"] = {n: self.architecture.key_source(n) for n in range(self.architecture.num_layers)}
+        return found
 
     def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
         sequence_parallel = self.config.sequence_parallel

@@ -14,6 +14,7 @@ from isthmus.engine.checkpoint.checkpoint_names import fused_norms
 from isthmus.engine.layers.activation import Activation, Xielu, activation_function
 from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
+from isthmus.engine.layers.layer_inputs import LayerInputBlock
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, with_bias
 from isthmus.engine.layers.multi_latent_attention import LatentAttention
 from isthmus.engine.layers.multiplied import multiplied
@@ -59,21 +60,36 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
 
 
 def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> LayerSpec:
-    mixers, moe = architecture.mixers_of(layer), architecture.is_moe(layer)
+    mixers, moe, norm = architecture.mixers_of(layer), architecture.is_moe(layer), partial(build_norm, architecture)
+    experts = {"moe": architecture.moe, "settings": settings, "layer": layer, "norm": norm}
+    width = architecture.mlp_width(layer)
     mlp = ModuleSpec(
         module=MoeBlock if moe else multiplied(DenseMlp, 1.0, architecture.mlp_multipliers[1]),
-        params={"moe": architecture.moe, "settings": settings, "layer": layer} if moe else {},
+        params=experts if moe else {"width": width} if width != architecture.ffn_hidden_size else {},
         submodules=mlp_modules(architecture, moe=moe),
     )
+    own_norms = moe and architecture.moe is not None and architecture.moe.branch_norms
     return LayerSpec(
         form=architecture.form_of(layer),
-        norm=partial(build_norm, architecture),
+        norm=norm,
         mixers=dict(mixer_spec(mixer, architecture) for mixer in mixers),
         mlp=None if layer in architecture.layers_without_mlp else mlp,
         residual_multiplier=architecture.residual_multiplier,
         # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them.
         fused_norms=fused_norms(mixers, latent=architecture.mla is not None, moe=moe),
+        mlp_has_norms=own_norms,
+        scalar=architecture.layer_scalars,
+        input=layer_input_spec(architecture),
     )
+
+
+def layer_input_spec(architecture: Architecture) -> ModuleSpec | None:
+    """What adds a layer's own input of each token; None if layers have none."""
+    if not architecture.layer_input_size:
+        return None
+    function = activation_function(architecture.activation, gated=False)
+    params = {"width": architecture.layer_input_size, "activation": function}
+    return ModuleSpec(module=LayerInputBlock, params=params | {"norm": partial(build_norm, architecture)})
 
 
 def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec]:

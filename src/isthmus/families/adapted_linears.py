@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from isthmus.families.rules.shard import TensorSlice
 
 ALL_LINEAR = "all-linear"
-_WEIGHT = re.compile(r"decoder\.layers\.\d+\..*\.((?:linear_\w+|in_proj|out_proj)\.weight|gate_weight)")
+_WEIGHT = re.compile(
+    r"(?:decoder\.layers\.\d+\..*|embedding\.layer_inputs)\.((?:linear_\w+|in_proj|out_proj)\.weight|gate_weight)"
+)
 _REGEX = re.compile(r"^\.\*|[\\(|^$+{]")
 """A target is a regular expression if it starts with ``.*`` or has one of these characters."""
 _WILDCARDS = "*?["

@@ -56,11 +56,13 @@ class RopeScaling:
     ``beta_fast`` and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv
     2402.13753) divides each by its own factor, with one list up to the original length and another beyond it;
     ``ntk_alpha`` multiplies the base by ``factor ** (R / (R - 2))`` for R rotated channels; ``dynamic`` does so for a
-    sample of L tokens beyond the original length C, with ``factor * L / C - (factor - 1)`` in place of ``factor``.
+    sample of L tokens beyond the original length C, with ``factor * L / C - (factor - 1)`` in place of ``factor``;
+    ``proportional`` divides the frequencies by ``factor`` and rotates only the first ``partial_rotary_factor`` of the
+    pairs of a head, whose frequencies are those of a head with all pairs rotated.
     """
 
-    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha", "dynamic"]
-    factor: float
+    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha", "dynamic", "proportional"]
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
@@ -74,6 +76,7 @@ class RopeScaling:
     """Multiplier of cosines and sines; None: derived from the factor."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +120,14 @@ class Moe:
     router_bias: bool = False
     router_float32: bool = False
     """The router's weights are always float32."""
+    router_norm: bool = False
+    """The router's input is divided by its root mean square and multiplied by learned gains, and the logits are divided
+    by the root of its width."""
+    expert_gains: bool = False
+    """The final weight of each expert is multiplied by a learned number."""
+    branch_norms: bool = False
+    """Routed and shared experts have norms of their own, before and after them; the router has the input before these.
+    """
     weighs_inputs: bool = False
     """The weight of an expert multiplies its input and not its output."""
     expert_mlp_bias: bool = False
@@ -124,6 +135,8 @@ class Moe:
     """A bias that is added to the weighted sum of the experts' outputs."""
 
     def invalid_reason(self) -> str | None:
+        if self.branch_norms and not self.shared_ffn_hidden_size:
+            return "experts with norms of their own need shared experts beside them"
         if self.weighs_inputs and self.expert_mlp_bias:
             return "experts with weighted inputs cannot have biases"
         if self.num_experts % self.num_groups:
@@ -229,6 +242,13 @@ class Architecture:
     value_channels: int | None = None
     """Width of one head's values; None: ``kv_channels``."""
     value_multiplier: float = 1.0
+    value_norm: bool = False
+    """The values of each head are divided by their root mean square."""
+    values_are_keys: bool = False
+    """There is no value projection: values are the outputs of the key projection, before their norm and rotation."""
+    key_sharing_layers: int = 0
+    """The last layers, which have queries only: keys and values are those of the last layer before them with the same
+    reach, a window or none."""
     attention_scale: float | None = None
     """Multiplier of attention scores; None: 1/sqrt(head dim)."""
     query_scaling: QueryScaling | None = None
@@ -255,6 +275,8 @@ class Architecture:
     activation: Activation = "silu"
     gated: bool = True
     mlp_bias: bool = False
+    sharing_layers_wide: bool = False
+    """The feed-forward blocks of layers that share keys are twice as wide."""
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Of the gate before its activation, SiLU, and of the output."""
     moe: Moe | None = None
@@ -269,6 +291,11 @@ class Architecture:
     embedding_multiplier: float = 1.0
     output_bias: bool = False
     """The output layer has a bias, which a reward model does not have."""
+    layer_input_size: int = 0
+    """Width of a token's vector for each layer, from a table and a projection of its embedding, which the layer gates
+    and adds to its output (Gemma 3n); 0: none."""
+    layer_scalars: bool = False
+    """The output of each layer, with its residual, is multiplied by a number of the layer that is not trained."""
     residual_multiplier: float = 1.0
     """Multiplier of the outputs of attention and feed-forward block."""
     logits_multiplier: float = 1.0
@@ -312,16 +339,31 @@ class Architecture:
     def layer_kinds(self, layer: int) -> frozenset[str]:
         """What rules can select layers by.
 
-        Mixers, ``moe`` or ``dense``, ``windowed`` or ``full`` attention, and ``indexed`` if it has an indexer.
+        Mixers, ``moe``, ``dense`` or ``wide``, ``windowed`` or ``full`` attention, with ``_queries`` if it shares keys,
+        and ``indexed`` if it has an indexer.
         """
-        feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else "dense",)
+        dense = "wide" if self.mlp_width(layer) > self.ffn_hidden_size else "dense"
+        feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else dense,)
         reach = "full" if self.window(layer) is None else "windowed"
+        reach += "" if self.key_source(layer) is None else "_queries"
         indexed = ("indexed",) if self.is_indexed(layer) else ()
         return frozenset((*self.mixers_of(layer), *feed_forward, reach, *indexed))
 
     def is_indexed(self, layer: int) -> bool:
         """Whether the attention of the layer, counted from 0, has an indexer."""
         return self.indexer is not None and layer not in self.indexer.shared_layers
+
+    def key_source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer, both from 0, attends to; None: its own."""
+        first = self.num_layers - self.key_sharing_layers
+        if not first <= layer < self.num_layers:
+            return None
+        return max(other for other in range(first) if self.window(other) == self.window(layer))
+
+    def mlp_width(self, layer: int) -> int:
+        """Width of the dense feed-forward block of a layer, from 0."""
+        wide = self.sharing_layers_wide and self.key_source(layer) is not None
+        return 2 * self.ffn_hidden_size if wide else self.ffn_hidden_size
 
     def mean_keys(self, layer: int) -> float | None:
         """Keys of a query in a long sample, on average; None: half of the sample."""

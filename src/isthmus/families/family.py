@@ -81,6 +81,8 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Substrings of tensor names in files of other programs, and what they are in those of the family; they count only
     in names that the family does not have."""
+    unused: tuple[Rule, ...] = ()
+    """Of tensors that published files have and the model does not use."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Substrings of tensor names that differ in the module paths of transformers."""
     unadapted: tuple[str, ...] = ()
@@ -309,6 +311,17 @@ class Family:
                         hf = tuple(part.name.format(layer=layer, expert=expert, mtp=hf_layer) for part in rule.parts)
                         found[name] = Placement(name, rule, hf, expert)
         return found
+
+    def unused_tensors(self, arch: Architecture) -> set[str]:
+        """Names of tensors that files may have and the model does not use."""
+        kinds = [arch.layer_kinds(layer) for layer in range(arch.num_layers)]
+        return {
+            part.name.format(layer=layer)
+            for rule in self.unused
+            for layer, of_layer in enumerate(kinds)
+            if rule.applies_to_layer(of_layer)
+            for part in rule.parts
+        }
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Name and shape of every tensor in the Hugging Face model, in the order of the rules."""

@@ -16,6 +16,7 @@ class WindowAttention:
     value_channels: int | None = None
     rotary_percent: float | None = None
     attention_sinks: bool | None = None
+    values_are_keys: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,6 +70,8 @@ def layer_terms(
     if a.qk_norm and "attention" in mixers:
         heads = a.num_attention_heads + a.num_query_groups
         float32 += num_tokens * heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels) // tp
+    if a.value_norm and "attention" in mixers:
+        float32 += num_tokens * a.num_query_groups // tp
     sizes = {"num_tokens": num_tokens, "bytes_per_element": bytes_per_element, "tp": tp}
     found = {
         f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
@@ -81,6 +83,9 @@ def layer_terms(
     }
     if "attention" not in mixers:
         del found[ATTENTION]
+    if a.layer_input_size:
+        channels = 2 * a.hidden_size + 4 * a.layer_input_size
+        found["the layer's own input and its gate"] = outside * (channels * bytes_per_element + 4)
     for mixer in set(mixers) - {"attention"}:
         found |= mixer_terms(a, mixer, **sizes, recomputed="core_attn" in recomputed)
     return found
@@ -121,6 +126,8 @@ def _attention_channels(a: Architecture, recomputed: Sequence[Recomputed]) -> in
     inputs += 3 * query_width if a.attention_gate else 0
     inputs += a.num_attention_heads * (1 + a.value_width) if a.head_gate else 0
     values_and_output = (a.num_attention_heads + a.num_query_groups) * a.value_width
+    if a.value_norm and not a.values_are_keys:  # also its input
+        values_and_output += a.num_query_groups * a.value_width
     return query_width + key_width + inputs + rotated + values_and_output
 
 
@@ -163,6 +170,8 @@ def stage_bytes(
         total += num_tokens * channels * bytes_per_element
     if first:
         total += 8 * num_tokens
+        channels = a.num_layers * a.layer_input_size  # inputs of the norm of layer inputs, and a number for each layer
+        total += outside * (channels * bytes_per_element + (4 * a.num_layers if channels else 0))
     if last:
         total += outside * (a.hidden_size * bytes_per_element + 4)
         total += loss_tokens * (a.hidden_size * bytes_per_element + 8)

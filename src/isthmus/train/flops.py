@@ -9,11 +9,15 @@ def matmul_parameters(architecture: Architecture, layer: int) -> int:
     """Weights of decoder layer ``layer`` in a token's matmuls and convolutions, without norms and biases."""
     a, moe = architecture, architecture.moe
     mixers = sum(_mixer_parameters(a.attention_of(layer), mixer) for mixer in a.mixers_of(layer))
+    if a.key_source(layer) is not None:  # its queries only
+        own = a.attention_of(layer)
+        mixers = a.hidden_size * own.num_attention_heads * (own.kv_channels + own.value_width)
+    mixers += 3 * a.hidden_size * a.layer_input_size  # its part of the projection of embeddings, gate, projection
     matrices = 3 if a.gated else 2
     if layer in a.layers_without_mlp:
         return mixers
     if moe is None or not a.is_moe(layer):
-        return mixers + matrices * a.hidden_size * a.ffn_hidden_size
+        return mixers + matrices * a.hidden_size * a.mlp_width(layer)
     latent = 0 if moe.latent_size is None else 2 * a.hidden_size * moe.latent_size
     routed = matrices * moe.top_k * moe.ffn_hidden_size * (moe.latent_size or a.hidden_size)
     others = matrices * moe.shared_ffn_hidden_size + moe.num_experts + moe.shared_gate
@@ -63,7 +67,7 @@ def _attention_parameters(a: Architecture) -> int:
     width = a.num_attention_heads * a.kv_channels
     gate = a.hidden_size * a.num_attention_heads if a.head_gate else 0
     if (mla := a.mla) is None:
-        values = (a.num_attention_heads + a.num_query_groups) * a.value_width
+        values = (a.num_attention_heads + (0 if a.values_are_keys else a.num_query_groups)) * a.value_width
         width *= 2 if a.attention_gate else 1
         return gate + a.hidden_size * (width + a.num_query_groups * a.kv_channels + values)
     queries = a.hidden_size * width if mla.q_lora_rank is None else mla.q_lora_rank * (a.hidden_size + width)

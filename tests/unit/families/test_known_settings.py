@@ -69,8 +69,9 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 def unread_settings(name: str) -> set[str]:
     family, config = all_families()[name], tiny_config(name).to_dict()
-    # A list by layer takes the place of other settings.
-    unlisted = {key: value for key, value in config.items() if not (isinstance(value, list) and len(value) > 1)}
+    # A list by layer, or sizes of single layers, take the place of other settings.
+    lists = {key for key, value in config.items() if isinstance(value, list) and len(value) > 1}
+    unlisted = {key: value for key, value in config.items() if key not in lists | {"per_layer_config"}}
     read = keys_read(family, config) | keys_read(family, unlisted)
     read |= READ_IN_OTHER_CONFIGS.get(name, set())
     read |= {alias for key in family.keys.values() for alias in key.aliases if key.hf in read}

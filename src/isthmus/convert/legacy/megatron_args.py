@@ -64,6 +64,11 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("queries and keys divided by their root mean square", lambda arch: arch.qk_rms),
     ("experts with weighted inputs", lambda arch: arch.moe is not None and arch.moe.weighs_inputs),
     ("the mean of routed and shared experts", lambda arch: arch.moe is not None and arch.moe.shared_mean),
+    ("values divided by their root mean square", lambda arch: arch.value_norm),
+    ("values that are keys", lambda arch: arch.values_are_keys),
+    ("layers that share keys", lambda arch: arch.key_sharing_layers > 0),
+    ("inputs of their own for each layer", lambda arch: arch.layer_input_size > 0),
+    ("layers with a scalar", lambda arch: arch.layer_scalars),
     ("queries that grow with their position", lambda arch: arch.query_scaling is not None),
     ("attention_softcap={0.attention_softcap:g}", lambda arch: arch.attention_softcap is not None),
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
@@ -257,6 +262,8 @@ def _yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
 
 def _routing_args(moe: Moe) -> dict[str, Any] | None:
     """None if Megatron-LM has no option for this routing."""
+    if moe.router_norm or moe.expert_gains or moe.branch_norms:
+        return None
     grouped = moe.num_groups > 1
     groups: dict[str, Any] = {"moe_router_num_groups": None, "moe_router_group_topk": None}
     if grouped:

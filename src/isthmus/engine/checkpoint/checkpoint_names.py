@@ -178,7 +178,7 @@ class Spelling:
 
 def spelling_of(arch: Architecture) -> Spelling:
     numbers = range(arch.num_layers)
-    shares_keys = arch.indexer is not None and arch.indexer.shared_layers
+    shares_keys = arch.key_sharing_layers or (arch.indexer is not None and arch.indexer.shared_layers)
     hybrid = bool(arch.mixers or arch.layers_without_mlp or arch.window_attention or shares_keys)
     blocks = [len(arch.mixers_of(layer)) + (layer not in arch.layers_without_mlp) for layer in numbers]
     return Spelling(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from isthmus.engine.attention_backends.backends import BACKENDS
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.head_gate import build_head_gate, gated_by_head
 from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
-from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm
+from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
 from isthmus.engine.layers.rope import rotate, rotated_channels
 from isthmus.engine.parallel.context_parallel import gather_sequence
@@ -105,6 +106,9 @@ class PackedSelfAttention(MegatronModule):
     Its own class has neither values of another width than keys, nor layers of different sizes.
     """
 
+    linear_qkv: Any
+    linear_q_proj: Any
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -127,9 +131,11 @@ class PackedSelfAttention(MegatronModule):
         """With several ranks for each group: this rank's group, and its part of the group's queries."""
         self.groups = max(1, groups // tp.size())
         gates = (own.value_width * all_heads // groups,) if own.attention_gate else ()
-        self.widths = (own.kv_channels * all_heads // groups, *gates, own.kv_channels, own.value_width)
+        values = () if own.values_are_keys else (own.value_width,)
+        self.widths = (own.kv_channels * all_heads // groups, *gates, own.kv_channels, *values)
         """Of a group's queries, its gates, its keys and its values."""
-        self.value_multiplier = own.value_multiplier
+        self.values_are_keys, self.value_multiplier = own.values_are_keys, own.value_multiplier
+        self.value_norm = RMSNorm(config, own.value_width, own.norm_epsilon, weight=False) if own.value_norm else None
         self.clip = own.clip_qkv
         self.norms_rotated = own.qk_norm_after_rotation
         self.rms_epsilon = own.norm_epsilon if own.qk_rms and self.rotated else None
@@ -148,41 +154,85 @@ class PackedSelfAttention(MegatronModule):
             all_heads * own.value_width, config.hidden_size, bias=own.proj_bias, input_is_parallel=True,
             skip_bias_add=True, **parallel,
         )  # fmt: skip
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size, groups * sum(self.widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
+        self.shares_keys, self.lends_keys = _key_sharing(architecture, layer)
+        self.lent: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
+        name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
+        projection = ColumnParallelLinear(
+            config.hidden_size, groups * sum(widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
             **parallel,
         )  # fmt: skip
+        self.add_module(name, projection)
         self.linear_gate = build_head_gate(config, own, tp)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if own.qk_norm:
             self.q_layernorm = _qk_norm(config, own, norm, all_heads, tp)
-            self.k_layernorm = _qk_norm(config, own, norm, groups, tp)
+            self.k_layernorm = None if self.shares_keys else _qk_norm(config, own, norm, groups, tp)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch, **_unused: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: PackedBatch,
+        shared_keys: Sequence[Tensor] = (),
+        **_unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend and project; returns the output and the bias that the caller adds, or None.
 
         ``hidden_states`` is [T, 1, H] of this rank's tokens, or [T / tp, 1, H] under sequence parallelism.
         ``rotary_pos_emb`` is that of :func:`~isthmus.engine.layers.rope.rotary_tables`; None for learned positions.
+        ``shared_keys`` are the keys and values of another layer, of :meth:`take_keys`, if this one shares them.
         """
+        if self.shares_keys:
+            return self._attend_to(hidden_states, shared_keys, rotary_pos_emb, packed_seq_params)
         q, k, v, *gate = self._project(hidden_states)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
-        table = None
-        if self.rotated and rotary_pos_emb is not None:
-            table = rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
+        table = self._table(rotary_pos_emb)
         factors = None if self.query_scaling is None else query_factors(self.query_scaling, packed_seq_params)
         heads = self._normed_and_rotated(q, k, table, factors)
         recomputed = "rope" in self.config.recomputed and table is not None
         with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table, factors)):
             attended = self.core_attention(*heads, v, packed_seq_params)
+        self.lent = (heads[1], v) if self.lends_keys else None
         if gate:
             attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
         if self.linear_gate is not None:
             attended = gated_by_head(attended, self.linear_gate, hidden_states)
         return self.linear_proj(attended[:, None])
+
+    def _attend_to(
+        self, hidden_states: Tensor, keys: Sequence[Tensor], rotary_pos_emb: Tensor | None, batch: PackedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` with the keys [T, G, D] and values [T, G, Dv] of another layer."""
+        k, v = keys
+        projected, _ = self.linear_q_proj(hidden_states)
+        queries = projected.view(projected.size(0), k.size(1), -1, k.size(2))
+        table = self._table(rotary_pos_emb)
+
+        def normed_and_rotated() -> list[Tensor]:
+            q = queries if self.q_layernorm is None else self.q_layernorm(queries)
+            return [q if table is None else rotate(q, table, interleaved=self.config.rotary_interleaved)]
+
+        heads = normed_and_rotated()
+        with recompute_if("rope" in self.config.recomputed and table is not None, heads, normed_and_rotated):
+            attended = self.core_attention(*heads, k, v, batch)
+        return self.linear_proj(attended[:, None])
+
+    def take_keys(self) -> tuple[Tensor, ...]:
+        """Keys [T, G, D] and values [T, G, Dv] of the last forward pass, of this rank's tokens and heads, once.
+
+        Empty if no other layer attends to them.
+        """
+        taken, self.lent = self.lent, None
+        return taken or ()
+
+    def _table(self, rotary_pos_emb: Tensor | None) -> Tensor | None:
+        if not self.rotated or rotary_pos_emb is None:
+            return None
+        return rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]; any gates [T, G, R, Dv]."""
@@ -190,11 +240,13 @@ class PackedSelfAttention(MegatronModule):
         if self.ranks_per_group > 1:
             group, width = self.part_of_group[0], sum(self.widths)
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
-        q, *gate, k, v = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
+        parts = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
+        q, *gate, k, v = (*parts, parts[-1]) if self.values_are_keys else parts
         of_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
         if self.ranks_per_group > 1:
             of_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in of_heads]
         q, *gate = of_heads
+        v = v if self.value_norm is None else self.value_norm(v)
         return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None, factors: Tensor | None) -> list[Tensor]:
@@ -213,6 +265,12 @@ class PackedSelfAttention(MegatronModule):
         if self.q_layernorm is None or self.k_layernorm is None:
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)
+
+
+def _key_sharing(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer, from 0, attends to the keys of another one, and whether another one attends to its keys."""
+    sources = {architecture.key_source(other) for other in range(architecture.num_layers)}
+    return architecture.key_source(layer) is not None, layer in sources
 
 
 def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:

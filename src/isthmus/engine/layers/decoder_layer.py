@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.mlp import MLP
@@ -14,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.attention import PackedSelfAttention
 from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
@@ -24,7 +27,11 @@ from isthmus.families.architecture import Form
 class DenseMlp(MLP):
     """Megatron-Core's MLP, which recomputes its activations itself."""
 
-    def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: DecoderConfig, *args: Any, width: int | None = None, **kwargs: Any) -> None:
+        """``width`` is that of the block if it is not the model's."""
+        if width is not None:
+            config = copy(config)
+            config.ffn_hidden_size = width
         super().__init__(config, *args, **kwargs)
         self.recomputed = "mlp" in config.recomputed
         self.recompute_activation = "mlp_act" in config.recomputed
@@ -58,6 +65,12 @@ class LayerSpec:
     residual_multiplier: float
     fused_norms: dict[str, str]
     """Name of a norm -> in a checkpoint."""
+    mlp_has_norms: bool = False
+    """The feed-forward block normalizes its input itself."""
+    scalar: bool = False
+    """The output of the layer is multiplied by a number that is not trained."""
+    input: ModuleSpec | None = None
+    """What adds the layer's own input of each token, see :mod:`isthmus.engine.layers.layer_inputs`."""
 
 
 class DecoderLayer(MegatronModule):
@@ -83,28 +96,58 @@ class DecoderLayer(MegatronModule):
             built = build_module(mixer, config=config, layer_number=layer_number, pg_collection=pg_collection)
             self.add_module(name, built)
         has_mlp, shares_norm = spec.mlp is not None, self.parallel and spec.form == "parallel"
-        self.pre_mlp_layernorm = norm(pre and has_mlp and not shares_norm)
+        self.pre_mlp_layernorm = norm(pre and has_mlp and not shares_norm and not spec.mlp_has_norms)
         self.mlp: Any = build_module(spec.mlp, config=config) if has_mlp else None
         self.post_self_attn_layernorm = norm(post and mixed)
         self.post_mlp_layernorm = norm(post and has_mlp)
+        self.layer_input: Any = None if spec.input is None else build_module(spec.input, config=config)
+        self.layer_scalar: nn.Parameter | None = None
+        if spec.scalar:
+            self.layer_scalar = nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: PackedBatch,
+        layer_input: Tensor | None = None,
+        shared_keys: Sequence[Tensor] = (),
     ) -> Tensor:
-        """``hidden_states`` and the result are [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
-        batch, normed, mixed = packed_seq_params, hidden_states, None
+        """``hidden_states`` and the result are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+
+        ``layer_input`` is the layer's own input of each token, ``shared_keys`` are keys and values of another layer.
+        """
+        out = self._blocks(hidden_states, rotary_pos_emb, packed_seq_params, shared_keys)
+        if self.layer_input is not None:
+            out = self.layer_input(out, layer_input)
+        return out if self.layer_scalar is None else out * self.layer_scalar
+
+    def take_keys(self) -> tuple[Tensor, ...]:
+        """Keys and values of the last forward pass that other layers attend to; empty without such layers."""
+        attention = getattr(self, "self_attention", None)
+        taken: tuple[Tensor, ...] = attention.take_keys() if isinstance(attention, PackedSelfAttention) else ()
+        return taken
+
+    def _blocks(
+        self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, batch: PackedBatch, shared_keys: Sequence[Tensor]
+    ) -> Tensor:
+        normed, mixed = hidden_states, None
+        keys = {"shared_keys": shared_keys} if shared_keys else {}
         if self.spec.mixers:
             if self.input_layernorm is not None:
                 normed = self.input_layernorm(hidden_states)
             with recompute_if(self.recompute_norms, [normed], lambda: [self.input_layernorm(hidden_states)]):
                 outputs = [
-                    getattr(self, name)(normed, rotary_pos_emb=rotary_pos_emb, packed_seq_params=batch)
+                    getattr(self, name)(normed, rotary_pos_emb=rotary_pos_emb, packed_seq_params=batch, **keys)
                     for name in self.spec.mixers
                 ]
             mixed = self._residual(outputs, self.post_self_attn_layernorm, batch, ATTENTION_OUTPUT)
             if self.mlp is None:
                 return hidden_states + mixed
-        stream, norm = hidden_states, self.pre_mlp_layernorm or self.input_layernorm
+        stream, norm = hidden_states, self.pre_mlp_layernorm
+        if norm is None and not self.spec.mlp_has_norms:
+            norm = self.input_layernorm
         if norm is None:
             stream = mlp_input = stream if mixed is None else stream + mixed
         elif self.parallel:
@@ -113,7 +156,7 @@ class DecoderLayer(MegatronModule):
             mlp_input = norm(stream)
         else:
             stream, mlp_input = norm(mixed, stream)
-        with recompute_if(self.recompute_norms, [mlp_input], lambda: [norm(stream)]):
+        with recompute_if(self.recompute_norms and norm is not None, [mlp_input], lambda: [norm(stream)]):
             output = self.mlp(mlp_input, batch)
         added = self._residual([output], self.post_mlp_layernorm, batch, MLP_OUTPUT)
         return stream + (mixed + added if mixed is not None and self.parallel else added)

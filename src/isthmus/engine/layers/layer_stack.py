@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel
@@ -69,18 +70,30 @@ class DecoderStack(LayerStack):
         self.recomputed_layers = 0 if not full else len(self.layers) if every else config.recompute_num_layers or 0
 
     def forward(
-        self, hidden_states: Tensor | None, *, rotary_pos_emb: Tensor | None, packed_seq_params: PackedBatch
+        self,
+        hidden_states: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: PackedBatch,
+        layer_inputs: Sequence[Tensor] = (),
+        key_sources: Mapping[int, int | None] = MappingProxyType({}),
     ) -> Tensor:
-        """Hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism; None: those of the previous stage."""
+        """Hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism; None: those of the previous stage.
+
+        ``layer_inputs`` are the layers' own inputs, if they have any. ``key_sources`` has the number of the layer, from
+        0, whose keys a layer attends to, if they are not its own.
+        """
         hidden = self.input_tensor if hidden_states is None else hidden_states
         assert hidden is not None
         recomputed = self.recomputed_layers if self.training else 0
+        lent: dict[int, Sequence[Tensor]] = {}
         for index, layer in enumerate(self.layers):
             run = partial(_run, layer, packed_seq_params)
-            if index < recomputed:
-                hidden = tensor_parallel.checkpoint(run, False, hidden, rotary_pos_emb)
-            else:
-                hidden = run(hidden, rotary_pos_emb)
+            own = layer_inputs[index] if layer_inputs else None
+            source = key_sources.get(self.first + index)
+            inputs: list[Any] = [hidden, rotary_pos_emb, own, *(() if source is None else lent[source])]
+            outputs = tensor_parallel.checkpoint(run, False, *inputs) if index < recomputed else run(*inputs)
+            hidden, *lent[self.first + index] = outputs if isinstance(outputs, tuple) else (outputs,)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden
@@ -91,6 +104,17 @@ class DecoderStack(LayerStack):
         return found
 
 
-def _run(layer: nn.Module, batch: PackedBatch, hidden: Tensor, tables: Tensor | None) -> Tensor:
-    out: Tensor = layer(hidden, rotary_pos_emb=tables, packed_seq_params=batch)
-    return out
+def _run(
+    layer: Any,
+    batch: PackedBatch,
+    hidden: Tensor,
+    tables: Tensor | None,
+    own_input: Tensor | None,
+    *shared_keys: Tensor,
+) -> Tensor | tuple[Tensor, ...]:
+    """The output of a layer, with its keys and values if other layers attend to them."""
+    given: dict[str, Any] = {} if own_input is None else {"layer_input": own_input}
+    given |= {"shared_keys": shared_keys} if shared_keys else {}
+    out: Tensor = layer(hidden, rotary_pos_emb=tables, packed_seq_params=batch, **given)
+    keys = layer.take_keys()
+    return (out, *keys) if keys else out

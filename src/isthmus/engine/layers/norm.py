@@ -145,6 +145,12 @@ class RMSNorm(_Norm):
         return normed if residual is None else (x, normed)
 
 
+def rms_norm_of_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The :class:`RMSNorm` of float32 ``x`` with a weight of any dtype, in float32; only ``x`` is saved."""
+    normed: Tensor = _NormFunction.apply(x, None, weight, None, (eps, False, False))
+    return normed
+
+
 class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim (arXiv 1607.06450)."""
 

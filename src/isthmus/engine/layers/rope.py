@@ -64,6 +64,9 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "proportional":
+        rotated = int(scaling.partial_rotary_factor * width // 2)
+        return torch.where(torch.arange(width // 2) < rotated, frequencies / scaling.factor, 0.0)
     if scaling.kind == "yarn":
         return _yarn(frequencies, scaling, base)
     if scaling.kind == "longrope":

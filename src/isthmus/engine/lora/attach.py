@@ -44,6 +44,9 @@ def attach_adapters(
         decoder.config.adapter_dropout = adapters.dropout
         for layer in decoder.decoder.layers if adapters.dropout else ():
             layer.register_forward_pre_hook(use_batch, with_kwargs=True)
+        inputs = getattr(getattr(decoder, "embedding", None), "layer_inputs", None)
+        if adapters.dropout and inputs is not None:
+            inputs.register_forward_pre_hook(use_batch, with_kwargs=True)
         layers = {id(getattr(module, "weight", None)): module for module in decoder.modules()}
         for name, weight in live_parameters(decoder).items():
             if name not in adapters.of_weights:

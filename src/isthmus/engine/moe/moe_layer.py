@@ -6,6 +6,7 @@ Megatron-Core's layer needs TransformerEngine for the router (``te_general_gemm`
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -114,10 +115,22 @@ def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
 
 
 class MoeBlock(MegatronModule):
+    pre_shared_layernorm: Any
+    post_shared_layernorm: Any
+    pre_routed_layernorm: Any
+    post_routed_layernorm: Any
+
     def __init__(
-        self, config: DecoderConfig, submodules: MLPSubmodules, *, moe: Moe, settings: MoeConfig, layer: int = 0
+        self,
+        config: DecoderConfig,
+        submodules: MLPSubmodules,
+        *,
+        moe: Moe,
+        settings: MoeConfig,
+        norm: Callable[[DecoderConfig], nn.Module],
+        layer: int = 0,
     ) -> None:
-        """``layer`` counts from 0 in the whole model."""
+        """``norm`` is that of hidden states, ``layer`` counts from 0 in the whole model."""
         super().__init__(config)
         groups = get_default_pg_collection()
         self.router = TopKRouter(config, moe, settings, groups)
@@ -145,6 +158,10 @@ class MoeBlock(MegatronModule):
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
+        names = ("pre_shared", "post_shared", "pre_routed", "post_routed") if moe.branch_norms else ()
+        self.norms = [f"{name}_layernorm" for name in names]
+        for name in self.norms:
+            self.add_module(name, norm(config))
         self.output_bias: nn.Parameter | None = None
         if moe.output_bias:
             self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
@@ -160,12 +177,16 @@ class MoeBlock(MegatronModule):
             hidden = hidden_states[:, 0]
             weights, chosen = self.router(hidden, batch)
             # A dispatcher that waits for the GPU calls it before, so that the GPU has work meanwhile.
-            shared = functools.cache(lambda: None if (mlp := self.shared_experts) is None else mlp(hidden_states))
+            shared = functools.cache(lambda: self._shared(hidden_states))
+            if self.norms:
+                hidden = self.pre_routed_layernorm(hidden)
             if self.fc1_latent_proj is not None:
                 hidden = self.fc1_latent_proj(hidden)
             out: Tensor = self.dispatch(hidden, weights, chosen, self.experts, shared)[:, None]
             if self.fc2_latent_proj is not None:
                 out = self.fc2_latent_proj(out)
+            if self.norms:
+                out = self.post_routed_layernorm(out)
             if (added := shared()) is not None:
                 out = (out + added) / 2 if self.shared_mean else out + added
             return out if self.output_bias is None else out + self.output_bias
@@ -173,3 +194,12 @@ class MoeBlock(MegatronModule):
         if self.recomputed and self.training:
             return tensor_parallel.checkpoint(with_this_batch(run), False, hidden_states), None
         return run(hidden_states), None
+
+    def _shared(self, hidden_states: Tensor) -> Tensor | None:
+        """The output of the shared experts; None without any."""
+        if self.shared_experts is None:
+            return None
+        if not self.norms:
+            return self.shared_experts(hidden_states)
+        normed: Tensor = self.post_shared_layernorm(self.shared_experts(self.pre_shared_layernorm(hidden_states)))
+        return normed

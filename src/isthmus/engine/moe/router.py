@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
+from isthmus.engine.layers.norm import rms_norm_of_float32
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
 from isthmus.errors import UsageError
@@ -27,6 +28,8 @@ class TopKRouter(MegatronModule):
         dtype = torch.float32 if moe.router_float32 else config.params_dtype
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(moe.num_experts, dtype=dtype)) if moe.router_bias else None
+        self.scale = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype)) if moe.router_norm else None
+        self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts, dtype=dtype)) if moe.expert_gains else None
         for parameter in self.parameters():
             # finalize_model_grads reads it: each rank has a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -42,8 +45,15 @@ class TopKRouter(MegatronModule):
         if self.training and self.moe.score == "sparsemixer":
             raise UsageError("this model samples its experts in training, which is not implemented. Evaluate it.")
         bias = None if self.bias is None else self.bias.float()
-        logits = F.linear(hidden.float(), self.weight.float(), bias)
+        hidden = hidden.float()
+        if self.scale is not None:
+            hidden = rms_norm_of_float32(hidden, self.scale, self.config.layernorm_epsilon)
+        logits = F.linear(hidden, self.weight.float(), bias)
+        if self.scale is not None:
+            logits = logits * self.config.hidden_size**-0.5
         weights, chosen = route(logits, self.expert_bias, self.moe)
+        if self.per_expert_scale is not None:
+            weights = weights * self.per_expert_scale.float()[chosen]
         # Activation recomputation runs first without gradients; that pass is not counted.
         if self.training and torch.is_grad_enabled() and batch is not None and batch.token_groups is not None:
             weights = self._with_losses(weights, logits, chosen, *batch.token_groups)

@@ -53,6 +53,7 @@ def multimodal(
             name=name,
             hf_architecture=hf_architecture,
             rules=tuple(_prefixed(rule, names) for rule in text.rules),
+            unused=tuple(_prefixed(rule, names) for rule in text.unused),
             module_names={**module_names, **text.module_names},
             nested=Nested(
                 model_type=text.name,

@@ -28,16 +28,18 @@ _NEEDED = {
     "longrope": ("factor", _CONTEXT, *_LISTS),
     "ntk_alpha": ("factor",),
     "dynamic": ("factor", _CONTEXT),
+    "proportional": (_SHARE,),
 }
-_READABLE = [kind for kind in _NEEDED if kind != "ntk_alpha"]
+_READABLE = [kind for kind in _NEEDED if kind not in ("ntk_alpha", "proportional")]
 _OPTIONAL = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 _TYPES: Mapping[str, Callable[[Any], Any]] = {_CONTEXT: int, "truncate": bool} | dict.fromkeys(_LISTS, tuple)
 _ALIASES = {"su": "longrope"}
 _DEFAULTS = {field.name: field.default for field in fields(RopeScaling)}
-_KNOWN = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"], *_OPTIONAL["yarn"], *_LISTS}
+_KNOWN = {"rope_type", "type", "rope_theta", _SHARE, *_NEEDED["llama3"], *_OPTIONAL["yarn"], *_LISTS}
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """They select among the positions of a token in an image, which are all the same in a text. Families of language models
 beside a vision tower have a default for the first one."""
@@ -47,6 +49,8 @@ _ALPHA = "alpha"
 """The factor of ``ntk_alpha``, in configs of ``dynamic`` scaling. A family that supports it has a default for it."""
 _QUERY_RATE = "llama_4_scaling_beta"
 """Of families that have a default for it: queries grow with the position."""
+_PROPORTIONAL = "proportional"
+"""Of families whose default it is: the share of rotated channels is a setting of this kind of scaling."""
 _MAGNITUDES = ("short_mscale", "long_mscale")
 """LongRoPE's ``attention_factor`` within and beyond the original length, of families that have a default for them."""
 
@@ -73,7 +77,7 @@ def read_rotary(
     base, scaling = _read_rope(hf, defaults)
     of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _WIDTH in defaults else None
     given = (_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE)) if defaults.get(_SHARE, 1) is not None else ()
-    share = _first(*given, of_width, defaults.get(_SHARE), 1.0)
+    share = _first(*(given[1:] if _is_proportional(scaling) else given), of_width, defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
     width = _rotated(share, head_width)
@@ -134,6 +138,7 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
     others = [names for names in (_OF_IMAGES, (_QUERY_RATE, "max_position_embeddings")) if names[0] in defaults]
+    share = settings.get(_SHARE)
     for name in (_SHARE, *(name for names in others for name in names)):
         settings.pop(name, None)
     named = settings.get("rope_type", settings.get("type", "default"))
@@ -142,6 +147,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     kind: Any = _ALIASES.get(named, named)
     if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
         kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
+    elif kind == _PROPORTIONAL and _default_kind(defaults) == _PROPORTIONAL:
+        settings = {**settings, _SHARE: 1.0 if share is None else share}
     elif kind not in _READABLE:
         raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_READABLE)}.")
     if kind == "yarn" and settings.get(_LISTS[0]):  # configs of early Phi-3 models
@@ -173,8 +180,18 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     for key in chosen:
         if key not in _LISTS and not (isinstance(settings[key], int | float) and abs(settings[key]) < _MAX_NUMBER):
             raise DataError(f"config.json: {key} of rope type '{kind}' must be a number, got {settings[key]!r}.")
+    if kind == _PROPORTIONAL and settings[_SHARE] > 1:
+        raise DataError(f"config.json: {_SHARE} must be at most 1, got {settings[_SHARE]!r}.")
     values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
     return float(theta), RopeScaling(kind=kind, **values)
+
+
+def _is_proportional(scaling: RopeScaling | None) -> bool:
+    return scaling is not None and scaling.kind == _PROPORTIONAL
+
+
+def _default_kind(defaults: Mapping[str, Any]) -> Any:
+    return (defaults.get("rope_parameters") or {}).get("rope_type")
 
 
 def _magnitude(settings: dict[str, Any], kind: str) -> Any:
@@ -223,7 +240,7 @@ def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[s
     scaling: dict[str, Any] | None = None
     if (found := arch.rope_scaling) is not None:
         scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary_base, found) else {}
-        for key in ("rope_theta", _SHARE):
+        for key in ("rope_theta", _SHARE) if found.kind != _PROPORTIONAL else ("rope_theta",):
             scaling.pop(key, None)
         if not scaling:
             settings = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]

@@ -189,13 +189,16 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
     numbers of key and value heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
     Di are its heads and their dim. Mamba-2: Mi are the channels, Mg the channels of B of all groups, Mh the heads, Mk
     the kernel. Mamba-1: Ci are the channels, Cs is the state size, Cr the rank of the time steps, Cx is Cr plus twice
-    Cs, Ck the kernel. Sk is the kernel of a short convolution.
+    Cs, Ck the kernel. Sk is the kernel of a short convolution. Iw is the width of the inputs of a layer, Ia of those of
+    all layers.
     """
     sizes = {
         "V": arch.vocab_size,
         "H": arch.hidden_size,
         "F": arch.ffn_hidden_size,
         "P": arch.max_position_embeddings + arch.position_offset,
+        "Iw": arch.layer_input_size,
+        "Ia": arch.layer_input_size * arch.num_layers,
         "1": 1,
         "2": 2,
         "4": 4,
@@ -244,7 +247,8 @@ def _attention_sizes(arch: Architecture) -> dict[str, int]:
     heads, groups, width, values = (
         arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, arch.value_width,
     )  # fmt: skip
-    rows = (heads + groups) * width + (groups + (heads if arch.attention_gate else 0)) * values
+    value_heads = (0 if arch.values_are_keys else groups) + (heads if arch.attention_gate else 0)
+    rows = (heads + groups) * width + value_heads * values
     return {"N": heads, "G": groups, "D": width, "Vh": values, "W": rows}
 
 
@@ -280,6 +284,12 @@ def copy(canonical: str, hf: str, *symbols: str, **fields: Any) -> Rule:
 def qkv(canonical: str, q: str, k: str, v: str, *tail: str, **fields: Any) -> Rule:
     """Fused QKV weights or biases, grouped by query group."""
     parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)), HfPart(v, ("G*Vh", *tail)))
+    return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
+
+
+def qk(canonical: str, q: str, k: str, *tail: str, **fields: Any) -> Rule:
+    """:func:`qkv` without values, which are the keys."""
+    parts = (HfPart(q, ("N*D", *tail)), HfPart(k, ("G*D", *tail)))
     return Rule(canonical=canonical, parts=parts, shard="heads", strands="G", **fields)
 
 

@@ -9,11 +9,21 @@ from isthmus.errors import DataError, UsageError
 from isthmus.families.rules.unrotated_layers import read_unrotated
 
 Window = Literal[
-    "never", "always", "listed", "by_layer", "pattern", "first_and_pattern", "by_depth", "unread", "chunks"
+    "never",
+    "always",
+    "listed",
+    "by_layer",
+    "pattern",
+    "first_and_pattern",
+    "pattern_and_last",
+    "by_depth",
+    "unread",
+    "chunks",
 ]
 """``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
 ``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
-``sliding_window_size`` counts the keys before the query's own; ``by_depth``: layers from ``max_window_layers`` on
+``sliding_window_size`` counts the keys before the query's own; ``pattern_and_last``: nor has the last one, whatever the
+config lists; ``by_depth``: layers from ``max_window_layers`` on
 have a window; ``unread``: none has, whatever the config lists; ``chunks``: attention in chunks, by default in the
 layers that are rotated."""
 Pattern = int | Callable[[int], bool]
@@ -45,6 +55,8 @@ def read_window(
         raise DataError(f"config.json: layer_types must list the kind of each of {num_layers} layers, got {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {_FULL, other}):
         raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {_FULL} and {other} are.")
+    if style == "pattern_and_last":
+        kinds = [*kinds[:-1], _FULL]
     if other not in kinds:
         return None, ()
     if window is None:
@@ -63,10 +75,10 @@ def _default_kinds(
         return [_FULL if layer in unrotated else _CHUNKED for layer in range(num_layers)]
     if callable(every):
         return [_FULL if every(layer) else _SLIDING for layer in range(num_layers)]
-    if style in ("pattern", "first_and_pattern"):
+    if style in ("pattern", "first_and_pattern", "pattern_and_last"):
         period = _positive(hf, "sliding_window_pattern", every) or every or 1
         kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
-        return kinds if style == "pattern" else [_FULL, *kinds[1:]]
+        return [_FULL, *kinds[1:]] if style == "first_and_pattern" else kinds
     if style == "listed":
         return [_FULL if window is None else _SLIDING] * num_layers
     full = hf.get("max_window_layers", every or 28) if window is not None else num_layers

@@ -90,15 +90,19 @@ class LayerModel:
         self._norms(found)
         if "attention" in kinds:
             arch = self.arch if window is None else self.arch.windowed
-            self._projections(mixing, arch)
+            self._projections(mixing, arch, own_keys=not kinds & {"full_queries", "windowed_queries"})
             core = self._core_attention(arch, window)
             self._rope(mixing, arch)
         for mixer in MIXERS & kinds:
             self._mixer(mixing, core, mixer_shape(self.arch, mixer))
         if is_moe:
             self._experts(feed_forward)
-        elif "dense" in kinds:
-            self._mlp(feed_forward, self.arch.ffn_hidden_size)
+        elif kinds & {"dense", "wide"}:
+            self._mlp(feed_forward, (2 if "wide" in kinds else 1) * self.arch.ffn_hidden_size)
+        if width := self.arch.layer_input_size:
+            # A layer's part of the projection of embeddings, its gate, and the projection of what is gated.
+            for rows, columns in ((width, self.arch.hidden_size),) * 2 + ((self.arch.hidden_size, width),):
+                self._linear(feed_forward, rows, columns, split=None, fp8=False)
         for part in (mixing, core, feed_forward):
             found.forward.add(part.forward)
             found.backward.add(part.backward)
@@ -209,13 +213,14 @@ class LayerModel:
         if self.work.recomputes("layernorm"):
             to.recomputed.memory += norm
 
-    def _projections(self, to: LayerTime, arch: Architecture) -> None:
+    def _projections(self, to: LayerTime, arch: Architecture, *, own_keys: bool) -> None:
         tp = self.tp
         width = arch.num_attention_heads * arch.kv_channels / tp
         if arch.head_gate:
             self._linear(to, arch.num_attention_heads / tp, arch.hidden_size, split="column")
         if (mla := arch.mla) is None:
-            keys = max(1.0, arch.num_query_groups / tp) * (arch.kv_channels + arch.value_width)
+            of_key = arch.kv_channels + (0 if arch.values_are_keys else arch.value_width)
+            keys = max(1.0, arch.num_query_groups / tp) * of_key if own_keys else 0.0
             self._linear(to, width + keys, arch.hidden_size, split="column")
             self._linear(to, arch.hidden_size, arch.num_attention_heads * arch.value_width / tp, split="row")
             return

@@ -209,13 +209,15 @@ def _layer_terms(arch: Architecture, layer: int, settings: _Settings, *, fused: 
     """Bytes by part of a layer, from 0; rows are tokens that are routed to an expert of this rank."""
     parallel, element, is_moe = settings.parallel, settings.element, arch.is_moe(layer)
     blocks: Any = {"mixers": arch.mixers_of(layer), "has_mlp": layer not in arch.layers_without_mlp}
-    arch = arch.attention_of(layer)
+    own_groups, width = int(arch.key_source(layer) is None), arch.mlp_width(layer)
+    arch = replace(arch.attention_of(layer), ffn_hidden_size=width)
     dense = _as_dense(arch, is_moe=is_moe)
+    queries = replace(dense, num_query_groups=own_groups * dense.num_query_groups)
     # The dense layer's names of what an MoE layer recomputes.
     names = {"moe": "mlp", "moe_act": "mlp_act"} if is_moe else {"mlp": "mlp", "mlp_act": "mlp_act"}
     names |= {name: name for name in ("core_attn", "layernorm", "rope")}
     recomputed: Any = [names[name] for name in settings.recomputed if name in names]
-    terms = layer_terms(dense, recomputed=recomputed, fused=fused, **settings.sizes, **blocks)
+    terms = layer_terms(queries, recomputed=recomputed, fused=fused, **settings.sizes, **blocks)
     if arch.mla is not None and "attention" in blocks["mixers"]:
         terms |= _latent_terms(arch, settings, recomputed="core_attn" in recomputed, on_gpu=fused)
     if parallel.cp > 1 and "core_attn" not in recomputed:
@@ -233,7 +235,10 @@ def _layer_terms(arch: Architecture, layer: int, settings: _Settings, *, fused: 
     router = 8 * settings.outside * moe.num_experts
     if element < 4:  # the router computes in float32; only shared experts need its input in 16 bits
         router += settings.outside * arch.hidden_size * (4 if moe.shared_ffn_hidden_size else 4 - element)
+    router += 4 * settings.outside * arch.hidden_size if moe.router_norm else 0
     terms["router"] = router
+    if moe.branch_norms:  # inputs of the norms after routed and shared experts, and numbers of all four
+        terms["norms of the experts"] = settings.outside * (2 * arch.hidden_size * element + 16)
     return terms
 
 
@@ -272,6 +277,8 @@ def _layer_kinds(arch: Architecture) -> tuple[str, ...]:
         block = "moe" if arch.is_moe(layer) else "no mlp" if layer in arch.layers_without_mlp else "dense"
         mixers = arch.mixers_of(layer)
         windowed = [] if arch.attention_of(layer) is arch else ["windowed"]
+        if arch.key_source(layer) is not None:
+            windowed.append("queries of twice the width" if arch.sharing_layers_wide else "queries")
         return ", ".join([block, *windowed, *([] if mixers == ("attention",) else mixers or ["no mixer"])])
 
     return tuple(map(kind, range(arch.num_layers)))

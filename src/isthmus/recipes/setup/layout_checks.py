@@ -119,6 +119,9 @@ def check_async_layout(parallel: ParallelConfig, device_type: str, precision: st
 def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
     """Check that every pipeline stage has a layer and, with virtual stages, all have the same number."""
     layers = architecture.num_layers
+    if pp > 1 and (architecture.key_sharing_layers or architecture.layer_input_size):
+        what = "layers attend to keys of other layers" if architecture.key_sharing_layers else "layers have own inputs"
+        raise UsageError(f"pp={pp} is not supported for this model, whose {what} ({architecture.family}). Use pp=1.")
     if pp > layers:
         hint = f"{layers} or less" if layers > 1 else "1"
         raise UsageError(f"pp={pp} is more than the {layers} layers ({architecture.family}). Use {hint}.")

@@ -21,7 +21,7 @@ from isthmus.recipes.setup.model_plan import ModelPlan
 
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LINEAR_WEIGHT = re.compile(r"(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
-_FP8_WEIGHT = re.compile(r"(linear_(?!\w*_down_)\w+|in_proj|out_proj)\.weight$")
+_FP8_WEIGHT = re.compile(r"(?<!layer_input\.)(linear_(?!\w*down_)\w+|in_proj|out_proj)\.weight$")
 _Adapters = tuple[tuple[int, int], ...]
 """Rank and output width of each adapter of a weight."""
 _FIRST, _LAST, _LAST_EMBEDDING = -1, -2, -3

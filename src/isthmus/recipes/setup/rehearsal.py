@@ -110,7 +110,8 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
         arch, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * head,
         kv_channels=2 * head if mla else head, value_channels=arch.value_channels and _HEAD, window_attention=window,
         ffn_hidden_size=ffn, mla=mla, moe=experts, rope_scaling=rope, vocab_size=vocab_size or arch.vocab_size,
-        mtp_layers=min(arch.mtp_layers, 1), **_small_mixers(arch, heads, head),
+        mtp_layers=min(arch.mtp_layers, 1), layer_input_size=min(arch.layer_input_size, _HEAD),
+        **_small_mixers(arch, heads, head),
     )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
         arch,
         num_layers=layers,
         mixers=arch.mixers[:layers],
+        key_sharing_layers=max(0, layers - (arch.num_layers - arch.key_sharing_layers)),
         layers_without_mlp=kept(arch.layers_without_mlp),
         unrotated_layers=kept(arch.unrotated_layers),
         full_attention_layers=kept(arch.full_attention_layers),
