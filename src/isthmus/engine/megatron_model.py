@@ -198,9 +198,7 @@ class Decoder(MegatronModule):
             rank = parallel_state.get_tensor_model_parallel_rank() % ranks
             batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))
         hidden = self._embed(batch) if self.pre_process else None
-        tables = None
-        if self.architecture.position == "rope":
-            tables = rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
+        tables = self._rotary_tables(batch)
         hidden = self.decoder(
             hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._between_layers(hidden, batch)
         )
@@ -228,6 +226,11 @@ class Decoder(MegatronModule):
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
             losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
         return torch.stack(losses) if mtp_positions else losses[0]
+
+    def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
+        if self.architecture.position != "rope":
+            return None
+        return rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
 
     def _between_layers(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
         """What layers have besides the hidden states; models with it have one stage."""

@@ -67,11 +67,8 @@ def layer_terms(
     feed_forward = _feed_forward_tensors(a, recomputed, fused=fused) if has_mlp else 0
     tensors, norms = _norm_tensors(a, recomputed, mixers, has_mlp=has_mlp)
     float32 = outside * norms * (2 if a.normalization == "LayerNorm" else 1)
-    if a.qk_norm and "attention" in mixers:
-        heads = a.num_attention_heads + a.num_query_groups
-        float32 += num_tokens * heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels) // tp
-    if a.value_norm and "attention" in mixers:
-        float32 += num_tokens * a.num_query_groups // tp
+    if "attention" in mixers:
+        float32 += num_tokens * _head_statistics(a) // tp
     sizes = {"num_tokens": num_tokens, "bytes_per_element": bytes_per_element, "tp": tp}
     found = {
         f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
@@ -83,11 +80,19 @@ def layer_terms(
     }
     if "attention" not in mixers:
         del found[ATTENTION]
-    if a.layer_input_size:
-        channels = 2 * a.hidden_size + 4 * a.layer_input_size
-        found["the layer's own input and its gate"] = outside * (channels * bytes_per_element + 4)
+    if own := (2 * a.hidden_size + 4 * a.layer_input_size) * bool(a.layer_input_size):
+        found["the layer's own input and its gate"] = outside * (own * bytes_per_element + 4)
     for mixer in set(mixers) - {"attention"}:
         found |= mixer_terms(a, mixer, **sizes, recomputed="core_attn" in recomputed)
+    return found
+
+
+def _head_statistics(a: Architecture) -> int:
+    """Float32 numbers of a token that norms of heads save: one for each head, or copies if they are over all heads."""
+    found = a.num_query_groups if a.value_norm else 0
+    if a.qk_norm:
+        heads = a.num_attention_heads + a.num_query_groups
+        found += heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels)
     return found
 
 
