@@ -97,6 +97,7 @@ FAMILIES: dict[str, TinyFamily] = {
         training={"layer_types": OLMO_LAYERS, "num_hidden_layers": 4},
     ),
     "bailing_hybrid": TinyFamily(
+        layouts=({"tp": 2}, {"pp": 2}, {"ep": 2}),
         sizes=BAILING,
         logits={
             "bailing_hybrid": ({}, {"kda_lower_bound": -1.0}),

@@ -184,7 +184,7 @@ FAMILIES: dict[str, TinyFamily] = {
         logits={"kimi_k2": ({}, {"routed_scaling_factor": 1.0})},
     ),
     "bailing_moe": TinyFamily(
-        layouts=({"tp": 2}, {"ep": 2}),
+        layouts=({"tp": 2}, {"ep": 2}, {"pp": 2}),
         sizes=_BAILING,
         logits={
             "bailing_moe": ({"routed_scaling_factor": 2.5}, {"use_qk_norm": False}),
