@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -63,6 +64,45 @@ def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int
     if other is not None:
         result["other"] = _max_difference(alone, _transformers(other, samples))
     return result
+
+
+def limited_logits(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, float]:
+    """Largest differences of Ling 3 with limits of SwiGLU, which the class of transformers does not apply.
+
+    ``limited``: compared with that class with limits in its experts; ``theirs``: without.
+    """
+    samples, ours = _samples(lengths, vocab_size), load_model(model)
+    alone = [model_logits(ours, sample) for sample in samples]
+    network = load_network(model, dtype=torch.float32).eval()
+    found: dict[str, float] = {}
+    for name in ("theirs", "limited"):
+        with torch.no_grad():
+            theirs = [network(sample[None]).logits[0] for sample in samples]
+        found[name] = _max_difference(alone, theirs)
+        _limit_experts(network)
+    return found
+
+
+def _limit_experts(network: Any) -> None:
+    def limited(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    def shared(module: Any, limit: float, x: Tensor) -> Tensor:
+        return module.down_proj(limited(module.gate_proj(x), module.up_proj(x), limit))
+
+    def routed(module: Any, limit: float, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        of_experts = x.new_zeros(len(x), module.num_experts).scatter(-1, chosen, weights)
+        gate, up = torch.einsum("th,eih->tei", x, module.gate_up_proj).chunk(2, dim=-1)
+        outputs = torch.einsum("tei,ehi->teh", limited(gate, up, limit), module.down_proj)
+        return (outputs * of_experts[..., None]).sum(1)
+
+    config = network.config
+    of_layers = zip(config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list, strict=True)
+    for layer, (own, of_shared) in zip(network.model.layers, of_layers, strict=True):
+        if own:
+            layer.mlp.experts.forward = functools.partial(routed, layer.mlp.experts, own)
+        if of_shared:
+            layer.mlp.shared_experts.forward = functools.partial(shared, layer.mlp.shared_experts, of_shared)
 
 
 def convert_with_inferred_family(*, models: list[str], lengths: list[int], vocab_size: int) -> list[dict[str, Any]]:

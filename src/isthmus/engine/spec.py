@@ -61,12 +61,14 @@ def norm_spec(architecture: Architecture) -> ModuleSpec | type:
 
 def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> LayerSpec:
     mixers, moe, norm = architecture.mixers_of(layer), architecture.is_moe(layer), partial(build_norm, architecture)
-    experts = {"moe": architecture.moe, "settings": settings, "layer": layer, "norm": norm}
+    modules = partial(mlp_modules, architecture, moe=moe)
+    shared = modules(limit=architecture.swiglu_limit(layer, routed=False))
+    experts = {"moe": architecture.moe, "settings": settings, "layer": layer, "norm": norm, "shared": shared}
     width = architecture.mlp_width(layer)
     mlp = ModuleSpec(
         module=MoeBlock if moe else multiplied(DenseMlp, 1.0, architecture.mlp_multipliers[1]),
         params=experts if moe else {"width": width} if width != architecture.ffn_hidden_size else {},
-        submodules=mlp_modules(architecture, moe=moe),
+        submodules=modules(limit=architecture.swiglu_limit(layer, routed=True)) if moe else shared,
     )
     own_norms = moe and architecture.moe is not None and architecture.moe.branch_norms
     return LayerSpec(
@@ -114,21 +116,24 @@ def attention_spec(architecture: Architecture) -> ModuleSpec:
     return ModuleSpec(module=multiplied(PackedSelfAttention, *architecture.attention_multipliers), params=params)
 
 
-def mlp_modules(architecture: Architecture, *, moe: bool) -> MLPSubmodules:
-    """``MoeBlock`` configures the biases of experts."""
+def mlp_modules(architecture: Architecture, *, moe: bool, limit: float | None) -> MLPSubmodules:
+    """``MoeBlock`` configures the biases of experts; ``limit`` is that of SwiGLU in the layer."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
     fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)
     return MLPSubmodules(
         linear_fc1=fc1,
         linear_fc2=fc2,
-        activation_func=activation_spec(architecture),
+        activation_func=activation_spec(architecture, limit),
     )
 
 
-def activation_spec(architecture: Architecture) -> ModuleSpec | type:
+def activation_spec(architecture: Architecture, limit: float | None) -> ModuleSpec | type:
     if architecture.activation == "xielu":
         return Xielu
     function = activation_function(
-        architecture.activation, gated=architecture.gated, multiplier=architecture.mlp_multipliers[0]
+        architecture.activation,
+        gated=architecture.gated,
+        multiplier=architecture.mlp_multipliers[0],
+        limit=limit,
     )
     return ModuleSpec(module=Activation, params={"function": function})

@@ -128,11 +128,17 @@ class Moe:
     branch_norms: bool = False
     """Routed and shared experts have norms of their own, before and after them; the router has the input before these.
     """
+    swiglu_limits: tuple[float | None, ...] = ()
+    """Those of :attr:`Architecture.swiglu_limits`, of routed experts."""
     weighs_inputs: bool = False
     """The weight of an expert multiplies its input and not its output."""
     expert_mlp_bias: bool = False
     output_bias: bool = False
     """A bias that is added to the weighted sum of the experts' outputs."""
+
+    def __post_init__(self) -> None:
+        if not any(self.swiglu_limits):
+            object.__setattr__(self, "swiglu_limits", ())
 
     def invalid_reason(self) -> str | None:
         if self.branch_norms and not self.shared_ffn_hidden_size:
@@ -277,6 +283,9 @@ class Architecture:
     mlp_bias: bool = False
     sharing_layers_wide: bool = False
     """The feed-forward blocks of layers that share keys are twice as wide."""
+    swiglu_limits: tuple[float | None, ...] = ()
+    """Of each layer: ``silu(gate)`` is clamped to at most this, and the other factor to plus or minus this, in dense
+    feed-forward blocks and shared experts. Empty: no limits."""
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Of the gate before its activation, SiLU, and of the output."""
     moe: Moe | None = None
@@ -308,12 +317,19 @@ class Architecture:
             object.__setattr__(self, "qk_norm_over", "head")
         if all(mixers == ("attention",) for mixers in self.mixers):
             object.__setattr__(self, "mixers", ())
+        if not any(self.swiglu_limits):
+            object.__setattr__(self, "swiglu_limits", ())
         experts = 0 if self.moe is None else self.moe.num_experts
         check_sizes(layers=self.num_layers + self.mtp_layers, heads=self.num_attention_heads, experts=experts)
         if self.sliding_window is None:
             object.__setattr__(self, "full_attention_layers", ())
             object.__setattr__(self, "window_rotary_base", None)
             object.__setattr__(self, "window_kind", "sliding")
+
+    def swiglu_limit(self, layer: int, *, routed: bool) -> float | None:
+        """Of the layer, from 0, and of its routed experts or of its other feed-forward blocks; None in MTP layers."""
+        limits = self.moe.swiglu_limits if routed and self.moe is not None else self.swiglu_limits
+        return limits[layer] if layer < len(limits) else None
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer, counted from 0, has experts. MTP layers follow the last layer and do."""

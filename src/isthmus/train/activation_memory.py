@@ -98,7 +98,7 @@ def _head_statistics(a: Architecture) -> int:
 
 def _feed_forward_tensors(a: Architecture, recomputed: Sequence[Recomputed], *, fused: bool) -> int:
     """[T, F] tensors that a feed-forward block saves."""
-    multiplied = a.mlp_multipliers[0] != 1
+    multiplied = a.mlp_multipliers[0] != 1 or any(a.swiglu_limits)
     activation = "gelu" if a.activation in ("gelu_tanh", "clamped_swiglu") or multiplied else a.activation
     return 0 if "mlp" in recomputed else _MLP["silu" if fused else activation, a.gated] - ("mlp_act" in recomputed)
 

@@ -38,6 +38,10 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
     ("layers without attention", lambda arch: bool(arch.mixers)),
     ("a gate of attention", lambda arch: arch.attention_gate or arch.head_gate),
+    (
+        "limits of SwiGLU",
+        lambda arch: bool(arch.swiglu_limits) or (arch.moe is not None and bool(arch.moe.swiglu_limits)),
+    ),
     ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
     ("norms without weights", lambda arch: not arch.norm_weight),
     ("a norm of the embeddings", lambda arch: arch.embedding_norm),

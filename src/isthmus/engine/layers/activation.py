@@ -28,6 +28,12 @@ def scaled_swiglu(x: Tensor, *, multiplier: float) -> Tensor:
     return torch.nn.functional.silu(gate * multiplier) * up
 
 
+def limited_swiglu(x: Tensor, *, limit: float) -> Tensor:
+    """``min(silu(gate), limit) * clamp(up, -limit, limit)`` (Step 3.5)."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 def clamped_swiglu(x: Tensor) -> Tensor:
     """``min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, -7, 7) + 1)`` (gpt-oss, arXiv 2508.10925)."""
     gate, up = x.chunk(2, dim=-1)
@@ -52,11 +58,15 @@ def _gated(x: Tensor, *, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @functools.cache  # one function for all layers: each is compiled by itself
-def activation_function(name: ActivationName, *, gated: bool, multiplier: float = 1.0) -> Callable[[Tensor], Tensor]:
+def activation_function(
+    name: ActivationName, *, gated: bool, multiplier: float = 1.0, limit: float | None = None
+) -> Callable[[Tensor], Tensor]:
     """The activation [..., F] of the output of the first projection: [..., F], or [gate; up] of 2 F if ``gated``.
 
-    ``multiplier`` is that of the gate of ``silu``.
+    ``multiplier`` is that of the gate of ``silu``, ``limit`` that of :func:`limited_swiglu`.
     """
+    if limit is not None:
+        return functools.partial(limited_swiglu, limit=limit)
     if multiplier != 1:
         return functools.partial(scaled_swiglu, multiplier=multiplier)
     if name == "silu":

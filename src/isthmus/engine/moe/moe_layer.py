@@ -125,12 +125,15 @@ class MoeBlock(MegatronModule):
         config: DecoderConfig,
         submodules: MLPSubmodules,
         *,
+        shared: MLPSubmodules,
         moe: Moe,
         settings: MoeConfig,
         norm: Callable[[DecoderConfig], nn.Module],
         layer: int = 0,
     ) -> None:
-        """``norm`` is that of hidden states, ``layer`` counts from 0 in the whole model."""
+        """``shared`` are the modules of shared experts, ``norm`` is that of hidden states, ``layer`` counts from 0 in
+        the whole model.
+        """
         super().__init__(config)
         groups = get_default_pg_collection()
         self.router = TopKRouter(config, moe, settings, groups)
@@ -157,7 +160,7 @@ class MoeBlock(MegatronModule):
         self.shared_mean = moe.shared_mean
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
-            self.shared_experts = SharedExpertMLP(config, submodules, moe.shared_gate, groups)
+            self.shared_experts = SharedExpertMLP(config, shared, moe.shared_gate, groups)
         names = ("pre_shared", "post_shared", "pre_routed", "post_routed") if moe.branch_norms else ()
         self.norms = [f"{name}_layernorm" for name in names]
         for name in self.norms:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder, delta_net, expert_tensors, mla, mtp
@@ -28,6 +28,7 @@ _MIXER = delta_net.mixer_rules(
     low_rank=False,
 )
 _LATENT = in_layers("attention", *renamed((*mla.ATTENTION, mla.HEAD_GATE), _NAMES))
+_DENSE = expert_tensors.mlp_layer_types(2, "first_k_dense_replace")
 _LAYER = (*decoder.INPUT_NORM, *_LATENT, *_MIXER, *renamed(expert_tensors.MLP, _BIAS))
 
 
@@ -57,12 +58,26 @@ def _write_bound(bound: float | None, arch: Architecture) -> dict[str, Any]:
     return {"kda_safe_gate": bound is not None} | ({} if bound is None else {"kda_lower_bound": bound})
 
 
+def _limits(key: str) -> Derived:
+    """Limits by layer, 0 without; a list may also have those of MTP layers."""
+
+    def read(hf: Mapping[str, Any]) -> tuple[float | None, ...]:
+        given, layers = hf.get(key) or [], Key("num_hidden_layers").read(hf)
+        numbers = isinstance(given, list) and all(isinstance(each, int | float | None) for each in given)
+        if not numbers or (given and len(given) < layers) or any((each or 0) < 0 for each in given):
+            raise DataError(f"config.json: {key} must list a limit for each of {layers} layers, got {given!r:.80}.")
+        if any(given[layer] for layer in (*_DENSE.read(hf), *range(layers, len(given))) if given):
+            raise UsageError(f"config.json: {key} is supported for layers with experts; others must have 0.")
+        return tuple(float(each) if each else None for each in given[:layers]) if any(given) else ()
+
+    return Derived(read, lambda limits, arch: {key: [limit or 0.0 for limit in limits] or None})
+
+
 def _fixed(value: Any, why: str, *names: str) -> dict[str, Fixed]:
     return dict.fromkeys(names, Fixed((value,), why))
 
 
 _OTHER = "the class of this family has no such setting"
-_LIMITS = "transformers computes without these limits and other programs with them; remove the key for the former"
 _LIGHTNING = "this is a model with lightning attention (Ling 2.5), which is not supported"
 
 FAMILY = Family(
@@ -91,8 +106,7 @@ FAMILY = Family(
     | _fixed(True, _OTHER, "no_kda_lora", "rope_interleave", "linear_silu", "moe_router_enable_expert_bias")
     | _fixed(False, _OTHER, "use_mla_nope", "use_nGPT", "up_proj_norm", "value_norm", "scale_router_input")
     | _fixed(False, _OTHER, "use_bias", "use_qkv_bias", "use_kda_lora", "mtp_use_kda", "tie_word_embeddings")
-    | _fixed(1, _LIGHTNING, "group_norm_size")
-    | _fixed(None, _LIMITS, "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
+    | _fixed(1, _LIGHTNING, "group_norm_size"),
     traits={
         "rotary_interleaved": True,
         "head_gate": True,
@@ -106,7 +120,9 @@ FAMILY = Family(
         "moe.shared_ffn_hidden_size": expert_tensors.shared_experts(
             "num_shared_experts", "moe_shared_expert_intermediate_size", default=1, aliases=("n_shared_experts",)
         ),
-        "moe.dense_layers": expert_tensors.mlp_layer_types(2, "first_k_dense_replace"),
+        "moe.dense_layers": _DENSE,
+        "moe.swiglu_limits": _limits("expert_swiglu_limit_list"),
+        "swiglu_limits": _limits("share_expert_swiglu_limit_list"),
         "delta_net.key_head_dim": _size(128, "linear_head_dim", "head_dim"),
         "delta_net.value_head_dim": _size(128, "linear_head_dim", "head_dim"),
         "delta_net.conv_kernel": _size(4, "linear_conv_kernel_dim", "short_conv_kernel_size"),

@@ -137,7 +137,9 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
         layers_without_mlp=kept(arch.layers_without_mlp),
         unrotated_layers=kept(arch.unrotated_layers),
         full_attention_layers=kept(arch.full_attention_layers),
-        moe=arch.moe and replace(arch.moe, dense_layers=kept(arch.moe.dense_layers)),
+        swiglu_limits=arch.swiglu_limits[:layers],
+        moe=arch.moe
+        and replace(arch.moe, dense_layers=kept(arch.moe.dense_layers), swiglu_limits=arch.moe.swiglu_limits[:layers]),
         indexer=arch.indexer and replace(arch.indexer, shared_layers=kept(arch.indexer.shared_layers)),
     )
 
