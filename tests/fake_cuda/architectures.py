@@ -51,6 +51,13 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
          "v_head_dim": 16, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
     ),
+    "delta nets with full-rank gates, gates of heads, limits": (
+        "bailing_hybrid",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_key_value_heads": 4, "kv_lora_rank": 32,
+         "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32,
+         "layer_group_size": 2, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 0, "num_mtp_layers": 0,
+         "eos_token_id": 2, "expert_swiglu_limit_list": [0.0, 4.0], "share_expert_swiglu_limit_list": [5.0, 0.0]},
+    ),
     "attention beside Mamba-2, multipliers": (
         "falcon_h1",
         {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_d_ssm": 128,
@@ -73,7 +80,16 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
     "selected keys": ("deepseek_v32", _LATENT | {"index_topk": 8, "index_n_heads": 4, "index_head_dim": 16}),
     "xIELU": ("apertus", {}),
 }  # fmt: skip
-_WITHOUT_CP = {"qwen3_next", "kimi_linear", "falcon_h1", "nemotron_h", "jamba", "lfm2", "deepseek_v32"}
+_WITHOUT_CP = {
+    "qwen3_next",
+    "kimi_linear",
+    "bailing_hybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "jamba",
+    "lfm2",
+    "deepseek_v32",
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"size": 2, "tp": 2, "sp": False},
     "tp, sp, last of pp": {"size": 4, "tp": 2, "pp": 2, "rank": 3},
