@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from isthmus.convert.transfer import convert
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
 from ranks.tiny_families import TINY_FAMILIES
@@ -112,6 +113,29 @@ def test_bf16_weights_keep_dtype_and_bytes(precision: str, two: RankPool, tmp_pa
     two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision=precision)
     assert_same_tensors(tmp_path / "export", source)
     assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "count"), [("qwen3_5_text", 4), ("kimi_linear", 4), ("falcon_h1", 12), ("mamba", 8)]
+)
+def test_parameters_of_recurrences_keep_float32(family: str, count: int, two: RankPool, tmp_path: Path) -> None:
+    """Published files have them in float32 beside bf16 weights; rounding them changes every decay."""
+    settings = TINY_FAMILIES[family].training | {"num_hidden_layers": 4}
+    source = build_model_folder(tmp_path / "source", family, dtype=torch.bfloat16, **settings)
+    tensors, random = tensors_of(source), torch.Generator().manual_seed(2)
+    wide = [name for name in tensors if name.endswith(("A_log", ".D", "dt_bias"))]
+    tensors |= {name: torch.randn(tensors[name].shape, generator=random) for name in wide}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert len(wide) == count
+    two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision="bf16")
+    assert_same_tensors(tmp_path / "export", source)
+    convert(source, tmp_path / "megatron", to="torch_dist", dtype=torch.bfloat16)
+    convert(tmp_path / "megatron", tmp_path / "back", to="hf")
+    assert_same_tensors(tmp_path / "back", source)
+    two.run("ranks.tasks.export", model=source, destination=tmp_path / "narrow", tp=2, dtype="bfloat16")
+    assert_same_tensors(tmp_path / "narrow", source)
+    convert(source, tmp_path / "wide", to="hf", dtype=torch.float32)
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "wide").values()} == {torch.float32}
 
 
 def test_export_dtype(one: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.convert.online import full_weights
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.megatron_model import live_parameters
+from isthmus.engine.live_parameters import live_parameters
 from isthmus.engine.parallel.ddp import sum_tp_grads
 from isthmus.recipes.setup import rank_model
 from isthmus.recipes.setup.load_model import build_from_folder

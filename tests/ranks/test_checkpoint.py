@@ -119,6 +119,7 @@ TP2: tuple[int, dict[str, Any]] = (2, {"tp": 2})
 PP2: tuple[int, dict[str, Any]] = (2, {"pp": 2})
 DP2: tuple[int, dict[str, Any]] = (2, {})
 TP2_PP2: tuple[int, dict[str, Any]] = (4, {"tp": 2, "pp": 2})
+TP2_BF16: tuple[int, dict[str, Any]] = (2, {"tp": 2, "precision": "bf16"})
 TP2_DP2: tuple[int, dict[str, Any]] = (4, {"tp": 2})
 
 
@@ -158,6 +159,10 @@ def test_resume_in_another_layout(
         pytest.param("nemotron_h", TP2, ONE, id="nemotron_h"),  # Mamba-2, single blocks, experts
         pytest.param("jamba", TP2, ONE, id="jamba"),  # Mamba-1
         pytest.param("nemotron_h", TP2, TP2, id="nemotron_h-same"),
+        pytest.param("kimi_linear", TP2, ONE, id="kimi_linear"),  # decays of channels, float32 in 16-bit models
+        pytest.param("qwen3_5_text", TP2, TP2, id="qwen3_5_text-same"),
+        pytest.param("qwen3_5_text", TP2_BF16, TP2_BF16, id="qwen3_5_text-bf16"),
+        pytest.param("nemotron_h", TP2_BF16, TP2_BF16, id="nemotron_h-bf16"),
     ],
 )
 def test_other_families_resume_in_another_layout(

@@ -20,7 +20,7 @@ from isthmus.convert.legacy.to_legacy import LegacyWriter, LiveSpelling, padded_
 from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_model
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
 from isthmus.convert.towers import FOLDER as TOWERS
-from isthmus.convert.weight_source import TensorSpec
+from isthmus.convert.weight_source import TensorSpec, copied_dtype
 from isthmus.engine.checkpoint.checkpoint_names import TRACKER
 from isthmus.errors import UsageError, disk_errors
 from isthmus.families.architecture import Dropout
@@ -219,7 +219,7 @@ def _plan(
     layout.check(model.arch)
     tensors = {
         name: TensorSpec(
-            dtype if dtype is not None and placed.rule.dtype is None else model.weights.dtype(name),
+            copied_dtype(placed.rule, partial(model.weights.dtype, name), dtype),
             placed.rule.canonical_shape(model.arch),
         )
         for name, placed in unique_placements(model.family, model.arch).items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import SCORE, Family
-from isthmus.families.rules.rule import Init
+from isthmus.families.rules.rule import Init, Rule
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 
@@ -21,6 +21,16 @@ from isthmus.hf.tensors.safetensors_format import TensorInfo
 class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def copied_dtype(rule: Rule, source: Callable[[], torch.dtype], wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a copy of a tensor whose dtype is that of ``source``; None keeps it.
+
+    Tensors that Megatron-Core has in float32 are not narrowed.
+    """
+    if wanted is None:
+        return source()
+    return wanted if rule.dtype is None else torch.promote_types(source(), wanted)
 
 
 class WeightSource(Protocol):

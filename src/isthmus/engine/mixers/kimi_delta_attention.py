@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from isthmus.engine.layers.linear import ReplicatedLinear
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, wide
+from isthmus.engine.mixers.sharded_mixer import recurrence_parameter
+from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 
@@ -25,18 +26,13 @@ class KimiDeltaAttention(GatedDeltaNet):
     def __init__(self, config: Any, layer_number: int, *, architecture: Architecture, **kwargs: Any) -> None:
         super().__init__(config, layer_number, architecture=architecture, **kwargs)
         self.low_rank = self.sizes.low_rank_gates
-        self.decay_axis = 2 if self.low_rank else 0
         if not self.low_rank:
             return
         hidden, rank = architecture.hidden_size, self.sizes.value_head_dim
         self.linear_decay_down_proj = ReplicatedLinear(config, hidden, rank)
-        self.linear_decay_up_proj = ColumnParallelLinear(
-            rank, self.sizes.key_width, **self.columns, gather_output=False
-        )
+        self.linear_decay_up_proj = self.projection(rank, self.sizes.key_width)
         self.linear_gate_down_proj = ReplicatedLinear(config, hidden, rank)
-        self.linear_gate_up_proj = ColumnParallelLinear(
-            rank, self.sizes.value_width, **self.columns, gather_output=False
-        )
+        self.linear_gate_up_proj = self.projection(rank, self.sizes.value_width)
 
     def projected_widths(self) -> tuple[int, ...]:
         """Rows of the input projection of all ranks: queries, keys, values and learning rates.
@@ -48,26 +44,25 @@ class KimiDeltaAttention(GatedDeltaNet):
             return *(sizes.key_width,) * 2, *(sizes.value_width,) * 2, sizes.num_value_heads, sizes.key_width
         return sizes.key_width, sizes.key_width, sizes.value_width, sizes.num_value_heads
 
-    def decay_shapes(self) -> dict[str, tuple[int, ...]]:
-        heads = self.sizes.num_value_heads // self.tp
-        of_heads = (1, 1, heads, 1) if self.sizes.low_rank_gates else (heads,)
-        return {"A_log": of_heads, "dt_bias": (heads * self.sizes.key_head_dim,)}
+    def decay_parameters(self, heads: int, config: DecoderConfig) -> tuple[nn.Parameter, nn.Parameter]:
+        low_rank = self.sizes.low_rank_gates
+        of_heads, axis = ((1, 1, heads, 1), 2) if low_rank else ((heads,), 0)
+        steps = recurrence_parameter(heads * self.sizes.key_head_dim, config=config)
+        return recurrence_parameter(*of_heads, config=config, dim=axis), steps
 
-    def forward(
-        self, hidden_states: Tensor, *, packed_seq_params: PackedBatch, **_unused: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        (projected,) = super().projections(hidden_states)
         if not self.low_rank:
-            return super().forward(hidden_states, packed_seq_params=packed_seq_params)
-        projected, _ = self.in_proj(hidden_states)
+            return (projected,)
         decay, _ = self.linear_decay_up_proj(self.linear_decay_down_proj(hidden_states))
         gate, _ = self.linear_gate_up_proj(self.linear_gate_down_proj(hidden_states))
-        return self.mix(packed_seq_params.lengths, projected[:, 0], gate[:, 0], decay[:, 0])
+        return projected, gate, decay
 
-    def sections(self, *projections: Tensor) -> tuple[Tensor, ...]:
+    def split(self, *projected: Tensor) -> tuple[Tensor, ...]:
         if not self.low_rank:
-            return super().sections(*projections)
-        projected, gate, decay = projections
-        qkv, beta = projected.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
+            return super().split(*projected)
+        whole, gate, decay = projected
+        qkv, beta = whole.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
         return qkv, gate, beta, decay
 
     def log_decays(self, decay: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
-from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, sharded_parameter
+from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
 from isthmus.engine.mixers.state_space_scan import state_space_scan
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
@@ -39,7 +39,7 @@ class Mamba2Mixer(ShardedMixer):
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), self.widths)
         self.sections |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), convolved)
         self.conv1d = DepthwiseConvolution(sum(convolved), sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
-        self.A_log, self.D, self.dt_bias = (sharded_parameter(self.heads, dtype=dtype) for _ in range(3))
+        self.A_log, self.D, self.dt_bias = (recurrence_parameter(self.heads, config=config) for _ in range(3))
         self.norm = None
         if sizes.norm is not None:
             gate_first = sizes.norm == "after_gate"
@@ -47,12 +47,12 @@ class Mamba2Mixer(ShardedMixer):
                 inner // ranks, self.groups, architecture.norm_epsilon, gate_first=gate_first, dtype=dtype
             )
 
-    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        widths = self.widths
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+        (rows,), widths = projected, self.widths
         if self.sizes.section_multipliers is not None:
             multipliers = zip(widths, self.sizes.section_multipliers, strict=True)
-            projected = projected * torch.cat([projected.new_full((width,), each) for width, each in multipliers])
-        z, mixed, dt = projected.split([widths[0], sum(widths[1:4]), widths[4]], dim=-1)
+            rows = rows * torch.cat([rows.new_full((width,), each) for width, each in multipliers])
+        z, mixed, dt = rows.split([widths[0], sum(widths[1:4]), widths[4]], dim=-1)
         x, b, c = self.conv1d(mixed, lengths, activated=True).split(widths[1:4], dim=-1)
         wide = torch.promote_types(dt.dtype, torch.float32)
         dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.sizes.time_step_limit)

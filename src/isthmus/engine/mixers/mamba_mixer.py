@@ -14,7 +14,13 @@ from torch.nn import functional as F
 
 from isthmus.engine.mixers.gated_norm import gate
 from isthmus.engine.mixers.selective_scan import selective_scan
-from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, own_entries, sharded_parameter
+from isthmus.engine.mixers.sharded_mixer import (
+    DepthwiseConvolution,
+    ShardedMixer,
+    own_entries,
+    recurrence_parameter,
+    sharded_parameter,
+)
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
@@ -62,9 +68,8 @@ class MambaMixer(ShardedMixer):
         self.widths = {"dt": sizes.time_step_rank, "b": sizes.state_size, "c": sizes.state_size}
         self.x_proj = _Projection(sum(self.widths.values()), own, dim=1, dtype=dtype)
         self.dt_proj = _Projection(own, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
-        self.A_log = sharded_parameter(own, sizes.state_size, dtype=dtype)
-        self.A_log.without_decay = True  # type: ignore[attr-defined]
-        self.D = sharded_parameter(own, dtype=dtype)
+        self.A_log = recurrence_parameter(own, sizes.state_size, config=config)
+        self.D = recurrence_parameter(own, config=config)
         self.norms = sizes.norms
         if sizes.norms:
             epsilon = architecture.norm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
@@ -72,8 +77,8 @@ class MambaMixer(ShardedMixer):
                 _SmallNorm(width, epsilon, dtype, weight=sizes.norm_weights) for width in self.widths.values()
             )
 
-    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        x, z = projected.chunk(2, dim=-1)
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+        x, z = projected[0].chunk(2, dim=-1)
         x = self.conv1d(x, lengths, activated=True)
         dt, b, c = self._selected(x)
         wide = torch.promote_types(x.dtype, torch.float32)

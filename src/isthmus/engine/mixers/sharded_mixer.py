@@ -27,6 +27,17 @@ def sharded_parameter(*shape: int, dtype: torch.dtype, dim: int = 0) -> nn.Param
     return parameter
 
 
+def recurrence_parameter(*shape: int, config: DecoderConfig, dim: int = 0) -> nn.Parameter:
+    """A sharded parameter of decays or time steps, without weight decay, which is float32 in 16-bit models.
+
+    Decays are exponentials of it, and their products over a sample enlarge its rounding. Published files have it in
+    float32.
+    """
+    parameter = sharded_parameter(*shape, dtype=torch.promote_types(config.params_dtype, torch.float32), dim=dim)
+    parameter.without_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
 def own_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
     """Checkpoint entries of a module's own parameters, sharded as :func:`sharded_parameter` marks them."""
     own: dict[str, Any] = dict(module.named_parameters(recurse=False))
@@ -52,7 +63,7 @@ class DepthwiseConvolution(nn.Module):
 
 
 class ShardedMixer(MegatronModule, ABC):
-    """``out_proj(mix(in_proj(x)))``, where ``mix`` has no communication, or its own.
+    """``out_proj(mix(projections(x)))``, where ``mix`` has no communication, or its own.
 
     The rows of some parameters are sections that are sharded each by itself.
     """
@@ -68,14 +79,21 @@ class ShardedMixer(MegatronModule, ABC):
         """``rows`` of ``in_proj`` and ``width`` of ``out_proj`` count all ranks; ``biases`` are those of the two."""
         super().__init__(config)
         self.tp_group = pg_collection.tp
-        shared = {"config": config, "init_method": config.init_method, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size, rows, bias=biases[0], gather_output=False, skip_bias_add=False, **shared
-        )
+        self._shared = {
+            "config": config,
+            "init_method": config.init_method,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
+        self.in_proj = self.projection(config.hidden_size, rows, bias=biases[0])
         self.out_proj = RowParallelLinear(
-            width, config.hidden_size, bias=biases[1], input_is_parallel=True, skip_bias_add=True, **shared
+            width, config.hidden_size, bias=biases[1], input_is_parallel=True, skip_bias_add=True, **self._shared
         )
         self.recomputed = "core_attn" in config.recomputed
+
+    def projection(self, columns: int, rows: int, *, bias: bool = False) -> ColumnParallelLinear:
+        """A linear layer whose ``rows``, of all ranks, are sharded."""
+        return ColumnParallelLinear(columns, rows, bias=bias, gather_output=False, skip_bias_add=False, **self._shared)
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedBatch, **_unused: Any
@@ -84,21 +102,26 @@ class ShardedMixer(MegatronModule, ABC):
 
         ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
-        projected, _ = self.in_proj(hidden_states)
 
-        def mix(projected: Tensor) -> Tensor:
-            return self.mix(projected[:, 0], packed_seq_params.lengths)[:, None]
+        def mix(*projected: Tensor) -> Tensor:
+            return self.mix(tuple(each[:, 0] for each in projected), packed_seq_params.lengths)[:, None]
 
+        projected = self.projections(hidden_states)
         if self.recomputed and self.training:
-            mixed = tensor_parallel.checkpoint(with_this_batch(mix), False, projected)
+            mixed = tensor_parallel.checkpoint(with_this_batch(mix), False, *projected)
         else:
-            mixed = mix(projected)
+            mixed = mix(*projected)
         output: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
         return output
 
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Arguments of :meth:`mix`, [T, 1, rows / tp] each."""
+        projected, _ = self.in_proj(hidden_states)
+        return (projected,)
+
     @abstractmethod
-    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """[T, rows / tp] -> [T, width / tp] for samples of these lengths."""
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+        """[T, rows / tp] each -> [T, width / tp] for samples of these lengths."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -25,6 +25,6 @@ class ShortConvolutionMixer(ShardedMixer):
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (own, own, own))
         self.conv1d = DepthwiseConvolution(own, sizes.kernel, bias=sizes.bias, dtype=config.params_dtype)
 
-    def mix(self, projected: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        b, c, x = projected.chunk(3, dim=-1)
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+        b, c, x = projected[0].chunk(3, dim=-1)
         return c * self.conv1d(b * x, lengths, activated=False)

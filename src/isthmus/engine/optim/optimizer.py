@@ -164,9 +164,11 @@ def own_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         for parameter in optimizer.get_parameters():
             yield parameter, parameter, elements_before(parameter)
         return
-    for parameter, (group, place) in optimizer.model_param_group_index_map.items():
-        start = optimizer._get_model_param_range_map(parameter)["param"].start
-        yield parameter, optimizer.optimizer.param_groups[group]["params"][place], start
+    # The indices of model_param_group_index_map do not apply to groups with parameters of several dtypes.
+    models = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+    for (in_float32, in_16_bits), group in zip(models, optimizer.optimizer.param_groups, strict=True):
+        for parameter, main in zip([*in_float32, *in_16_bits], group["params"], strict=True):
+            yield parameter, main, optimizer._get_model_param_range_map(parameter)["param"].start
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

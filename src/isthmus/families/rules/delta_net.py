@@ -53,8 +53,8 @@ def mixer_rules(
     return (
         projection,
         Rule(canonical=f"{MIXER}conv1d.weight", parts=sections, shard="parts", layers=kind, recut=separate),
-        copy(f"{MIXER}dt_bias", f"{hf}dt_bias", time_steps, shard="rows", init=time_step, layers=kind),
-        copy(f"{MIXER}A_log", f"{hf}A_log", *heads, shard=axis, init="log_decay", layers=kind),
+        copy(f"{MIXER}dt_bias", f"{hf}dt_bias", time_steps, shard="rows", init=time_step, dtype="float32", layers=kind),
+        copy(f"{MIXER}A_log", f"{hf}A_log", *heads, shard=axis, init="log_decay", dtype="float32", layers=kind),
         *in_layers(
             kind,
             *(

@@ -83,7 +83,7 @@ class Rule:
     scalar: bool = False
     """The Hugging Face tensor has no axes; in Megatron-Core it is [1]."""
     dtype: Literal["float32"] | None = None
-    """Dtype in Megatron-Core, if it is not the model's."""
+    """Dtype in Megatron-Core, if it is not the model's. Conversions to a narrower dtype keep that of a file."""
     when: str | None = None
     """The rule applies only if this condition is true, see :func:`is_true`."""
     unless: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from isthmus.convert.legacy.megatron_args import megatron_args
 from isthmus.convert.online import export_plan, export_weights, full_weights, read_tensor
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.convert.towers import Towers
+from isthmus.convert.weight_source import copied_dtype
 from isthmus.engine.checkpoint.checkpoint_names import expert_of
 from isthmus.engine.layers.quantized_weight import QuantizedWeight
 from isthmus.engine.live_parameters import live_tensors, mtp_shared_tensors
@@ -121,8 +123,14 @@ def iterate_full_weights(
 
 
 def _dtypes(plan: ModelPlan, dtype: torch.dtype | None) -> torch.dtype | dict[str, torch.dtype]:
-    source_dtypes = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
-    return dtype or source_dtypes or config_dtype(plan.source.config, torch.float32)
+    found = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
+    if dtype is None or not found:
+        return dtype or found or config_dtype(plan.source.config, torch.float32)
+    placements = plan.family.placements(plan.architecture).values()
+    rules = {name: placed.rule for placed in placements for name in placed.hf}
+    names = plan.family.hf_shapes(plan.architecture)
+    given = {name: found.get(name, dtype) for name in names}
+    return {name: copied_dtype(rules[name], partial(given.__getitem__, name), dtype) for name in names}
 
 
 def _merge(model: RankModel) -> Callable[[str, torch.Tensor], torch.Tensor]:

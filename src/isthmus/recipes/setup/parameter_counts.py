@@ -59,7 +59,7 @@ class ParameterCounter:
                 continue
             rule = placement.rule
             self._rules[id(rule)] = rule
-            kind = _kind(name, rule, arch) if adapters is None or rule.is_expert else "ordinary"
+            kind = _kind(name, rule) if adapters is None or rule.is_expert else "ordinary"
             shapes = tuple((adapter.rank, adapter.linear.out) for adapter in of_weight)
             experts[_place(name), kind, (id(rule), shapes)].append(placement.expert)
         self._groups = [(*key, sorted(numbers)) for key, numbers in experts.items()]
@@ -148,9 +148,9 @@ def _place(name: str) -> int:
     return _LAST_EMBEDDING if name == _MTP_EMBEDDING else _LAST
 
 
-def _kind(name: str, rule: Rule, arch: Architecture) -> str:
+def _kind(name: str, rule: Rule) -> str:
     if rule.is_expert:
         return "expert"
-    if name.endswith("router.weight") and arch.moe is not None and arch.moe.router_float32:
+    if rule.dtype == "float32":
         return "float32"
     return "linear" if _FP8_WEIGHT.search(name) else "ordinary"
