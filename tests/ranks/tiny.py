@@ -149,20 +149,27 @@ def build_model_folder(
     return folder
 
 
+RESAVED = {
+    "olmo_hybrid": ("layer_types", "full_attention", "feedforward_layer_norm", "post_attention_layernorm"),
+    "kimi_linear": ("mlp_layer_types", "dense", ".block_sparse_moe.", ".mlp."),
+}
+"""Setting with kinds of layers, a kind, and in its layers: a name that transformers writes, and the published one."""
+
+
 def restore_names(folder: Path) -> None:
     """Names of published files, where transformers writes others."""
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
+    resaved = RESAVED.get(config["model_type"])
     for file in folder.glob("*.safetensors") if family.nested is not None or family.other_names else ():
         tensors = load_file(file)
-        if family.nested is not None:
-            names = family.nested.renamed(tensors)
-        elif family.name == "bailing_hybrid":
-            names = {name: name for name in tensors} | other_names(ModelFolder.open(folder), family, config)
-        else:  # transformers gives norms of attention the names that norms of delta nets have in published files
-            full = [f"layers.{layer}." for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
-            old, new = "feedforward_layer_norm", "post_attention_layernorm"
-            names = {name: name.replace(old, new) if any(layer in name for layer in full) else name for name in tensors}
+        names = {name: name for name in tensors} if family.nested is None else family.nested.renamed(tensors)
+        if resaved is not None:
+            setting, kind, old, new = resaved
+            layers = tuple(f"model.layers.{layer}." for layer, each in enumerate(config[setting]) if each == kind)
+            names = {name: name.replace(old, new) if name.startswith(layers) else name for name in tensors}
+        elif family.other_names:
+            names |= other_names(ModelFolder.open(folder), family, config)
         if names != {name: name for name in tensors}:
             save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
 

@@ -94,6 +94,7 @@ FAMILY = Family(
         "delta_net.value_head_dim": _size("linear_head_dim", "head_dim", 128),
         "delta_net.conv_kernel": _size("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
     },
+    other_names={_BLOCK[".mlp."]: ".mlp."},  # of dense layers, written by transformers
     module_names={".block_sparse_moe.": ".mlp.", "self_attn.f_": "self_attn.forget_gate.f_"},
     rules=decoder.pre_norm_rules(
         attention=(
@@ -109,13 +110,9 @@ FAMILY = Family(
             ),
         ),
         mlp=(
+            *expert_tensors.DENSE,
             *renamed(
-                (
-                    *expert_tensors.DENSE,
-                    *expert_tensors.ROUTER,
-                    *expert_tensors.EXPERT_BIAS,
-                    *expert_tensors.SHARED_EXPERTS,
-                ),
+                (*expert_tensors.ROUTER, *expert_tensors.EXPERT_BIAS, *expert_tensors.SHARED_EXPERTS),
                 _BLOCK,
             ),
             *renamed(expert_tensors.EXPERTS, NAMES),

@@ -1,4 +1,4 @@
-"""OLMo Hybrid files as transformers saves them: other names of norms, and convolutions cut into thirds."""
+"""Files as transformers saves them: other names of norms or dense layers, and convolutions cut into thirds."""
 
 from __future__ import annotations
 
@@ -59,3 +59,16 @@ def test_other_totals_are_refused(saved: Path) -> None:
     found = open_weights(ModelFolder.open(saved).with_config(config), family_for(config))
     with pytest.raises(DataError, match="of another shape"):
         check_coverage(found.source, family_for(config), found.arch)
+
+
+def test_dense_layers_of_kimi_linear(tmp_path: Path) -> None:
+    """Published files have ``mlp`` in dense layers and ``block_sparse_moe`` in those with experts."""
+    resaved = build_model_folder(tmp_path / "resaved", "kimi_linear", num_hidden_layers=2, names=False)
+    published = build_model_folder(tmp_path / "published", "kimi_linear", num_hidden_layers=2)
+    assert "model.layers.0.mlp.up_proj.weight" in load_file(published / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in load_file(published / "model.safetensors")
+    stored, found = load_file(resaved / "model.safetensors"), opened(resaved)
+    check_coverage(found.source, family_for(ModelFolder.open(resaved).config), found.arch)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found.source.read(name), stored["model.layers.0.block_sparse_moe.up_proj.weight"])
+    assert not opened(published).notes
