@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.mixers import mamba_kernels
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, owned_slices
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.setup.load_model import load_model
+from ranks.fake_mamba_kernels import install
 from ranks.tiny import VOCAB
 
 
@@ -64,3 +67,30 @@ def _whole(model: str, arch: Any, every: list[dict[str, Tensor]]) -> dict[str, T
                 whole[owned] = own[name][local]
         found[name] = whole
     return found
+
+
+def with_kernels(*, model: str, lengths: list[int], **layout: Any) -> dict[str, Any]:
+    """The largest difference of bf16 logits, relative to the largest one, and of a gradient if kernels are used.
+
+    The kernels are in plain PyTorch, with the signatures of the real ones; returns the names of those used.
+    """
+    decoder = load_model(model, layout, precision="bf16")
+    random = torch.Generator().manual_seed(0)
+    batch = PackedBatch.for_inference([torch.randint(0, VOCAB, (length,), generator=random) for length in lengths])
+
+    def run() -> list[Tensor]:
+        logits = decoder(batch).float()
+        return [logits.detach(), *torch.autograd.grad(logits.square().sum(), decoder.embedding.word_embeddings.weight)]
+
+    wanted = run()
+    with pytest.MonkeyPatch.context() as patch:
+        called = install(patch)
+        patch.setattr(mamba_kernels, "_on_gpu", lambda _: True)
+        messages = mamba_kernels.choose_mamba_kernels(decoder)
+        called.clear()
+        found = run()
+    differences = [
+        float((mine - own).abs().max().float() / own.abs().max().float())
+        for mine, own in zip(found, wanted, strict=True)
+    ]
+    return {"messages": messages, "called": sorted({*called}), "difference": max(differences)}

@@ -59,3 +59,19 @@ def test_steps_of_ranks_that_share_a_group(
         assert max_relative_difference(ours[curve], truth[curve]) < TOLERANCE
         for resumed in (rest, alone):
             assert max_relative_difference(resumed[curve], truth[curve][2:]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "kernels"),
+    [
+        ("bamba", {"mamba_n_groups": 1}, ["causal_conv1d_fn", "mamba_chunk_scan_combined"]),
+        ("jamba", {}, ["causal_conv1d_fn", "selective_scan_fn"]),
+    ],
+)
+def test_kernels_of_a_model(
+    family: str, settings: dict[str, Any], kernels: list[str], two: RankPool, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "model", family, **SIZES[family], **settings)
+    found = two.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
+    assert found["called"] == kernels and all(": the kernel of " in line for line in found["messages"]), found
+    assert found["difference"] < 3e-2, found

@@ -24,6 +24,7 @@ ALL_LINEAR = "all-linear"
 _WEIGHT = re.compile(
     r"(?:decoder\.layers\.\d+\..*|embedding\.layer_inputs)\.((?:linear_\w+|in_proj|out_proj)\.weight|gate_weight)"
 )
+_WITHIN_MAMBA = re.compile(r"decoder\.layers\.\d+\.mixer\.(?:x|dt)_proj\.weight")
 _REGEX = re.compile(r"^\.\*|[\\(|^$+{]")
 """A target is a regular expression if it starts with ``.*`` or has one of these characters."""
 _WILDCARDS = "*?["
@@ -66,13 +67,15 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     """The linear layers with an adapter by canonical weight name, in the order of the rule's parts.
 
     A target is ``all-linear`` (every linear layer, also of routed experts; not the output layer, the routers, the gates
-    of shared experts, and layers that PEFT refuses), the path of a linear layer or its end (``q_proj``,
-    ``self_attn.q_proj``; several with commas between them), a pattern of the path (``model.layers.[0-3].*``), or a
-    regular expression of the whole path. Layers of routed experts are meant only by a target that contains ``experts``.
+    of shared experts, layers that PEFT refuses, and projections within Mamba-1), the path of a linear layer or its end
+    (``q_proj``, ``self_attn.q_proj``; several with commas between them), a pattern of the path
+    (``model.layers.[0-3].*``), or a regular expression of the whole path. Layers of routed experts are meant only by a
+    target that contains ``experts``.
     Layers for multi-token prediction have no adapters: transformers does not load them.
 
     Raises:
-        UsageError: there are no targets, or a target is no linear layer, or one that PEFT refuses.
+        UsageError: there are no targets, or a target is no linear layer, one that PEFT refuses, or a projection within
+            Mamba-1.
     """
     if not targets:
         raise UsageError("lora.targets is empty. Use all-linear, or names of linear layers such as q_proj, v_proj.")
@@ -83,6 +86,7 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     refused = {module for module in modules if module.endswith(family.unadapted)}
     chosen: set[str] = set()
     for target in (part.strip() for given in targets for part in _split(given)):
+        _check_within_mamba(target, family, arch)
         matching = [module for module, linear in modules.items() if _matches(target, linear)]
         if not matching:
             raise UsageError(_unknown(target, modules, family))
@@ -96,6 +100,18 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
         chosen.update(matching)
     kept = {name: tuple(linear for linear in linears if linear.module in chosen) for name, linears in found.items()}
     return {name: linears for name, linears in kept.items() if linears}
+
+
+def _check_within_mamba(target: str, family: Family, arch: Architecture) -> None:
+    """Raise UsageError for a target that PEFT would also apply to projections of time steps, B and C."""
+    for name, placed in family.placements(arch).items() if arch.mamba is not None and target != ALL_LINEAR else ():
+        module = module_path(family, placed.hf[0])
+        if _WITHIN_MAMBA.fullmatch(name) and _matches(target, HfLinear(module, 0, 0, (), ())):
+            raise UsageError(
+                f"lora.targets: {target!r} includes {module}, and projections within Mamba-1 have no adapters: "
+                "transformers reads the weight of dt_proj alone, and with kernels also that of x_proj. Name the "
+                "targets without them."
+            )
 
 
 def all_linears(family: Family, arch: Architecture) -> dict[str, tuple[HfLinear, ...]]:

@@ -17,6 +17,7 @@ from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, hf_slices, local_shape, tensor_slices, unsharded
 from ranks.tiny import SIZES, model_class, tiny_config
 
+_WITH_ATTENTION = ("falcon_h1", "nemotron_h")
 WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate)?$|\.gate\.wg$|\.indexer\.|\.(mamba|mixer)\.(x|dt)_proj$")
 """Routers, indexers, which no gradient reaches, and the projections within Mamba-1, which are no parallel layers."""
 
@@ -126,10 +127,10 @@ def test_all_linear_leaves_the_gate_of_shared_experts_out() -> None:
     assert not chosen & gates and "model.layers.3.mlp.shared_expert.down_proj" in chosen
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"])
 def test_all_linear_leaves_out_what_peft_refuses(name: str) -> None:
     chosen = {module.rpartition(".")[2] for module in selected(name, "all-linear")}
-    assert "out_proj" not in chosen and {"in_proj", "o_proj"} <= chosen
+    assert "out_proj" not in chosen and "in_proj" in chosen and ("o_proj" in chosen) == (name in _WITH_ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +141,9 @@ def test_all_linear_leaves_out_what_peft_refuses(name: str) -> None:
         ("qwen3_moe", ["down_proj"], "one of q_proj, k_proj, v_proj, o_proj, experts.gate_up_proj, experts.down_proj,"),
         ("llama", ["lm_head"], "Other modules are trained whole with lora.modules_to_save"),
         ("nemotron_h", ["*.o*_proj"], "'*.o*_proj' includes model.layers.0.mixer.out_proj, and PEFT refuses"),
+        ("mamba", ["out_proj"], "'out_proj' includes backbone.layers.0.mixer.out_proj, and PEFT refuses"),
+        ("jamba", ["dt_proj"], "'dt_proj' includes model.layers.0.mamba.dt_proj, and projections within Mamba-1 have"),
+        ("jamba", ["*.mamba.*"], "'*.mamba.*' includes model.layers.0.mamba.x_proj, and projections within Mamba-1"),
         ("llama", ["(q_proj"], "'(q_proj' is not a regular expression: "),
     ],
 )  # fmt: skip

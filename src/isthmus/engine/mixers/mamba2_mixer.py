@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ class Mamba2Mixer(ShardedMixer):
     """Parameters have Megatron-Core's names; time steps, decays and the scan are computed in float32."""
 
     section_names = MAMBA2_SECTIONS
+    compute: Callable[..., Tensor] = staticmethod(state_space_scan)
+    """Set by :func:`isthmus.engine.mixers.mamba_kernels.choose_mamba_kernels`."""
 
     def __init__(
         self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
@@ -58,5 +61,5 @@ class Mamba2Mixer(ShardedMixer):
         dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.sizes.time_step_limit)
         heads, decay = x.unflatten(-1, (self.heads, -1)), -self.A_log.to(wide).exp()
         b, c = self.groups.keys(b, c)
-        out = state_space_scan(heads, dt, decay, b, c, self.D.to(wide), lengths).flatten(1)
+        out = self.compute(heads, dt, decay, b, c, self.D.to(wide), lengths).flatten(1)
         return gate(out, z) if self.norm is None else self.norm(out, z)

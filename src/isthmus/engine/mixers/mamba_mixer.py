@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class _SmallNorm(nn.Module):
 class MambaMixer(ShardedMixer):
     """Time steps, decays and the scan are computed in float32."""
 
+    compute: Callable[..., Tensor] = staticmethod(selective_scan)
+    """Set by :func:`isthmus.engine.mixers.mamba_kernels.choose_mamba_kernels`."""
+
     def __init__(
         self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
     ) -> None:
@@ -84,7 +88,7 @@ class MambaMixer(ShardedMixer):
         wide = torch.promote_types(x.dtype, torch.float32)
         assert self.dt_proj.bias is not None
         dt = F.softplus(F.linear(dt, self.dt_proj.weight).to(wide) + self.dt_proj.bias)
-        return gate(selective_scan(x, dt, -self.A_log.to(wide).exp(), b, c, self.D.to(wide), lengths), z)
+        return gate(self.compute(x, dt, -self.A_log.to(wide).exp(), b, c, self.D.to(wide), lengths), z)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, ...]:
         """The low-rank time steps [T, R], and B and C [T, N] of all channels."""

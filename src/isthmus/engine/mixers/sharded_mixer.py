@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ def own_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]
 class DepthwiseConvolution(nn.Module):
     """A causal convolution of this rank's channels, with the parameters of a torch ``Conv1d``."""
 
+    compute: Callable[..., Tensor] = staticmethod(causal_convolution)
+    """Set by :func:`isthmus.engine.mixers.mamba_kernels.choose_mamba_kernels`."""
+
     def __init__(self, channels: int, kernel: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = sharded_parameter(channels, 1, kernel, dtype=dtype)
@@ -56,7 +59,7 @@ class DepthwiseConvolution(nn.Module):
 
     def forward(self, x: Tensor, lengths: tuple[int, ...], *, activated: bool) -> Tensor:
         """See :func:`causal_convolution`."""
-        return causal_convolution(x, self.weight, self.bias, lengths, activated=activated)
+        return self.compute(x, self.weight, self.bias, lengths, activated=activated)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return own_entries(self, prefix, sharded_offsets)

@@ -12,5 +12,6 @@ FAMILY = Family(
     dropout={},
     traits=dict(mamba.FAMILY.traits) | {"mamba.norms": True, "mamba.norm_weights": False},
     derived=mamba.FAMILY.derived,
+    unadapted=mamba.FAMILY.unadapted,
     rules=mamba.FAMILY.rules,
 )

@@ -32,6 +32,7 @@ FAMILY = Family(
     traits=state_space.ONE_BLOCK_TRAITS,
     derived=state_space.without_attention("mamba", _CHANNELS)
     | {"mamba.time_step_rank": state_space.time_step_rank("time_step_rank")},
+    unadapted=("mixer.out_proj",),
     rules=renamed(
         (*decoder.EMBEDDING, *decoder.INPUT_NORM, *state_space.MAMBA, *decoder.HEAD), state_space.ONE_BLOCK_NAMES
     ),

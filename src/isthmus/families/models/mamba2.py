@@ -59,6 +59,7 @@ FAMILY = Family(
         "mamba2.head_dim": Derived(_read_width, _write_width),
         "mamba2.time_step_limit": state_space.TIME_STEP_LIMIT,
     },
+    unadapted=("mixer.out_proj",),
     rules=renamed(
         (*decoder.EMBEDDING, *decoder.INPUT_NORM, *state_space.MAMBA2, *decoder.HEAD), state_space.ONE_BLOCK_NAMES
     ),

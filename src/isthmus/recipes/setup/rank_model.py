@@ -159,6 +159,7 @@ def _choose_kernels(
     from isthmus.engine.layers.linear import use_async_tp, use_fp8
     from isthmus.engine.layers.matmul import rounded_gradients, use_table
     from isthmus.engine.mixers.delta_kernels import choose_delta_kernels
+    from isthmus.engine.mixers.mamba_kernels import choose_mamba_kernels
     from isthmus.engine.tuned_matmuls import use_tuned
 
     device = platform.device_type
@@ -166,6 +167,7 @@ def _choose_kernels(
         # Before regions are compiled for the shapes of the run.
         agree(lambda: check_kernels(fp8_recipe(config, platform), torch.device(device)))
     lines = [choose_compile(config.train.compile, device), *choose_delta_kernels(modules)]
+    lines += choose_mamba_kernels(modules)
     if training and not plan.parallel.fsdp:
         lines.append(rounded_gradients(device, DTYPES[precision]))
     use_table(None)  # of another run in this process
