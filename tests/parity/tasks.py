@@ -42,6 +42,7 @@ from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.setup.load_model import load_model, model_logits
+from parity.strange_models import strange_config
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, load_network, open_samples, restore_names
@@ -140,6 +141,11 @@ def compare_inferred_families(*, configs: list[dict[str, Any]]) -> list[list[str
 def refusals_of_inference(*, configs: list[dict[str, Any]]) -> list[str | None]:
     """Why no family is inferred from each config; None if one is."""
     return [_refusal(config) for config in configs]
+
+
+def refusals_of_strange_models(*, tricks: dict[str, dict[str, Any]]) -> list[str | None]:
+    """Why classes with these features are refused, see ``strange_models``; None if one is not."""
+    return [_refusal(strange_config(trick, **settings)) for trick, settings in tricks.items()]
 
 
 def _refusal(config: dict[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from isthmus.convert.learn import save_family
 from isthmus.errors import NoSpace
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.hf.model_folder import read_json
+from parity.strange_models import TRICKS
 from parity.tasks import disregard_family
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
@@ -132,6 +133,14 @@ def test_settings_that_small_models_do_not_show(one: RankPool) -> None:
     errors = one.run("parity.tasks.refusals_of_inference", configs=configs)
     for (case, (_, _, reason)), error in zip(LATE.items(), errors, strict=True):
         assert error is not None and reason in error, (case, error)
+
+
+def test_features_that_usual_small_models_hide(one: RankPool) -> None:
+    tricks = {"none": {}, **{trick: settings for trick, (settings, _) in TRICKS.items()}}
+    first, *errors = one.run("parity.tasks.refusals_of_strange_models", tricks=tricks)
+    assert first is None, first
+    for (trick, (_, reason)), error in zip(TRICKS.items(), errors, strict=True):
+        assert error is not None and reason in error, (trick, error)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])

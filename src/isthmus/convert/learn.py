@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from isthmus import __version__
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.convert.infer.candidate_search import CandidateSearch
 from isthmus.convert.infer.probe_model import (
+    DEEP_SCALE,
     TOLERANCE,
     ProbeModel,
     build_first,
     check_effects,
+    large_difference,
     logits_difference,
     max_difference,
     proven,
     relative_difference,
 )
 from isthmus.convert.infer.relative_search import RelativeSearch
+from isthmus.convert.infer.unread_settings import check_unread
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import NoSpace, UsageError, disk_errors
@@ -143,11 +147,25 @@ def _search_structure(effective: Mapping[str, Any], architecture: str, scratch: 
     second = logits_difference(read_family(data), other)
     if not second <= TOLERANCE:
         raise UsageError(f"the mapping for one probe model differs by {second:.1e} on one with other sizes.")
+    _check_extremes(read_family(data), settings, probe, scratch)
     for each in (probe, other):
         check_effects(read_family(data), each)
+    check_unread(data["fixed"].keys(), effective, probe.folder.config, probe)
     log(proven(first, second))
     data["proof"] = {"max_abs_difference": [first, second], "candidates_tried": search.tried}
     return data
+
+
+def _check_extremes(family: Family, settings: ConfigInference, probe: ProbeModel, scratch: Path) -> None:
+    """Raise UsageError if the mapping is wrong for a model with large weights, or with all layers of the config."""
+    if (why := large_difference(family, probe.with_large_weights(scratch / "large-weights"))) is not None:
+        raise UsageError(f"{why}.")
+    shrink = partial(settings.probe_config, all_layers=True)
+    deep, _ = build_first(scratch / "deep", FIRST, shrink, seed=5, scale=DEEP_SCALE)
+    if not (difference := relative_difference(family, deep)) <= TOLERANCE:
+        raise UsageError(
+            f"in a small model with all {settings.num_layers} layers, logits differ by {difference:.1e} of the largest."
+        )
 
 
 def _with_epsilon(candidates: Candidates, picks: Choices, probe: ProbeModel) -> dict[str, Any]:

@@ -26,6 +26,12 @@ _LENGTHS = (37, 23)
 """Longer than any window and original context of a probe model."""
 _SMALL_WEIGHTS = 0.01
 """Scale of weights with which activations are about as small as the epsilons of norms."""
+DEEP_SCALE = 0.5
+"""Scale of weights of a model with many layers, in which rounding errors grow."""
+_LARGE_WEIGHTS = 8.0
+"""Scale of weights with which logits and scores of attention reach usual caps and bounds, about 10 to 50."""
+_LARGE_TOLERANCE = 1e-2
+"""Largest relative difference then: rounding errors of large scores are large, effects of a bound are larger."""
 _MIN_EFFECT = 1e-3
 """Smallest change of the logits that counts as an effect."""
 Sizes = TypeVar("Sizes")
@@ -56,6 +62,11 @@ class ProbeModel:
     def with_small_weights(self, path: Path) -> ProbeModel:
         """Another model of this config, in which epsilons of norms matter."""
         return self.build(path, self.folder.config, 4, scale=_SMALL_WEIGHTS)
+
+    def with_large_weights(self, path: Path) -> ProbeModel | None:
+        """Another model of this config, in which caps and bounds matter; None if its logits are not finite."""
+        found = self.build(path, self.folder.config, 6, scale=_LARGE_WEIGHTS)
+        return found if all(each.isfinite().all() for each in found.logits) else None
 
 
 def build_first(
@@ -92,6 +103,15 @@ def logits_difference(family: Family, probe: ProbeModel) -> float:
 def relative_difference(family: Family, probe: ProbeModel) -> float:
     """:func:`logits_difference` over the largest logit."""
     return logits_difference(family, probe) / max(each.abs().max().item() for each in probe.logits)
+
+
+def large_difference(family: Family, large: ProbeModel | None) -> str | None:
+    """What a model with large weights shows: None, or a difference that only a cap or bound explains."""
+    if large is None or (difference := relative_difference(family, large)) <= _LARGE_TOLERANCE:
+        return None
+    return (
+        f"in a model with large weights, where caps and bounds matter, logits differ by {difference:.1e} of the largest"
+    )
 
 
 def _load(family: Family, probe: ProbeModel) -> Any:

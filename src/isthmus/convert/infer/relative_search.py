@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.convert.infer.probe_model import (
+    DEEP_SCALE,
     TOLERANCE,
     ProbeModel,
     build_first,
     check_effects,
+    large_difference,
     logits_difference,
     proven,
     relative_difference,
@@ -23,14 +25,17 @@ from isthmus.families.discover.config_inference import METADATA
 from isthmus.families.discover.language_section import SECTION, TIED, LanguageSection, find_section
 from isthmus.families.discover.nested_family import nested_data
 from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
-from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
+from isthmus.families.discover.setting_values import (
+    fixed_settings,
+    independent_defaults,
+    other_values,
+    repeated_sizes,
+)
 from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, number_of_layers, size_keys, small_config
 from isthmus.families.family import Family
 from isthmus.hf.tiny_model import effective_config, embedding_modules
 
 MAX_CANDIDATES = 80
-_DEEP_SCALE = 0.5
-"""Of the weights of a model with many layers, in which rounding errors grow."""
 Log = Callable[[str], None]
 
 
@@ -73,13 +78,14 @@ class RelativeSearch:
             if not self._difference(family, small, relative_difference) <= TOLERANCE:
                 self._log(f"like {description}, but logits differ with small weights: epsilons of norms")
                 continue
-            if (why := self._deep_difference(family)) is not None:
+            large = first.with_large_weights(self._scratch / f"large-weights-{self.tried}")
+            if (why := large_difference(family, large) or self._deep_difference(family)) is not None:
                 self._log(f"like {description}, but {why}")
                 continue
             for probe in (first, second):
                 check_effects(family, probe)
             try:
-                self._check_unread(data, first)
+                self._check_unread(data, first, second)
             except UsageError as error:
                 unproven = error
                 self._log(f"like {description}, but {error}")
@@ -104,7 +110,7 @@ class RelativeSearch:
         layers = number_of_layers(self._config.get(SECTION) or self._config)
         if self._deep is None and layers:
             shrink = partial(small_config, self._config, all_layers=True)
-            self._deep = build_first(self._scratch / "deep", FIRST, shrink, seed=5, scale=_DEEP_SCALE)[0]
+            self._deep = build_first(self._scratch / "deep", FIRST, shrink, seed=5, scale=DEEP_SCALE)[0]
         if self._deep is None:
             return None
         difference = self._difference(family, self._deep, relative_difference)
@@ -147,11 +153,19 @@ class RelativeSearch:
         self._log(f"the language model in {SECTION} is of type {found.nested.model_type}")
         return found
 
-    def _check_unread(self, data: Data, probe: ProbeModel) -> None:
+    def _repeated(self, data: Data, *probes: ProbeModel) -> dict[str, tuple[str, ...]]:
+        """Sizes that the family does not read and that repeat others."""
+        configs = [self._section.config(whole) for whole in (self._config, *(probe.folder.config for probe in probes))]
+        read = settings_read(read_related(data, self._families), configs[1]) - data["fixed"].keys()
+        sizes = size_keys(configs[1])
+        return repeated_sizes(sizes - read, sizes & read, configs)
+
+    def _check_unread(self, data: Data, probe: ProbeModel, second: ProbeModel) -> None:
         """Raise UsageError if a setting that is not read may be a limit that no small model reaches."""
         config = self._section.config(probe.folder.config)
         family = read_related(data, self._families)
         names = (config.keys() - settings_read(family, config)) | data["fixed"].keys()
+        names -= self._repeated(data, probe, second).keys()
         own = self._section.config(self._config)
         check_unread(names, own, config, probe, section=self._section.key)
         if self._is_nested:
@@ -192,7 +206,10 @@ class RelativeSearch:
         data["settings"] = {
             name: {"default": self._defaults[name]} if name in constant else {} for name in sorted(free | overridden)
         }
+        repeated = self._repeated(data, first, second)
         data["fixed"] = fixed_settings(meant, self._defaults, free=free | overridden)
+        for name in repeated.keys() & data["fixed"].keys():
+            data["fixed"][name] |= {"sum_of": [*repeated[name]]} | ({} if name in constant else {"absent": None})
 
     def _with(self, name: str, value: Any) -> Mapping[str, Any]:
         return self._complete({name: value})

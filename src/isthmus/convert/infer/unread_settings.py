@@ -8,7 +8,7 @@ from typing import Any
 
 from isthmus.convert.infer.probe_model import ProbeModel, max_difference
 from isthmus.errors import UsageError
-from isthmus.families.discover.config_inference import METADATA
+from isthmus.families.discover.config_inference import METADATA, is_dropout
 from isthmus.hf.tiny_model import saved_model_logits
 
 _LARGE = 4
@@ -31,13 +31,18 @@ def check_unread(
     changes the logits when it is smaller.
     """
     for name in sorted(names):
-        values = smaller_values(small.get(name), config.get(name))
+        values = [0.5] if _is_rate(name, small.get(name)) else smaller_values(small.get(name), config.get(name))
         if METADATA.fullmatch(name) or not _has_effect(name, values, probe, section):
             continue
         raise UsageError(
             f"config.json: {name}={config.get(name)!r:.60} has an effect in models with more layers or longer samples "
             "than those with which mappings are verified, and its meaning is not known."
         )
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    """Whether a setting is taken for a dropout rate, which has no effect outside of training."""
+    return is_dropout(name) and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def smaller_values(value: Any, meant: Any) -> list[Any]:

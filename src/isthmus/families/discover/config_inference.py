@@ -130,10 +130,10 @@ class ConfigInference:
     def rotary(self) -> Mapping[str, Any]:
         return self.effective.get("rope_parameters") or {}
 
-    def probe_config(self, probe: ProbeSizes) -> dict[str, Any]:
+    def probe_config(self, probe: ProbeSizes, *, all_layers: bool = False) -> dict[str, Any]:
         """A probe model's config: numbers with a known meaning are replaced, other settings are kept."""
         config = dict(self.effective)
-        layers = self._min_layers() + probe.more_layers
+        layers = self.num_layers if all_layers else self._min_layers() + probe.more_layers
         for name in self._layer_lists():
             config[name] = (list(config[name]) * layers)[:layers]
         for name, key in self.sizes.items():

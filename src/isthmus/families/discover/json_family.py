@@ -22,6 +22,7 @@ FORMAT = 1
 _FORMULA = re.compile(r"(\w+)(?:([*/])(\w+))?(\*\*0\.5)?")
 _NAME = re.compile(r"(?:[\w.-]|\{layer\}|\{expert\})+")
 _SYMBOLS = re.compile(r"(?:Vh|[VHFPNGDWEXS12])(?:\*(?:Vh|[VHFPNGDWEXS12]))*")
+_NOISE = re.compile(r".*(?:noise|jitter).*")
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
 _CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]] = {
     "inverse": (lambda value: 1 / value, lambda value: 1 / value),
@@ -46,6 +47,12 @@ WHERE_UNKNOWN = (
     "and train.attention_dropout or train.hidden_dropout instead"
 )
 WHY = "the family was inferred from a config with another value; infer it for this model (isthmus convert --learn)"
+
+
+def noise_of(fixed: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Why a model with these fixed settings is not trained: one of them is the size of a noise."""
+    names = [name for name, entry in fixed.items() if _NOISE.fullmatch(name) and entry.get("is")]
+    return f"training would run without the noise of {names[0]}" if names else None
 
 
 def read_family(data: Mapping[str, Any]) -> Family:
@@ -83,6 +90,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
             rope_defaults=dict(data["rope"]["defaults"]),
             rope_names={_text(name): _text(own) for name, own in data["rope"]["names"].items()},
             ignorable=tuple(_text(ending) for ending in data.get("ignorable", ())),
+            untrainable=noise_of(data["fixed"]),
             data=data,
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from isthmus.errors import DataError, IsthmusError, UsageError
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.discover.config_inference import METADATA, ROPE, SIZE_WORDS, WHY
-from isthmus.families.discover.json_family import FORMAT, parse_formula, read_fixed
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.discover.json_family import FORMAT, noise_of, parse_formula, read_fixed
+from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules.rule import Shape, field_of, renamed
 
 _UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
@@ -57,12 +57,13 @@ def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
             keys=keys,
             derived=derived,
             traits={**{name: value for name, value in base.traits.items() if name not in own}, **traits},
-            fixed={**base.fixed, **{name: read_fixed(entry) for name, entry in data["fixed"].items()}},
+            fixed={**base.fixed, **_read_fixed(data["fixed"])},
             dropout={},
             auto_map={},
             rules=renamed(base.rules, data["tensor_names"]),
             defaults={name: entry["default"] for name, entry in data["settings"].items() if "default" in entry},
             required=tuple(name for name, entry in data["settings"].items() if "default" not in entry),
+            untrainable=base.untrainable or noise_of(data["fixed"]),
             data=data,
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -75,6 +76,24 @@ def check_related_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -
     known |= {name for name in ROPE if name in config and _is_repeated(config[name], config.get("rope_parameters"))}
     if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
         raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
+
+    for name, entry in data["fixed"].items():
+        value, sizes = config.get(name, entry.get("absent")), entry.get("sum_of", ())
+        if sizes and value is not None and value != sum(_setting(data, config, size) for size in sizes):
+            needed = " + ".join(sizes)
+            raise UsageError(
+                f"config.json: {name}={value!r:.60} is not supported for {data['name']}; it must be {needed}."
+            )
+
+
+def _setting(data: Mapping[str, Any], config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name, data["settings"].get(name, {}).get("default"))
+    return value if isinstance(value, int) else 0
+
+
+def _read_fixed(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Fixed]:
+    """Without sizes that repeat others, which :func:`check_related_settings` compares."""
+    return {name: read_fixed(entry) for name, entry in entries.items() if "sum_of" not in entry}
 
 
 def _is_repeated(value: Any, rotary: Any) -> bool:

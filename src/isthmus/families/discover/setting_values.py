@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import UsageError
@@ -85,4 +86,24 @@ def fixed_settings(
             found[name] = {"each": value[0], "absent": absent}
         else:
             found[name] = {"is": value, "absent": absent}
+    return found
+
+
+def repeated_sizes(
+    names: Collection[str], read: Collection[str], configs: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[str, ...]]:
+    """Sizes among ``names`` that are another size, or the sum of two sizes of queries and keys, in all ``configs``.
+
+    ``read`` are the sizes with a known meaning.
+    """
+    singles = [(name,) for name in sorted(read)]
+    of_queries = [name for name in sorted(read) if name.startswith("qk_")]
+    ways = [*singles, *itertools.combinations(of_queries, 2)]
+    found: dict[str, tuple[str, ...]] = {}
+    for name in sorted(names):
+        values = [config.get(name) for config in configs]
+        if len(set(values)) > 1 and all(type(value) is int for value in values):
+            sums = {way: [sum(config.get(each) or 0 for each in way) for config in configs] for way in ways}
+            way = next((way for way, sizes in sums.items() if sizes == values), None)
+            found |= {} if way is None else {name: way}
     return found
