@@ -36,6 +36,8 @@ from isthmus.families.family import Family
 from isthmus.hf.tiny_model import effective_config, embedding_modules
 
 MAX_CANDIDATES = 80
+_MAX_UNPROVEN = 4
+"""Candidates with the logits of all small models and a setting that may be a limit, after which the search ends."""
 Log = Callable[[str], None]
 
 
@@ -66,7 +68,7 @@ class RelativeSearch:
             return None
         if self._is_nested:
             self._section = self._find_section(first)
-        unproven: UsageError | None = None
+        unproven: list[UsageError] = []
         for data, description, difference in self._candidates(first):
             family = self._section.family(read_related(data, self._families))
             second = self._probe(f"larger-{self.tried}", SECOND, seed=2)
@@ -86,17 +88,19 @@ class RelativeSearch:
                 check_effects(family, probe)
             try:
                 self._check_unread(data, first, second)
+                self._prepare_settings(data, first, second)
             except UsageError as error:
-                unproven = error
+                unproven.append(error)
                 self._log(f"like {description}, but {error}")
+                if len(unproven) == _MAX_UNPROVEN:
+                    break
                 continue
             self._log(f"like {description}")
             self._log(proven(*differences))
-            self._prepare_settings(data, first, second)
             found = data | {"proof": {"max_abs_difference": differences}}
             return found if self._section.nested is None else self._nested_data(found, first, second)
-        if unproven is not None:
-            raise unproven
+        if unproven:
+            raise unproven[0]
         return None
 
     def _probe(self, name: str, sizes: Sequence[SmallSizes], seed: int) -> ProbeModel:
@@ -157,7 +161,7 @@ class RelativeSearch:
         """Sizes that the family does not read and that repeat others."""
         configs = [self._section.config(whole) for whole in (self._config, *(probe.folder.config for probe in probes))]
         read = settings_read(read_related(data, self._families), configs[1]) - data["fixed"].keys()
-        sizes = size_keys(configs[1])
+        sizes = size_keys(configs[1]) | ({"qk_head_dim"} & configs[1].keys())
         return repeated_sizes(sizes - read, sizes & read, configs)
 
     def _check_unread(self, data: Data, probe: ProbeModel, second: ProbeModel) -> None:
@@ -200,6 +204,8 @@ class RelativeSearch:
         free |= {name for name in sorted(read - free - overridden) if self._is_verified(family, first, name)}
         if unverified := [name for name in sizes - free if config[name] != meant[name]]:
             raise UsageError(f"config.json: the meaning of {', '.join(sorted(unverified))} could not be verified.")
+        # A family that reads a limit may ignore it, without a second setting that this model type does not have.
+        check_unread(read - free - overridden, meant, config, first, section=self._section.key)
         kept = ", ".join(sorted(read - free)) or "none"
         self._log(f"settings with a verified meaning: {', '.join(sorted(free))}; that keep their value: {kept}")
         constant = independent_defaults(self._defaults, self._with)

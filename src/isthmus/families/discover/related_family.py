@@ -188,7 +188,7 @@ def _like(base: Family, unknown: Unknown) -> Data | None:
                 keys[name] = other
                 taken.add(other)
         try:
-            value = replace(key, hf=keys.get(name, key.hf)).read(config)
+            replace(key, hf=keys.get(name, key.hf)).read(config)
         except UsageError:
             if key.choices is None:
                 return None
@@ -196,7 +196,7 @@ def _like(base: Family, unknown: Unknown) -> Data | None:
         except _UNREADABLE:
             return None
         else:
-            if name == "mtp_layers" and value:
+            if name == "mtp_layers":
                 traits[name] = 0  # transformers has no tensors of these layers
     unsupported = [name for name, fixed in base.fixed.items()
                    if not fixed.training and config.get(name, fixed.absent) not in fixed.allowed]  # fmt: skip
