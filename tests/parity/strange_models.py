@@ -57,11 +57,11 @@ TRICKS: dict[str, tuple[dict[str, Any], str]] = {
     "cap": ({"cap": 1000.0}, "cap=1000.0 "),
     "window": ({"local_context": 4096}, "local_context=4096 "),
     "temperature": ({"floor_scale": 8192}, "floor_scale=8192 "),
-    "late layers": ({"quiet_layers": [20, 21]}, "quiet_layers"),
+    "late layers": ({"quiet_layers": [20, 21]}, ""),
     "every sixteenth layer": ({}, ""),
     "rate": ({"drop_scale": 0.0}, "drop_scale=0.0 "),
 }
-"""Settings of each feature, and what the message of the refusal contains: the setting, if there is one."""
+"""Settings of each feature, and what the message of the refusal contains: the setting, if few layers show it."""
 
 
 def strange_config(trick: str, **settings: Any) -> dict[str, Any]:

@@ -208,11 +208,11 @@ class RelativeSearch:
         check_unread(read - free - overridden, meant, config, first, section=self._section.key)
         kept = ", ".join(sorted(read - free)) or "none"
         self._log(f"settings with a verified meaning: {', '.join(sorted(free))}; that keep their value: {kept}")
+        repeated = self._repeated(data, first, second)
         constant = independent_defaults(self._defaults, self._with)
         data["settings"] = {
             name: {"default": self._defaults[name]} if name in constant else {} for name in sorted(free | overridden)
         }
-        repeated = self._repeated(data, first, second)
         data["fixed"] = fixed_settings(meant, self._defaults, free=free | overridden)
         for name in repeated.keys() & data["fixed"].keys():
             data["fixed"][name] |= {"sum_of": [*repeated[name]]} | ({} if name in constant else {"absent": None})
