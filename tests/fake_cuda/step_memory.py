@@ -21,6 +21,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "MLA": {"model": "deepseek-v2-lite", "pp": 9, "ep": 8, "rank": 3, "size": 1008},
     "keys as values": {"model": "gemma4-31b", "tp": 4, "pp": 10, "rank": 450, "size": 1000},
     "norms of experts": {"model": "gemma4-26b-a4b", "pp": 5, "ep": 8, "rank": 450, "size": 1000},
+    "shared keys, layer inputs": {"model": "gemma4-e4b", "tp": 2, "rank": 5, "size": 8},
     "fsdp": {"model": "llama3.2-1b", "fsdp": True, "rank": 5, "size": 8, "layers": 4},
 }
 """Two micro batches are enough: a step of more has more in flight, but not more kinds of memory."""

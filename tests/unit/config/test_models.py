@@ -42,6 +42,7 @@ PUBLISHED = {
     "deepseek-v3.2": 685_355_329_792,  # with the MTP layer
     "gemma4-26b-a4b": 25_233_141_790,  # without vision tower, as its sibling
     "gemma4-31b": 30_697_345_340,
+    "gemma4-e4b": 7_463_013_418,
     "glm-5": 755_767_304_448,  # with the MTP layer
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
