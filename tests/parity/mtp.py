@@ -17,6 +17,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
 from ranks.tasks import CLIP_GRAD
 from ranks.tiny import SEQ_LENGTH, open_samples
+from ranks.tiny_families import bailing_moe
 
 
 class MtpLayer(nn.Module):
@@ -52,6 +53,26 @@ class MtpLayer(nn.Module):
         return normed
 
 
+class LingMtpLayer(nn.Module):
+    """That of Ling 2, whose files have no copies of the embedding and the output layer."""
+
+    def __init__(self, config: Any, tensors: dict[str, Tensor], layer: int) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.final_layernorm = (
+            bailing_moe.Norm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layer = bailing_moe.Layer(config, layer)
+        prefix, names = f"model.layers.{layer}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        self.load_state_dict({(name if name.startswith(names) else f"layer.{name}"): own[name] for name in own})
+
+    def forward(self, hidden: Tensor, embedded: Tensor, _rotary: None) -> Tensor:
+        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        normed: Tensor = self.final_layernorm(self.layer(joined))
+        return normed
+
+
 def train(
     *, model: str, samples: str, lr: list[float], mtp_loss_weight: float, weight_decay: float = 0.1
 ) -> dict[str, list[float]]:
@@ -60,7 +81,9 @@ def train(
     tensors = load_file(Path(model) / "model.safetensors")
     layers = range(network.config.num_hidden_layers, network.config.num_hidden_layers + 9)
     network.mtp = nn.ModuleList(
-        MtpLayer(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
+        (LingMtpLayer if network.config.model_type == "bailing_moe" else MtpLayer)(network.config, tensors, layer)
+        for layer in layers
+        if f"model.layers.{layer}.enorm.weight" in tensors
     )
     with_decay = [parameter for parameter in network.parameters() if parameter.dim() > 1]
     without_decay = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
@@ -96,13 +119,14 @@ def _sums(network: Any, batch: PackedBatch) -> Tensor:
     for begin, end in itertools.pairwise(itertools.accumulate(batch.lengths, initial=0)):
         assert batch.labels is not None and batch.loss_mask is not None
         tokens, labels, mask = batch.input_ids[begin:end], batch.labels[begin:end], batch.loss_mask[begin:end]
-        hidden = network.model(tokens[None]).last_hidden_state
+        embed, rotary = network.get_input_embeddings(), getattr(network.model, "rotary_emb", None)
+        # The plain reference takes embeddings and returns hidden states.
+        hidden = network.model(embed(tokens[None])) if rotary is None else network.model(tokens[None]).last_hidden_state
         total = total + _sum(network, hidden, labels, mask, 0)
         for depth, mtp in enumerate(network.mtp, start=1):
             if depth >= end - begin:
                 break
-            embedded = network.model.embed_tokens(tokens[None, depth:])
-            hidden = mtp(hidden[:, :-1], embedded, network.model.rotary_emb)
+            hidden = mtp(hidden[:, :-1], embed(tokens[None, depth:]), rotary)
             total = total + _sum(network, hidden, labels[depth:], mask[depth:], 2)
     return total
 

@@ -66,6 +66,21 @@ def test_mtp_in_every_layout(
     assert run["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough)], ids=str)
+def test_layers_without_copies_in_files(
+    layout: dict[str, int], one: RankPool, two: RankPool, samples: Path, tmp_path: Path
+) -> None:
+    built = build_model_folder(tmp_path / "model", "bailing_moe", num_hidden_layers=2, num_nextn_predict_layers=1)
+    settings = {"model": add_mtp_layers(built), "samples": samples, "mtp_loss_weight": WEIGHT}
+    run = two.run("ranks.tasks.train", **settings, micro_batch_size=2, steps=STEPS, **layout)
+    theirs = one.run("parity.mtp.train", **settings, lr=run["lr"])
+    differences = {curve: max_relative_difference(run[curve], theirs[curve]) for curve in ALL}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    two.run("ranks.tasks.export", model=built, destination=tmp_path / "export", **layout)
+    assert (tmp_path / "export" / "model.safetensors").read_bytes() == (built / "model.safetensors").read_bytes()
+
+
 def test_mtp_resumes_from_virtual_pipeline(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     deeper = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, num_mtp_layers=1)
     settings = {"model": add_mtp_layers(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}

@@ -53,7 +53,7 @@ class BailingMoeConfig(PreTrainedConfig):
         return FIRST in (self.architectures or ())
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
         self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
@@ -130,7 +130,7 @@ class _Attention(nn.Module):
         self.dense = nn.Linear(self.heads * self.width, config.hidden_size, bias=config.use_bias)
         self.normed = config.use_qk_norm and not config.is_first
         if self.normed:
-            self.query_layernorm, self.key_layernorm = (_Norm(self.width, config.rms_norm_eps) for _ in range(2))
+            self.query_layernorm, self.key_layernorm = (Norm(self.width, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.query_key_value(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
@@ -152,11 +152,11 @@ class _Attention(nn.Module):
         return torch.cat((*turned, x[..., width:]), dim=-1)
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config: BailingMoeConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
-            _Norm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+            Norm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
         )
         self.attention = _Attention(config)
         dense = layer < config.first_k_dense_replace
@@ -172,8 +172,8 @@ class _Decoder(nn.Module):
     def __init__(self, config: BailingMoeConfig) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, embedded: Tensor) -> Tensor:
         for layer in self.layers:

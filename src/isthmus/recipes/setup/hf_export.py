@@ -154,7 +154,8 @@ def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
     tensors, mtp_copies = live_tensors(model.stages), mtp_shared_tensors(model.stages)
     if mtp_copies and not position.is_first_stage:
         del tensors["embedding.word_embeddings.weight"]  # the first stage writes it
-    tensors |= mtp_copies
+    placements = model.plan.family.placements(model.plan.architecture)
+    tensors |= {name: tensor for name, tensor in mtp_copies.items() if name in placements}  # not all files have them
     first_replica = position.dp_rank == position.cp_rank == 0
     if model.plan.parallel.fsdp:
         return tensors, first_replica
