@@ -17,11 +17,11 @@ _WIDTH = "head_dim attention_head_dim kv_channels"
 _SIZES: tuple[tuple[int, int, str], ...] = (
     (64, 144, "hidden_size n_embd d_model dim model_dim embed_dim hidden_dim embedding_size"),
     (4, 6, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads"),
-    (4, 6, "attention_heads linear_num_value_heads index_n_heads"),
+    (4, 6, "attention_heads linear_num_value_heads linear_num_heads index_n_heads"),
     (4, 5, _LAYERS),
     (16, 24, "linear_key_head_dim linear_value_head_dim qk_nope_head_dim kv_lora_rank index_head_dim"),
     (16, 16, "mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size"),
-    (16, 24, "mamba_d_head mamba_head_dim"),
+    (16, 24, "mamba_d_head mamba_head_dim linear_head_dim"),
     (8, 12, "mamba_n_heads mamba_num_heads"),
     (128, 288, "mamba_d_ssm"),
     (88, 136, "intermediate_size n_inner ffn_hidden_size ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim"),
@@ -40,6 +40,7 @@ _SIZES: tuple[tuple[int, int, str], ...] = (
 _COUNTS: tuple[tuple[int, int, str], ...] = (
     (2, 3, "linear_num_key_heads num_global_key_value_heads mamba_n_groups n_groups mamba_ngroups"),
     (2, 3, "num_experts_per_tok num_experts_per_token experts_per_token moe_k moe_topk top_k_experts n_group"),
+    (2, 3, "num_expert_group"),
     (2, 2, "encoder_layers num_encoder_layers n_shared_experts num_shared_experts moe_num_shared_experts"),
     (1, 2, "topk_group first_k_dense_replace num_dense_layers"),
     (0, 0, "num_nextn_predict_layers num_mtp_layers num_kv_shared_layers"),
@@ -113,12 +114,17 @@ def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, all_layers: bool, *, i
     wanted |= dict.fromkeys(_OF_TEXT, wanted["hidden_size"])
     wanted |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
     for name, value in config.items():
-        if isinstance(value, Mapping) and name.endswith("_config"):
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            numbered = {int(layer): inner for layer, inner in value.items()}
+            found[name] = {
+                str(number): {key: 2 * wanted[key] if key in wanted else each for key, each in inner.items()}
+                for number, layer in enumerate(chosen)
+                if (inner := numbered.get(layer)) is not None
+            }
+        elif isinstance(value, Mapping) and name.endswith("_config"):
             found[name] = _shrunk(value, sizes, all_layers, image=not re.match("text|llm|decoder", name))
         elif name == "rope_parameters" and isinstance(value, Mapping):
             found[name] = _short_context(value, next((wanted[key] for key in _WIDTH.split() if config.get(key)), 16))
-        elif name == "per_layer_config" and isinstance(value, Mapping):
-            found[name] = {layer: inner for layer, inner in value.items() if int(layer) < layers}
         elif name in lists:
             is_numbers = value == [*range(len(value))]
             found[name] = [number if is_numbers else value[layer % len(value)] for number, layer in enumerate(chosen)]

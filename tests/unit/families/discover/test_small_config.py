@@ -51,6 +51,12 @@ def test_kinds_of_late_layers() -> None:
         check_layers({"num_hidden_layers": 24, "widths": [*range(1, 25)]})
 
 
+def test_settings_of_single_layers() -> None:
+    single = {"05": {"head_dim": 512, "use_bias": True}, "11": {"head_dim": 512}, "23": {"head_dim": 512}}
+    small = small_config(CONFIG | {"per_layer_config": single}, FIRST[0])
+    assert small["per_layer_config"] == {"5": {"head_dim": 48, "use_bias": True}}
+
+
 def test_sections() -> None:
     sections = {"text_config": CONFIG | {"rope_parameters": {"mrope_section": [16, 24, 24]}}}
     sections["vision_config"] = {"num_hidden_layers": 3, "kinds": ["a", "b", "c"], "out_hidden_size": 4096}
