@@ -18,7 +18,7 @@ from isthmus.families.rules.shard import Layout, hf_slices, local_shape, tensor_
 from ranks.tiny import SIZES, model_class, tiny_config
 
 _WITH_ATTENTION = ("falcon_h1", "nemotron_h")
-WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate)?$|\.gate\.wg$|\.indexer\.|\.(mamba|mixer)\.(x|dt)_proj$")
+WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate|\.proj)?$|\.gate\.wg$|\.indexer\.|\.(mamba|mixer)\.(x|dt)_proj$")
 """Routers, indexers, which no gradient reaches, and the projections within Mamba-1, which are no parallel layers."""
 
 
