@@ -81,6 +81,25 @@ def test_layers_without_copies_in_files(
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == (built / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_one_tied_embedding_for_lookups_and_both_heads(
+    layout: dict[str, Any], one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
+) -> None:
+    """The last stage has one copy of the embedding for MTP layers and output layer, whose gradient has three terms."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_mtp_layers": 1, "tie_word_embeddings": True}
+    model = add_mtp_layers(build_model_folder(tmp_path / "model", "deepseek_v3", **sizes))
+    settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "mtp_loss_weight": WEIGHT}
+    alone = one.run("ranks.tasks.train", **settings, evaluate=True)
+    world = worlds[layout.get("tp", 1) * layout["pp"]]
+    split = world.run("ranks.tasks.train", **settings, **layout, evaluate=True, save_at=[2], root=tmp_path / "root")
+    differences = {curve: max_relative_difference(split[curve], alone[curve]) for curve in ALL}
+    print(differences)
+    assert max(differences.values()) < TOLERANCE
+    assert split["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
+    rest = one.run("ranks.tasks.train", **settings, resume=tmp_path / "root" / "iter_0000002")
+    assert max(max_relative_difference(rest[curve], alone[curve][2:]) for curve in ALL) < TOLERANCE
+
+
 def test_mtp_resumes_from_virtual_pipeline(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     deeper = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, num_mtp_layers=1)
     settings = {"model": add_mtp_layers(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}

@@ -196,7 +196,8 @@ def add_mtp_layers(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
     tensors = load_file(folder / "model.safetensors")
-    shared = {"embed_tokens": tensors.get("model.embed_tokens.weight"), "shared_head.head": tensors["lm_head.weight"]}
+    embedding = tensors.get("model.embed_tokens.weight")
+    shared = {"embed_tokens": embedding, "shared_head.head": tensors.get("lm_head.weight", embedding)}
     generator = torch.Generator().manual_seed(1)
     for name, shape in family.hf_shapes(family.to_architecture(config)).items():
         if name in tensors:

@@ -43,7 +43,6 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     without_mtp = {
         "parallel.cp": parallel.cp > 1,
         "parallel.fsdp": parallel.fsdp,
-        "tied embeddings under parallel.pp": architecture.tie_embeddings and parallel.pp > 1,
     }
     unsupported = next((name for name, used in without_mtp.items() if used), None)
     if architecture.mtp_layers and unsupported is not None:

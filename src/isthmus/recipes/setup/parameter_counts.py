@@ -52,7 +52,8 @@ class ParameterCounter:
         for name, placement in placements.items():
             if name in left_out or not placement.rule.trained:
                 continue
-            if is_mtp_copy(name) and name != _MTP_EMBEDDING:
+            # The last stage has one copy of a tied embedding, for the output layer and MTP layers.
+            if is_mtp_copy(name) and (arch.tie_embeddings or name != _MTP_EMBEDDING):
                 continue
             of_weight = () if adapters is None else adapters.of_weights.get(name, ())
             if adapters is not None and not of_weight:
