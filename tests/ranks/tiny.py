@@ -157,7 +157,7 @@ RESAVED = {
 
 
 def restore_names(folder: Path) -> None:
-    """Names of published files, where transformers writes others."""
+    """Names and shapes of published files, where transformers writes others."""
     config = json.loads((folder / "config.json").read_text())
     family = family_for(config)
     resaved = RESAVED.get(config["model_type"])
@@ -170,8 +170,13 @@ def restore_names(folder: Path) -> None:
             names = {name: name.replace(old, new) if name.startswith(layers) else name for name in tensors}
         elif family.other_names:
             names |= other_names(ModelFolder.open(folder), family, config)
-        if names != {name: name for name in tensors}:
-            save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+        shapes = {} if family.nested is None else family.hf_shapes(family.to_architecture(config))
+        published = {
+            names[name]: tensor if tensor.shape == shapes.get(names[name], tensor.shape) else tensor.mT.contiguous()
+            for name, tensor in tensors.items()
+        }
+        if any(published.get(name) is not tensor for name, tensor in tensors.items()):
+            save_file(published, file, {"format": "pt"})
 
 
 def build_adapter(base: Path, folder: Path, **settings: Any) -> Path:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from isthmus.errors import DataError
 
+Tied = bool | None | Literal["either"]
 _SECTION, _TIED = "text_config", "tie_word_embeddings"
 
 
@@ -24,13 +25,16 @@ class Nested:
     """Of the language model as a model of its own."""
     towers: tuple[str, ...]
     """Patterns of the names of all other tensors."""
-    tied: bool | None
+    tied: Tied
     """``tie_word_embeddings`` of a config without this key, which counts outside of the section; None: that of the
-    section counts."""
+    section counts; ``either``: true in one of both places."""
     aliases: tuple[str, ...] = ()
     """Other names of ``model_type`` in the section."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor names in the files of other programs, and those of the family, which exports have."""
+    outside: tuple[str, ...] = ()
+    """Of classes that also read configs without a section, in which the language model's settings are outside of it:
+    patterns of the other keys. Exports have the section."""
 
     def is_around(self, hf: Mapping[str, Any]) -> bool:
         """Whether the language model of a config is this one; without its ``model_type`` any is."""
@@ -56,24 +60,36 @@ class Nested:
         If the file has an output layer (``has_head``), it is only tied to the embedding if the config has the key:
         transformers, whose default may be to tie them, does not do so with tensors that differ.
         """
-        section = hf.get(_SECTION)
+        hf, section = self._sections(hf)
         if not isinstance(section, Mapping):
             raise DataError(f"config.json: {_SECTION} must be the object of the language model, got {section!r:.60}.")
         found = {**section, "model_type": self.model_type}
-        if self.tied is not None:
+        if self.tied == "either":
+            found[_TIED] = bool(hf.get(_TIED) or section.get(_TIED))
+        elif self.tied is not None:
             found[_TIED] = self.tied and not has_head if hf.get(_TIED) is None else hf[_TIED]
         return found
 
     def with_language_config(self, hf: Mapping[str, Any], language: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of ``language_config``: ``hf`` with another language model, and its other sections."""
-        section = hf.get(_SECTION) or {}
+        hf, section = self._sections(hf)
+        section = section or {}
         own = {key: value for key, value in language.items() if key != "architectures"}
         if self.tied is not None:
             own.pop(_TIED, None)
-        kept = ("architectures", "model_type") if self.tied is None else ("architectures", "model_type", _TIED)
+        kept = ("architectures", "model_type", *([] if self.tied in (None, "either") else [_TIED]))
         config = {**hf, _SECTION: own | {key: section[key] for key in kept if key in section}}
         if self.tied is not None and language.get(_TIED, False) != self.language_config(config)[_TIED]:
             config[_TIED] = language[_TIED]
         changed = language.get("dtype") if language.get("dtype") != section.get("dtype") else None
         dtype = changed or hf.get("dtype", hf.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
+
+    def _sections(self, hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+        """The config without settings of the language model, and its section."""
+        if hf.get(_SECTION) is not None or not self.outside or not hf:
+            return hf, hf.get(_SECTION)
+        outer = {key: value for key, value in hf.items() if any(fnmatch.fnmatchcase(key, one) for one in self.outside)}
+        shared = (_TIED, "dtype", "torch_dtype")
+        own = {key: value for key, value in hf.items() if key not in outer and key not in shared}
+        return outer | {key: hf[key] for key in shared if key in hf}, own

@@ -43,6 +43,22 @@ _QWEN_VISION: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32},
     **{"num_position_embeddings": 16, "spatial_merge_size": 2},
 }
+_QWEN2_VISION: dict[str, Any] = {
+    **{"depth": 2, "embed_dim": 16, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4, "hidden_size": 32},
+    "spatial_merge_size": 2,
+}
+_CLIP = _VISION | {"model_type": "clip_vision_model", "projection_dim": 16}
+_SIGLIP = _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_GLM_VISION: dict[str, Any] = {
+    **{"depth": 2, "hidden_size": 16, "num_heads": 2, "image_size": 8, "patch_size": 2, "intermediate_size": 24},
+    **{"out_hidden_size": 32, "spatial_merge_size": 2},
+}
+_GLM_ROPE: dict[str, Any] = {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+_MROPE2: dict[str, Any] = {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "tie_word_embeddings": False,
+}
 
 FAMILIES: dict[str, TinyFamily] = {
     "gemma3": TinyFamily(
@@ -103,6 +119,80 @@ FAMILIES: dict[str, TinyFamily] = {
         around={"vision_config": _QWEN_VISION},
         logits={"qwen3_5_moe": ({}, {"num_experts_per_tok": 1})},
         layouts=({"ep": 2},),
+    ),
+    "qwen3_vl": TinyFamily(
+        around={"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+        logits={"qwen3_vl": (_MROPE, None), "qwen3_vl-tied": ({"tie_word_embeddings": True}, None)},
+    ),
+    "qwen3_vl_moe": TinyFamily(
+        sizes={"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        around={"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+        logits={"qwen3_vl_moe": ({"mlp_only_layers": [1]}, {"num_experts_per_tok": 1})},
+        layouts=({"ep": 2},),
+    ),
+    "qwen2_vl": TinyFamily(
+        sizes={"head_dim": 8, **_MROPE2},
+        around={"vision_config": _QWEN2_VISION},
+        logits={
+            "qwen2_vl": (
+                {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+                {"use_sliding_window": False},
+            ),
+        },
+    ),
+    "qwen2_5_vl": TinyFamily(
+        sizes={"head_dim": 8, **_MROPE2},
+        around={"vision_config": _QWEN_VISION | {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}},
+        logits={"qwen2_5_vl": ({"tie_word_embeddings": True}, None)},
+    ),
+    "internvl": TinyFamily(
+        around={"vision_config": _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}, "downsample_ratio": 1.0},
+        logits={
+            "internvl": ({"tie_word_embeddings": False}, None),
+            "internvl-qwen3": ({"model_type": "qwen3"}, None),
+            "internvl-gpt_oss": (
+                {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5},
+                {"sliding_window": 50},
+            ),
+        },
+    ),
+    "llava": TinyFamily(
+        around={"vision_config": _CLIP},
+        logits={
+            "llava": ({}, None),
+            "llava-mistral": ({"model_type": "mistral", "sliding_window": 5}, {"sliding_window": 50}),
+        },
+    ),
+    "llava_next": TinyFamily(
+        around={"vision_config": _CLIP, "image_grid_pinpoints": [[28, 28]]},
+        logits={"llava_next": ({"model_type": "mistral", "sliding_window": 5}, {"sliding_window": 50})},
+    ),
+    "llava_onevision": TinyFamily(
+        around={"vision_config": _SIGLIP, "image_grid_pinpoints": [[28, 28]]},
+        logits={"llava_onevision": ({"tie_word_embeddings": True}, None)},
+    ),
+    "glm4v": TinyFamily(
+        sizes={"head_dim": 8, "rope_parameters": _GLM_ROPE | {"mrope_section": [1, 1]}},
+        around={"vision_config": _GLM_VISION},
+        logits={
+            "glm4v": ({}, {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 2]}}),
+        },
+    ),
+    "glm4v_moe": TinyFamily(
+        sizes={
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2},
+            "rope_parameters": _GLM_ROPE,
+        },
+        around={"vision_config": _GLM_VISION},
+        logits={"glm4v_moe": ({}, {"topk_group": 2})},
+        layouts=({"ep": 2},),
+    ),
+    "idefics3": TinyFamily(around={"vision_config": _VISION}, logits={"idefics3": ({}, None)}),
+    "smolvlm": TinyFamily(around={"vision_config": _VISION}, logits={"smolvlm": ({"rms_norm_eps": 1e-2}, None)}),
+    "lfm2_vl": TinyFamily(
+        sizes={"layer_types": ["conv", "full_attention", "conv", "full_attention"], "head_dim": 8},
+        around={"vision_config": _VISION | {"num_patches": 4}},
+        logits={"lfm2_vl": ({}, None)},
     ),
     "kimi_k25": TinyFamily(
         sizes=LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},

@@ -86,3 +86,52 @@ def test_language_config_of_other_models_is_all_of_it() -> None:
     for config in ({"model_type": "llama"}, {"model_type": "unknown"}, {}):
         assert language_config(config) is config
     assert language_config(mistral3())["model_type"] == "mistral"
+
+
+def test_published_config_of_qwen2_5_vl_has_no_section() -> None:
+    """Export and transformers have the same section for it."""
+    language: dict[str, Any] = {
+        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+        **{"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000, "rope_theta": 1000000.0},
+        **{"rms_norm_eps": 1e-6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        **{"sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 28, "eos_token_id": 151645},
+    }
+    around: dict[str, Any] = {
+        **{"model_type": "qwen2_5_vl", "vision_config": {"depth": 32, "hidden_size": 1280}, "image_token_id": 151655},
+        **{"vision_start_token_id": 151652, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    }
+    config = around | language
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    theirs = AutoConfig.for_model(**config)
+    assert arch == family.to_architecture(theirs.to_dict())
+    assert (arch.rotary_base, arch.rope_scaling, arch.qkv_bias, arch.kv_channels) == (1e6, None, True, 128)
+    longer = family.to_hf_config(replace(arch, max_position_embeddings=262144), config)
+    assert (
+        longer.keys() == {*around, "text_config", "dtype", "architectures"}
+        and longer["vision_config"] == around["vision_config"]
+    )
+    section = AutoConfig.for_model(**longer).text_config
+    assert section.rope_parameters["mrope_section"] == [16, 24, 24] and section.max_position_embeddings == 262144
+    assert section.rope_parameters == theirs.text_config.rope_parameters and section.eos_token_id == 151645
+
+
+@pytest.mark.parametrize(("outside", "inside"), [(True, False), (False, True), (False, False)])
+def test_either_place_ties_the_embeddings(outside: bool, inside: bool) -> None:
+    config = tiny_config("llava_onevision").to_dict() | {"tie_word_embeddings": outside}
+    config["text_config"]["tie_word_embeddings"] = inside
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    assert arch.tie_embeddings == (outside or inside)
+    assert AutoConfig.for_model(**config).tie_word_embeddings == arch.tie_embeddings
+    for tied in (True, False):
+        written = family.to_hf_config(replace(arch, tie_embeddings=tied), config)
+        assert family.to_architecture(written).tie_embeddings == tied
+        assert AutoConfig.for_model(**written).tie_word_embeddings == tied
+
+
+def test_square_experts_are_refused() -> None:
+    config = tiny_config("qwen3_vl_moe").to_dict()
+    config["text_config"]["moe_intermediate_size"] = config["text_config"]["hidden_size"] // 2
+    with pytest.raises(UsageError, match="makes the experts' matrices square"):
+        family_for(config).to_architecture(config)

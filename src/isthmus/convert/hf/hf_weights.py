@@ -13,6 +13,7 @@ from torch import Tensor
 from isthmus.convert.hf.dequantize import DequantizedWeights
 from isthmus.convert.hf.fused_experts import split_experts
 from isthmus.convert.hf.other_forms import other_names, recut_rows
+from isthmus.convert.hf.transposed_experts import transposed_experts
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
 from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
 from isthmus.errors import DataError, MissingInput, UsageError
@@ -63,6 +64,9 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
     if (recut := recut_rows(source, family, arch)) is not None:
         source = recut
         notes.append("convolutions are cut into thirds of their rows, as transformers does: an export has them whole")
+    if (transposed := transposed_experts(source, family, arch)) is not None:
+        source = transposed
+        notes.append("the file has experts as [outputs, inputs]: an export has [inputs, outputs], as published files")
     return OpenedHfWeights(source, arch, tuple(notes))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.families.family import Family
-from isthmus.families.nested import Nested
+from isthmus.families.nested import Nested, Tied
 from isthmus.families.rules.rule import HfPart, Rule
 
 LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
@@ -15,7 +15,7 @@ LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm
 LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 """These prefixes in the module paths of transformers."""
 LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
-QWEN: Mapping[str, Any] = {
+QWEN: dict[str, Any] = {
     "tied": False,
     "names": {"model.": "model.language_model."},
     "module_names": {},
@@ -23,6 +23,18 @@ QWEN: Mapping[str, Any] = {
     "other_names": {},
 }
 """Arguments of Qwen's multimodal models. transformers does not load their MTP layers, which are passed through."""
+QWEN_VL = QWEN | {"towers": ("model.visual.*",)}
+GLM_VL = QWEN_VL | {"tied": "either"}
+QWEN2_VL: dict[str, Any] = {
+    "tied": "either",
+    "names": {},
+    "module_names": {"model.": "model.language_model."},
+    "towers": ("visual.*",),
+    "other_names": {"model.language_model.": "model.", "model.visual.": "visual."},
+    "outside": ("vision_*", "image_*", "video_*", "architectures", "model_type", "transformers_version"),
+}
+"""Of Qwen2-VL and Qwen2.5-VL, whose published files have the names and the config of the language model alone, with a
+section for the tower."""
 LLAVA_OTHER_NAMES = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -31,16 +43,38 @@ LLAVA_OTHER_NAMES = {
 }
 
 
+LLAVA_NEXT: dict[str, Any] = {
+    "towers": (*LLAVA_TOWERS, "image_newline"),
+    "other_names": LLAVA_OTHER_NAMES | {"model.image_newline": "image_newline"},
+}
+NATIVE: dict[str, Any] = {
+    "tied": True,
+    "names": {"model.": "model.language_model."},
+    "module_names": {},
+    "towers": ("model.vision_tower.*", "model.multi_modal_projector.*"),
+    "other_names": {},
+}
+"""Of classes whose published files have the names in the memory of transformers."""
+IDEFICS: dict[str, Any] = {
+    "tied": False,
+    "names": {"model.": "model.text_model."},
+    "module_names": {},
+    "towers": ("model.vision_model.*", "model.connector.*"),
+    "other_names": {},
+}
+
+
 def multimodal(
     name: str,
     hf_architecture: str,
     *language_models: Family,
     towers: tuple[str, ...] = LLAVA_TOWERS,
-    tied: bool | None,
+    tied: Tied,
     names: Mapping[str, str] = LLAVA_NAMES,
     module_names: Mapping[str, str] = LLAVA_MODULES,
     other_names: Mapping[str, str] = LLAVA_OTHER_NAMES,
     aliases: tuple[str, ...] = (),
+    outside: tuple[str, ...] = (),
 ) -> Family:
     """The family of a multimodal class around one of the language models, the first if the config names none.
 
@@ -61,6 +95,7 @@ def multimodal(
                 tied=tied,
                 aliases=aliases if text is language_models[0] else (),
                 other_names=other_names,
+                outside=outside,
             ),
             language_model=text,
         )

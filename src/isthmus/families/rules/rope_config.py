@@ -145,6 +145,8 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if not isinstance(named, str):
         raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {named!r}.")
     kind: Any = _ALIASES.get(named, named)
+    if kind == "mrope" and _OF_IMAGES[0] in defaults:
+        kind = "default"
     if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
         kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
     elif kind == _PROPORTIONAL and _default_kind(defaults) == _PROPORTIONAL:
@@ -212,8 +214,9 @@ def write_rotary(
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
     settings = _write_rope(arch, plain, defaults)
-    given = plain.get("rope_parameters") or {}
-    settings["rope_parameters"] |= {name: given[name] for name in _OF_IMAGES if name in given}
+    if _OF_IMAGES[0] in defaults:
+        given = {**(plain.get("rope_scaling") or {}), **(plain.get("rope_parameters") or {})}
+        settings["rope_parameters"] |= {name: given[name] for name in _OF_IMAGES if name in given}
     is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
     if defaults.get(_SHARE) is not None and not (
         is_default and _SHARE not in (plain.get("rope_parameters") or defaults)

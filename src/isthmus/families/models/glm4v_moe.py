@@ -1,0 +1,22 @@
+"""GLM-4.5V and 4.6V: GLM-4.5 beside a vision tower, without QK norms."""
+
+from dataclasses import replace
+
+from isthmus.families.family import Fixed, Key
+from isthmus.families.models import glm4_moe
+from isthmus.families.rules import mtp
+from isthmus.families.rules.decoder import flag
+from isthmus.families.rules.multimodal import GLM_VL, multimodal
+
+TEXT = replace(
+    glm4_moe.FAMILY,
+    keys={name: key for name, key in glm4_moe.FAMILY.keys.items() if name != "qk_norm"}
+    | {
+        "max_position_embeddings": Key("max_position_embeddings", default=65536),
+        "qkv_bias": flag("attention_bias", default=True),
+        "mtp_layers": replace(mtp.KEY, default=0),
+    },
+    fixed=glm4_moe.FAMILY.fixed | {"use_qk_norm": Fixed((False,), "the class has no QK norms")},
+    rope_defaults={"partial_rotary_factor": 0.5, "mrope_section": None},
+)
+FAMILY = multimodal("glm4v_moe", "Glm4vMoeForConditionalGeneration", TEXT, aliases=("glm4v_moe_text",), **GLM_VL)

@@ -1,0 +1,16 @@
+"""Qwen2-VL: Qwen2 beside a vision tower."""
+
+from dataclasses import replace
+
+from isthmus.families.models import qwen2
+from isthmus.families.rules import decoder
+from isthmus.families.rules.multimodal import QWEN2_VL, multimodal
+
+TEXT = replace(
+    qwen2.FAMILY,
+    keys=qwen2.FAMILY.keys
+    | {"num_query_groups": decoder.kv_heads(default=8), "norm_epsilon": decoder.number("rms_norm_eps", 1e-5)},
+    sliding_window_pattern=80,
+    rope_defaults={"rope_theta": 1000000.0, "mrope_section": None},
+)
+FAMILY = multimodal("qwen2_vl", "Qwen2VLForConditionalGeneration", TEXT, aliases=("qwen2_vl_text",), **QWEN2_VL)
