@@ -1,4 +1,4 @@
-"""Stacked experts [E, out, in], as in the memory of transformers, of families whose published files have [E, in, out]."""
+"""Stacked experts [E, out, in], as in transformers' memory, of families whose published files have [E, in, out]."""
 
 from __future__ import annotations
 

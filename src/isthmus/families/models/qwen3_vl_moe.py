@@ -20,8 +20,8 @@ def _decode_width(width: int, hf: Mapping[str, Any]) -> int:
     """transformers transposes the published tensors unless their shape is already that in its memory."""
     if hf["hidden_size"] in (width, 2 * width):
         raise UsageError(
-            f"moe_intermediate_size={width} with hidden_size={hf['hidden_size']} makes the experts' matrices square, and "
-            "transformers then takes outputs for inputs. Use another width."
+            f"moe_intermediate_size={width} with hidden_size={hf['hidden_size']} makes the experts' matrices square, "
+            "and transformers then takes outputs for inputs. Use another width."
         )
     return width
 
