@@ -41,9 +41,9 @@ def test_linears_are_those_of_transformers(name: str) -> None:
         model = model_class(name).from_config(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for path, module in model.named_modules():
-        if (family.nested is not None and not re.search("language_model|text_model", path)) or WITHOUT_ADAPTERS.search(
-            path
-        ):
+        if family.nested is not None and not re.search("language_model|text_model", path):
+            continue
+        if WITHOUT_ADAPTERS.search(path):
             continue
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not model.get_output_embeddings():
             shape = tuple(module.weight.shape)
