@@ -16,7 +16,7 @@ TEXT = replace(
         "max_position_embeddings": Key("max_position_embeddings", default=32768),
         "norm_epsilon": number("rms_norm_eps", 1e-5),
     },
-    traits=glm4.FAMILY.traits | {"qkv_bias": True},
+    traits={**glm4.FAMILY.traits, "qkv_bias": True},
     rope_defaults={"partial_rotary_factor": 1.0, "mrope_section": None},
 )
 FAMILY = multimodal("glm4v", "Glm4vForConditionalGeneration", TEXT, aliases=("glm4v_text",), **GLM_VL)

@@ -16,7 +16,7 @@ TEXT = replace(
         "qkv_bias": flag("attention_bias", default=True),
         "mtp_layers": replace(mtp.KEY, default=0),
     },
-    fixed=glm4_moe.FAMILY.fixed | {"use_qk_norm": Fixed((False,), "the class has no QK norms")},
+    fixed={**glm4_moe.FAMILY.fixed, "use_qk_norm": Fixed((False,), "the class has no QK norms")},
     rope_defaults={"partial_rotary_factor": 0.5, "mrope_section": None},
 )
 FAMILY = multimodal("glm4v_moe", "Glm4vMoeForConditionalGeneration", TEXT, aliases=("glm4v_moe_text",), **GLM_VL)

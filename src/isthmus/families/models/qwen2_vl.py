@@ -8,8 +8,11 @@ from isthmus.families.rules.multimodal import QWEN2_VL, multimodal
 
 TEXT = replace(
     qwen2.FAMILY,
-    keys=qwen2.FAMILY.keys
-    | {"num_query_groups": decoder.kv_heads(default=8), "norm_epsilon": decoder.number("rms_norm_eps", 1e-5)},
+    keys={
+        **qwen2.FAMILY.keys,
+        "num_query_groups": decoder.kv_heads(default=8),
+        "norm_epsilon": decoder.number("rms_norm_eps", 1e-5),
+    },
     sliding_window_pattern=80,
     rope_defaults={"rope_theta": 1000000.0, "mrope_section": None},
 )

@@ -8,7 +8,7 @@ from isthmus.families.rules.multimodal import QWEN_VL, multimodal
 
 TEXT = replace(
     qwen3.FAMILY,
-    keys=qwen3.FAMILY.keys | {"max_position_embeddings": Key("max_position_embeddings", default=128000)},
+    keys={**qwen3.FAMILY.keys, "max_position_embeddings": Key("max_position_embeddings", default=128000)},
     sliding_window="never",
     rope_defaults={"rope_theta": 500000.0, "mrope_section": None},
 )

@@ -36,8 +36,8 @@ TEXT = replace(
         "moe.top_k": Key("num_experts_per_tok", default=4),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1408, decode=_decode_width),
     },
-    fixed=qwen3_moe.FAMILY.fixed | {"norm_topk_prob": Fixed((True,), "the weights of a token's experts add up to 1")},
-    traits=qwen3_moe.FAMILY.traits | {"moe.normalize": True},
+    fixed={**qwen3_moe.FAMILY.fixed, "norm_topk_prob": Fixed((True,), "the weights of a token's experts add up to 1")},
+    traits={**qwen3_moe.FAMILY.traits, "moe.normalize": True},
     rope_defaults={"rope_theta": 500000.0, "mrope_section": None},
     rules=decoder.pre_norm_rules(
         mlp=(
