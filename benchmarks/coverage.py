@@ -170,17 +170,19 @@ def _convert(model: Path, folder: Path) -> tuple[float, list[str]]:
     import torch
     from safetensors.torch import load_file
 
+    from isthmus.convert.hf.hf_weights import open_weights
     from isthmus.convert.transfer import convert
     from isthmus.families.registry import family_for
+    from isthmus.hf.model_folder import ModelFolder
     from isthmus.hf.tiny_model import saved_model_logits
     from isthmus.recipes.setup.load_model import load_model, model_logits
 
     convert(model, folder / "megatron")
     convert(folder / "megatron", folder / "back")
-    before, after = (load_file(path / "model.safetensors") for path in (model, folder / "back"))
-    nested = family_for(json.loads((model / "config.json").read_text())).nested
-    if nested is not None:
-        before = {own: before[name] for name, own in nested.renamed(before).items()}
+    # transformers writes some models in another form than the published files, which exports have.
+    opened = ModelFolder.open(model)
+    source = open_weights(opened, family_for(opened.config)).source
+    before, after = ({name: source.read(name) for name in source.tensors}, load_file(folder / "back/model.safetensors"))
     alike = {name for name in before.keys() & after.keys() if _same_bytes(before[name], after[name])}
     samples = _samples()
     theirs = saved_model_logits(model, samples)
