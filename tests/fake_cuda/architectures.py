@@ -51,12 +51,12 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
          "v_head_dim": 16, "moe_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"]},
     ),
-    "delta nets with full-rank gates, gates of heads, limits": (
+    "delta nets with full-rank gates, gates of heads": (
         "bailing_hybrid",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_key_value_heads": 4, "kv_lora_rank": 32,
          "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32,
          "layer_group_size": 2, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 0, "num_mtp_layers": 0,
-         "eos_token_id": 2, "expert_swiglu_limit_list": [0.0, 4.0], "share_expert_swiglu_limit_list": [5.0, 0.0]},
+         "eos_token_id": 2},
     ),
     "attention beside Mamba-2, multipliers": (
         "falcon_h1",

@@ -38,6 +38,8 @@ from isthmus.engine.layers.dropout import (
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.errors import UsageError
 from isthmus.families import registry
+from isthmus.families.architecture import Architecture
+from isthmus.families.family import Family
 from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
@@ -67,12 +69,23 @@ def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int
     return result
 
 
-def limited_logits(*, model: str, lengths: list[int], vocab_size: int) -> dict[str, float]:
-    """Largest differences of Ling 3 with limits of SwiGLU, which the class of transformers does not apply.
+def limited_logits(
+    *, model: str, routed: list[float | None], others: list[float | None], lengths: list[int], vocab_size: int
+) -> dict[str, float]:
+    """Largest differences of an architecture of Ling 3 with limits of SwiGLU, which its class does not have.
 
-    ``limited``: compared with that class with limits in its experts; ``theirs``: without.
+    ``limited``: compared with the class with limits in its experts; ``theirs``: without.
     """
-    samples, ours = _samples(lengths, vocab_size), load_model(model)
+    samples, read = _samples(lengths, vocab_size), Family.to_architecture
+
+    def with_limits(*args: Any, **kwargs: Any) -> Architecture:
+        arch = read(*args, **kwargs)
+        assert arch.moe is not None
+        return replace(arch, swiglu_limits=tuple(others), moe=replace(arch.moe, swiglu_limits=tuple(routed)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Family, "to_architecture", with_limits)
+        ours = load_model(model)
     alone = [model_logits(ours, sample) for sample in samples]
     network = load_network(model, dtype=torch.float32).eval()
     found: dict[str, float] = {}
@@ -80,11 +93,11 @@ def limited_logits(*, model: str, lengths: list[int], vocab_size: int) -> dict[s
         with torch.no_grad():
             theirs = [network(sample[None]).logits[0] for sample in samples]
         found[name] = _max_difference(alone, theirs)
-        _limit_experts(network)
+        _limit_experts(network, routed, others)
     return found
 
 
-def _limit_experts(network: Any) -> None:
+def _limit_experts(network: Any, of_routed: list[float | None], of_others: list[float | None]) -> None:
     def limited(gate: Tensor, up: Tensor, limit: float) -> Tensor:
         return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
@@ -97,9 +110,7 @@ def _limit_experts(network: Any) -> None:
         outputs = torch.einsum("tei,ehi->teh", limited(gate, up, limit), module.down_proj)
         return (outputs * of_experts[..., None]).sum(1)
 
-    config = network.config
-    of_layers = zip(config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list, strict=True)
-    for layer, (own, of_shared) in zip(network.model.layers, of_layers, strict=True):
+    for layer, own, of_shared in zip(network.model.layers, of_routed, of_others, strict=True):
         if own:
             layer.mlp.experts.forward = functools.partial(routed, layer.mlp.experts, own)
         if of_shared:

@@ -295,8 +295,10 @@ def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(found), theirs, atol=1e-4)
 
 
-def test_limits_of_swiglu_that_transformers_does_not_apply(one: RankPool, tmp_path: Path) -> None:
-    limits = {"expert_swiglu_limit_list": [0.0, 0.0, 0.02, 0.01], "share_expert_swiglu_limit_list": [0, 0.015, 0, 0.02]}
-    model = build_model_folder(tmp_path, "bailing_hybrid", **limits)
-    found = one.run("parity.tasks.limited_logits", model=model, lengths=[40, 3], vocab_size=VOCAB)
+def test_limits_of_swiglu_by_layer(one: RankPool, tmp_path: Path) -> None:
+    routed, others = [None, None, 0.02, 0.01], [None, 0.015, None, 0.02]
+    model = build_model_folder(tmp_path, "bailing_hybrid")
+    found = one.run(
+        "parity.tasks.limited_logits", model=model, routed=routed, others=others, lengths=[40, 3], vocab_size=VOCAB
+    )
     assert found["limited"] <= 1e-5 and found["theirs"] > 1e-3

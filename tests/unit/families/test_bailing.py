@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isthmus.convert.hf.other_forms import other_names
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import UsageError
 from isthmus.families.registry import all_families, family_for
 from isthmus.hf.model_folder import ModelFolder, write_json, write_model_files
 from ranks.tiny import build_model_folder, tiny_config
@@ -61,7 +62,9 @@ def test_modelling_files_are_copied(tmp_path: Path) -> None:
         ("bailing_moe", {"moe_shared_expert_intermediate_size": 99}, "moe_shared_expert_intermediate_size=99"),
         ("bailing_moe", {"score_function": "softmax"}, "the only score function of version 2"),
         ("bailing_hybrid", {"group_norm_size": 8}, "lightning attention"),
-        ("bailing_hybrid", {"share_expert_swiglu_limit_list": [5.0, 0.0, 0.0, 0.0]}, "layers with experts"),
+        ("bailing_hybrid", {"expert_swiglu_limit_list": [0, 0, 0.0, 4.0]}, "transformers ignores it for this family"),
+        ("bailing_hybrid", {"share_expert_swiglu_limit_list": [5.0, 0, 0, 0]}, "transformers ignores it for this"),
+        ("bailing_hybrid", {"expert_swiglu_limit_list": 4.0}, "expert_swiglu_limit_list=4.0"),
         ("bailing_hybrid", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
     ],
 )
@@ -71,15 +74,16 @@ def test_unsupported_settings_are_refused(family: str, settings: dict[str, Any],
         family_for(hf).to_architecture(hf)
 
 
-def test_limits_of_swiglu_by_layer() -> None:
-    hf = config("bailing_hybrid", expert_swiglu_limit_list=[0.0, 0, 4, 7.0], share_expert_swiglu_limit_list=[0.0] * 4)
+def test_lists_without_limits_of_swiglu() -> None:
+    """Published configs have null, or a 0 for each layer."""
+    hf = config("bailing_hybrid", expert_swiglu_limit_list=[0.0, 0, 0, 0.0], share_expert_swiglu_limit_list=None)
     family = family_for(hf)
     arch = family.to_architecture(hf)
-    assert [arch.swiglu_limit(layer, routed=True) for layer in range(5)] == [None, None, 4.0, 7.0, None]
-    assert arch.swiglu_limits == ()
+    assert arch.swiglu_limits == () and arch.moe is not None and arch.moe.swiglu_limits == ()
+    assert family.to_hf_config(arch, hf)["expert_swiglu_limit_list"] == [0.0, 0, 0, 0.0]
     assert family.to_architecture(family.to_hf_config(arch)) == arch
-    with pytest.raises(DataError, match="for each of 4 layers"):
-        family.to_architecture(hf | {"expert_swiglu_limit_list": [1.0]})
+    with pytest.raises(UsageError, match="has no limits of SwiGLU"):
+        family.to_hf_config(replace(arch, swiglu_limits=(None, 2.0, None, None)))
 
 
 def test_what_transformers_saves_has_other_names(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ _MIXER = delta_net.mixer_rules(
     low_rank=False,
 )
 _LATENT = in_layers("attention", *renamed((*mla.ATTENTION, mla.HEAD_GATE), _NAMES))
-_DENSE = expert_tensors.mlp_layer_types(2, "first_k_dense_replace")
 _LAYER = (*decoder.INPUT_NORM, *_LATENT, *_MIXER, *renamed(expert_tensors.MLP, _BIAS))
 
 
@@ -58,19 +57,26 @@ def _write_bound(bound: float | None, arch: Architecture) -> dict[str, Any]:
     return {"kda_safe_gate": bound is not None} | ({} if bound is None else {"kda_lower_bound": bound})
 
 
-def _limits(key: str) -> Derived:
-    """Limits by layer, 0 without; a list may also have those of MTP layers."""
+def _without_limits(key: str) -> Derived:
+    """No limits of SwiGLU: null, or a list of 0 for each layer."""
 
     def read(hf: Mapping[str, Any]) -> tuple[float | None, ...]:
-        given, layers = hf.get(key) or [], Key("num_hidden_layers").read(hf)
-        numbers = isinstance(given, list) and all(isinstance(each, int | float | None) for each in given)
-        if not numbers or (given and len(given) < layers) or any((each or 0) < 0 for each in given):
-            raise DataError(f"config.json: {key} must list a limit for each of {layers} layers, got {given!r:.80}.")
-        if any(given[layer] for layer in (*_DENSE.read(hf), *range(layers, len(given))) if given):
-            raise UsageError(f"config.json: {key} is supported for layers with experts; others must have 0.")
-        return tuple(float(each) if each else None for each in given[:layers]) if any(given) else ()
+        given = hf.get(key) or []
+        if not isinstance(given, list) or any(each not in (0, None) for each in given):
+            raise UsageError(
+                f"config.json: {key}={given!r:.60} is not supported for bailing_hybrid: transformers ignores it for "
+                "this family, other implementations do not."
+            )
+        return ()
 
-    return Derived(read, lambda limits, arch: {key: [limit or 0.0 for limit in limits] or None})
+    def write(limits: tuple[float | None, ...], arch: Architecture) -> dict[str, Any]:
+        if limits:
+            raise UsageError(
+                f"{arch.family}: the class of config.json in transformers has no limits of SwiGLU ({key})."
+            )
+        return {}
+
+    return Derived(read, write)
 
 
 def _fixed(value: Any, why: str, *names: str) -> dict[str, Fixed]:
@@ -120,9 +126,9 @@ FAMILY = Family(
         "moe.shared_ffn_hidden_size": expert_tensors.shared_experts(
             "num_shared_experts", "moe_shared_expert_intermediate_size", default=1, aliases=("n_shared_experts",)
         ),
-        "moe.dense_layers": _DENSE,
-        "moe.swiglu_limits": _limits("expert_swiglu_limit_list"),
-        "swiglu_limits": _limits("share_expert_swiglu_limit_list"),
+        "moe.dense_layers": expert_tensors.mlp_layer_types(2, "first_k_dense_replace"),
+        "moe.swiglu_limits": _without_limits("expert_swiglu_limit_list"),
+        "swiglu_limits": _without_limits("share_expert_swiglu_limit_list"),
         "delta_net.key_head_dim": _size(128, "linear_head_dim", "head_dim"),
         "delta_net.value_head_dim": _size(128, "linear_head_dim", "head_dim"),
         "delta_net.conv_kernel": _size(4, "linear_conv_kernel_dim", "short_conv_kernel_size"),
