@@ -150,6 +150,8 @@ def families_page() -> str:
         "",
         "MTP layers (`num_nextn_predict_layers`) are converted, and trained if the checkpoint contains their weights",
         "(`train.mtp_loss_weight`).",
+        "Those of `exaone_moe`, `mellum`, `mimo_v2_flash` and `qwen3_next` are not computed or trained: their",
+        "tensors are passed through bit for bit, and a note says so.",
         "",
         *_coverage(),
         "## Rejected config values",

@@ -43,7 +43,7 @@ class MtpLayer(nn.Module):
         del own["embed_tokens.weight"], own["shared_head.head.weight"], own["lm_head.weight"]
         self.layer.load_state_dict(own)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module) -> Tensor:
+    def predict(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module) -> Tensor:
         """Hidden states of the previous depth and embeddings of the shifted tokens, [1, n, H] each."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         length = joined.size(1)
@@ -67,7 +67,7 @@ class LingMtpLayer(nn.Module):
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         self.load_state_dict({(name if name.startswith(names) else f"layer.{name}"): own[name] for name in own})
 
-    def forward(self, hidden: Tensor, embedded: Tensor, _rotary: None) -> Tensor:
+    def predict(self, hidden: Tensor, embedded: Tensor, _rotary: None) -> Tensor:
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         normed: Tensor = self.final_layernorm(self.layer(joined))
         return normed
@@ -80,11 +80,11 @@ def train(
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     tensors = load_file(Path(model) / "model.safetensors")
     layers = range(network.config.num_hidden_layers, network.config.num_hidden_layers + 9)
-    network.mtp = nn.ModuleList(
-        (LingMtpLayer if network.config.model_type == "bailing_moe" else MtpLayer)(network.config, tensors, layer)
-        for layer in layers
-        if f"model.layers.{layer}.enorm.weight" in tensors
+    kind = LingMtpLayer if network.config.model_type == "bailing_moe" else MtpLayer
+    added = (
+        kind(network.config, tensors, layer) for layer in layers if f"model.layers.{layer}.enorm.weight" in tensors
     )
+    network.mtp = getattr(network.model, "mtp_layers", None) or nn.ModuleList(added)
     with_decay = [parameter for parameter in network.parameters() if parameter.dim() > 1]
     without_decay = [parameter for parameter in network.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -126,7 +126,7 @@ def _sums(network: Any, batch: PackedBatch) -> Tensor:
         for depth, mtp in enumerate(network.mtp, start=1):
             if depth >= end - begin:
                 break
-            hidden = mtp(hidden[:, :-1], embed(tokens[None, depth:]), rotary)
+            hidden = mtp.predict(hidden[:, :-1], embed(tokens[None, depth:]), rotary)
             total = total + _sum(network, hidden, labels[depth:], mask[depth:], 2)
     return total
 

@@ -139,3 +139,25 @@ def test_separate_mtp_embedding_is_refused(two: RankPool, model: Path, samples: 
     refused = two.run("ranks.tasks.refusal", task="train", model=other, samples=samples, pp=2)
     assert (refused["kind"], refused["code"]) == ("UsageError", 2)
     assert "model.layers.2.embed_tokens.weight differs from the model's own tensor" in refused["text"]
+
+
+@pytest.mark.parametrize("family", ["mimo", "hy_v3", "nemotron_h"])
+def test_layers_of_other_families_in_layouts(
+    family: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
+) -> None:
+    settings = {"num_nextn_predict_layers": 1} if family == "mimo" else {}
+    folder = build_model_folder(tmp_path / "model", family, **settings)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = folder if family == "mimo" else add_mtp_layers(folder)
+    shared = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "mtp_loss_weight": WEIGHT}
+    alone = one.run("ranks.tasks.train", **shared)
+    layouts: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, *([] if family == "mimo" else [{"ep": 2}])]
+    for layout in layouts:
+        run = worlds[2].run("ranks.tasks.train", **shared, **layout)
+        differences = {curve: max_relative_difference(run[curve], alone[curve]) for curve in ALL}
+        print(layout, differences)
+        assert max(differences.values()) < TOLERANCE
+    if family == "mimo":  # the hidden state comes first in the inputs of the layer
+        theirs = one.run("parity.mtp.train", model=model, samples=samples, lr=alone["lr"], mtp_loss_weight=WEIGHT)
+        assert max(max_relative_difference(alone[curve], theirs[curve]) for curve in ALL) < TOLERANCE

@@ -19,8 +19,8 @@ MAX_LISTED = 4
 def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> None:
     """Raise a MissingInput or DataError unless the source has exactly the tensors of the model.
 
-    Ignored are buffers in old files (``family.ignorable``), tensors without effect (``family.unused``), the towers of a
-    multimodal model, and an output layer that the config ties to the embedding.
+    Ignored are buffers in old files (``family.ignorable``), tensors without effect (``family.unused``), those that are
+    passed through, and an output layer that the config ties to the embedding.
     """
     present, expected = source.tensors, family.hf_shapes(arch)
     if not present:
@@ -29,8 +29,7 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
             "(isthmus convert SRC DST --to hf --bin), or use random weights (model.init=random)."
         )
     ignored = {name for name in present if name.endswith(family.ignorable)} | family.unused_tensors(arch)
-    if family.nested is not None:
-        ignored |= {name for name in present if family.nested.is_tower(name)}
+    ignored |= {name for name in present if name not in expected and family.passes_through(name)}
     if arch.tie_embeddings:
         ignored |= {part.name for rule in family.rules if rule.unless == "tie_embeddings" for part in rule.parts}
     both = [name for name in expected if name in present]

@@ -1,4 +1,6 @@
-"""The tensors of a multimodal model beside its language model: they are copied bit for bit, a few rows at a time.
+"""Tensors that are not computed: they are copied bit for bit, a few rows at a time.
+
+They are those of a multimodal model beside its language model, and of MTP layers that are not built.
 
 A Megatron checkpoint has them as safetensors files in ``hf/towers``, so that it converts without the model folder.
 """
@@ -26,20 +28,28 @@ FOLDER = "towers"
 
 
 class Towers:
-    """The tensors of ``source`` that the language model of a multimodal family does not have; a weight source."""
+    """The tensors of ``source`` that the family passes through; a weight source."""
 
     def __init__(self, source: WeightSource, family: Family) -> None:
         self._source = source
         self.tensors: dict[str, TensorSpec | TensorInfo] = {
-            name: meta for name, meta in source.tensors.items() if family.nested and family.nested.is_tower(name)
+            name: meta for name, meta in source.tensors.items() if family.passes_through(name)
         }
 
     def __str__(self) -> str:
         return str(self._source)
 
     @classmethod
+    def of_source(cls, source: WeightSource, family: Family) -> Towers | None:
+        """Those of a model folder; None if it has none, and the family is not that of a multimodal model."""
+        found = cls(source, family)
+        return found if found.tensors or family.nested is not None else None
+
+    @classmethod
     def of_checkpoint(cls, folder: ModelFolder, family: Family) -> Towers | None:
         """Those that were converted with a checkpoint, or of the model folder that describes it; None without any."""
+        if family.nested is None and not family.passed_through:
+            return None
         stored = folder.path / FOLDER
         if stored.is_dir():
             return cls(ModelFolder(stored, {}), family)

@@ -208,7 +208,10 @@ def _plan(
                 f"--hf-family {hf_family} is multimodal, and {model.path} has no tensors for its towers. Omit it."
             )
         arch = transfer_architecture(model.arch, model.family, family)
-        model = replace(model, family=family, arch=arch, towers=None)
+        notes = model.notes
+        if model.towers is not None and model.family.nested is None:
+            notes = (*notes, f"{len(model.towers.tensors)} tensors of MTP layers are left out: {hf_family} has none")
+        model = replace(model, family=family, arch=arch, towers=None, notes=notes)
     elif target == "hf" and model.family.nested is not None and model.towers is None:
         raise UsageError(
             f"{model.path} has the language model of a multimodal model ({model.family.name}) and not its other "

@@ -291,6 +291,8 @@ class Architecture:
     moe: Moe | None = None
     mtp_layers: int = 0
     """Multi-token prediction layers (arXiv 2412.19437)."""
+    mtp_hidden_first: bool = False
+    """In the inputs of MTP layers, the hidden state comes before the embedding of the next token."""
 
     # Ends.
     tie_embeddings: bool = False
@@ -315,6 +317,8 @@ class Architecture:
         """Refuse senseless sizes, and reset fields without effect, so that equal models compare equal."""
         if not self.qk_norm:
             object.__setattr__(self, "qk_norm_over", "head")
+        if not self.mtp_layers:
+            object.__setattr__(self, "mtp_hidden_first", False)
         if all(mixers == ("attention",) for mixers in self.mixers):
             object.__setattr__(self, "mixers", ())
         if not any(self.swiglu_limits):

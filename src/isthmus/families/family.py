@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import re
 from collections.abc import Callable, Container, Mapping
@@ -90,6 +91,8 @@ class Family:
     swapped_experts: bool = False
     """transformers has routed experts as [experts, inputs, out], without the attribute ``is_transposed`` by which PEFT
     knows it: in PEFT's files the transpose of B has the place of A, and that of A the place of B."""
+    passed_through: tuple[str, ...] = ()
+    """Patterns of the names of tensors that are not computed, such as those of some MTP layers. They are copied."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     own_code: bool = False
@@ -181,6 +184,11 @@ class Family:
             if _layer_axis(placed.rule) == "{mtp}" and placed.hf[0] in tensors
         }
         return replace(arch, mtp_layers=len(present))
+
+    def passes_through(self, tensor: str) -> bool:
+        """Whether a tensor is copied and not computed: of a tower of a multimodal model, or of other MTP layers."""
+        is_tower = self.nested is not None and self.nested.is_tower(tensor)
+        return is_tower or any(fnmatch.fnmatchcase(tensor, pattern) for pattern in self.passed_through)
 
     @property
     def scored_architecture(self) -> str:
@@ -308,7 +316,8 @@ class Family:
                     experts = range(arch.moe.num_experts if is_expert and arch.moe is not None else 1)
                     for expert, rule in itertools.product(experts, list(same)):
                         name = rule.canonical.format(layer=layer, expert=expert, mtp=layer)
-                        hf = tuple(part.name.format(layer=layer, expert=expert, mtp=hf_layer) for part in rule.parts)
+                        numbers = {"layer": layer, "expert": expert, "mtp": hf_layer, "depth": layer}
+                        hf = tuple(part.name.format(**numbers) for part in rule.parts)
                         found[name] = Placement(name, rule, hf, expert)
         return found
 

@@ -26,6 +26,7 @@ ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """In a folder of PEFT, which has LoRA weights and no model."""
 _QUANTIZATION, _TEXT = "quantization_config", "text_config"
+_AUTO_MAP, _TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
 _MAX_NAME = 255
 """Bytes of a file name."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -200,9 +201,12 @@ def write_model_files(
 
     With ``tokenizer``, these files replace the tokenizer files of the source, and ``generation_config.json`` gets the
     token ids of the config. If the source has no ``generation_config.json``, one is written with these ids, since later
-    versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files,
-    which are those of the source, copied and not run, unless Isthmus has the class.
+    versions of transformers do not read them from the config. A config with ``auto_map`` gets the modelling files that
+    it names, of Isthmus or of the source, and loses the key without them. A tokenizer with code keeps it.
     """
+    code = _code_files(hf_config, source)
+    if code is None:
+        hf_config = {key: value for key, value in hf_config.items() if key != _AUTO_MAP}
     write_json(folder / "config.json", hf_config)
     generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
     if generation:
@@ -210,13 +214,32 @@ def write_model_files(
     copied = source.small_files() if source else []
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
-    if "auto_map" in hf_config:
-        copied += modeling_files() if hf_config["model_type"] == "isthmus" else source.code_files() if source else []
-    for path in copied:
+    copied += [file for path in copied if path.name == _TOKENIZER_CONFIG for file in _tokenizer_code(path)]
+    for path in (*copied, *(code or ())):
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
         kept = {key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
         write_json(folder / GENERATION_FILE, kept | generation)
+
+
+def _code_files(hf_config: Mapping[str, Any], source: ModelFolder | None) -> list[Path] | None:
+    """The Python files that the ``auto_map`` of a config needs; None if it names files that the source lacks."""
+    if (auto_map := hf_config.get(_AUTO_MAP)) is None:
+        return []
+    if not isinstance(auto_map, Mapping):
+        raise DataError(f"config.json: {_AUTO_MAP} must be an object, got {auto_map!r:.60}. Correct it.")
+    names = [name for value in auto_map.values() for name in (value if isinstance(value, list) else [value])]
+    # A reference to another repository, REPO--MODULE.CLASS, needs no file.
+    needed = {f"{name.partition('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name}
+    own = modeling_files()
+    if needed <= {path.name for path in own}:
+        return own
+    found = [] if source is None else source.code_files()
+    return found if needed <= {path.name for path in found} else None
+
+
+def _tokenizer_code(config: Path) -> list[Path]:
+    return _files_of(config.parent, ("*.py",)) if _AUTO_MAP in read_json(config) else []
 
 
 def modeling_files() -> list[Path]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ranks.tiny_families import mimo
 from ranks.tiny_families.tiny_family import TinyFamily
+
+mimo.register()
 
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -76,6 +79,10 @@ FAMILIES: dict[str, TinyFamily] = {
     "iquestcoder": TinyFamily(
         sizes={"head_dim": 8},
         logits={"iquestcoder": ({}, {"rms_norm_eps": 0.1}), "iquestcoder-biases": (_BIASES, {"mlp_bias": False})},
+    ),
+    "mimo": TinyFamily(
+        sizes={"head_dim": 8},
+        logits={"mimo": ({}, {"rms_norm_eps": 0.1}), "mimo-tied": ({"tie_word_embeddings": True}, None)},
     ),
     "jais2": TinyFamily(logits={"jais2": ({}, {"hidden_act": "gelu"})}),
     "helium": TinyFamily(

@@ -84,6 +84,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
     ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),
     ("logits_softcap={0.logits_softcap:g}", lambda arch: arch.logits_softcap is not None),
     ("attention without positions", lambda arch: arch.position == "none"),
+    ("MTP layers whose hidden state comes first", lambda arch: arch.mtp_hidden_first),
     ("an offset of the router's divisor", lambda arch: arch.moe is not None and arch.moe.normalize_offset != 0),
 )
 

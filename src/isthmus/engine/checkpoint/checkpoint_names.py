@@ -208,6 +208,7 @@ def live_names(canonical: str) -> list[str]:
     mixers = [(mixer,) for mixer in _FUSED_INPUT_NORMS]
     fused = [*(fused_norms(each, latent=False, moe=False) for each in mixers), _LATENT_NORMS]
     names = [canonical, *(name for each in fused for name in _renamed(canonical, each)), *_shared_with_mtp(canonical)]
+    names.append(canonical.replace("decoder.final_layernorm.", "decoder.final_norm."))  # of layers with one block
     return list(dict.fromkeys(names))
 
 

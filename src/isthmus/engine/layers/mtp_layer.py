@@ -44,6 +44,7 @@ class MtpLayer(MegatronModule):
         )
         self.transformer_layer = build_layer(architecture, config, architecture.num_layers + depth - 1)
         self.final_layernorm = build_norm(architecture, config)
+        self._hidden_first = architecture.mtp_hidden_first
 
     @property
     def mtp_model_layer(self) -> Any:
@@ -57,7 +58,8 @@ class MtpLayer(MegatronModule):
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
-            joined, _ = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+            inputs = (self.enorm(embedded), self.hnorm(hidden))
+            joined, _ = self.eh_proj(torch.cat(inputs[::-1] if self._hidden_first else inputs, -1))
             joined = gather_from_tensor_model_parallel_region(joined)
             if self.config.sequence_parallel:
                 joined = scatter_to_sequence_parallel_region(joined)

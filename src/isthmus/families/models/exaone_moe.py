@@ -32,5 +32,6 @@ FAMILY = Family(
     sliding_window="pattern",
     sliding_window_default=4096,
     sliding_window_pattern=4,
+    passed_through=("mtp.*",),
     rules=renamed(expert_tensors.RULES, {"mlp.gate.e_score": "mlp.e_score"}),
 )

@@ -1,7 +1,9 @@
-"""Hunyuan V3: QK norms, sigmoid routing with an expert bias, shared experts."""
+"""Hunyuan V3: QK norms, sigmoid routing with an expert bias, shared experts, an MTP layer."""
+
+from dataclasses import replace
 
 from isthmus.families.family import Family, Fixed, Key
-from isthmus.families.rules import decoder, expert_tensors
+from isthmus.families.rules import decoder, expert_tensors, mtp
 from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
 
@@ -10,6 +12,8 @@ _NAMES = {
     "mlp.gate.": "mlp.router.gate.",
     "mlp.shared_experts.": "mlp.shared_mlp.",
 }
+_LAYER = (*decoder.INPUT_NORM, *decoder.ATTENTION, *renamed(expert_tensors.MLP, _NAMES))
+_MTP = renamed(mtp.mtp_rules(_LAYER, copies=False), {"shared_head.norm": "final_layernorm"})
 
 FAMILY = Family(
     name="hy_v3",
@@ -27,11 +31,12 @@ FAMILY = Family(
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1536),
         "moe.shared_ffn_hidden_size": expert_tensors.shared_width("num_shared_experts", default=1),
         "moe.scaling_factor": number("router_scaling_factor", 2.826),
+        "mtp_layers": replace(mtp.KEY, default=0),
     },
     fixed=decoder.FIXED | {"mlp_bias": Fixed((False,), "only dense blocks and shared experts would have biases")},
     traits={"qk_norm": True, "moe.score": "sigmoid", "moe.expert_bias": True, "moe.normalize": True},
     derived={"moe.dense_layers": expert_tensors.mlp_layer_types(dense=1)},
     rope_defaults={"rope_theta": 11158840.0},
     module_names={new: old for old, new in _NAMES.items()},
-    rules=decoder.pre_norm_rules(mlp=renamed(expert_tensors.DENSE_AND_MOE, _NAMES)),
+    rules=(*decoder.EMBEDDING, *_LAYER, *_MTP, *decoder.HEAD),
 )

@@ -26,5 +26,6 @@ FAMILY = Family(
     sliding_window_pattern=1,
     rope_defaults={"rope_theta": 500000.0, "rope_local_base_freq": 10000.0},
     flat_rope=False,
+    passed_through=("mtp.*",),
     rules=expert_tensors.RULES,
 )

@@ -36,6 +36,7 @@ FAMILY = Family(
     sliding_window_pattern=6,
     rope_defaults={"rope_theta": 5000000.0, "rope_local_base_freq": 10000.0, "partial_rotary_factor": 0.334},
     flat_rope=False,
+    passed_through=("model.mtp.*",),
     rules=decoder.pre_norm_rules(
         attention=(
             *by_window(*decoder.ATTENTION),

@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
-from isthmus.families.rules import decoder, expert_tensors, state_space
+from isthmus.families.rules import decoder, expert_tensors, mtp, state_space
 from isthmus.families.rules.decoder import flag, layer_norm, number
 from isthmus.families.rules.rule import in_layers, renamed
 
@@ -102,6 +102,16 @@ _NAMES = {
     ".mamba.": ".mixer.",
     ".mlp.": ".mixer.",
 }
+_MTP_TYPES = (["full_attention", "moe"], ["attention", "moe"])
+_EXPERTS = (
+    *expert_tensors.ROUTER,
+    *expert_tensors.EXPERT_BIAS,
+    *expert_tensors.LATENT_EXPERTS,
+    *expert_tensors.SHARED_EXPERTS,
+)
+_MTP_ATTENTION = (*mtp.ENTRY, *mtp.inner_rules((*layer_norm("input_layernorm", "norm"), *decoder.ATTENTION)))
+_MTP_EXPERTS = (*mtp.inner_rules((*layer_norm("pre_mlp_layernorm", "norm"), *_EXPERTS)), *mtp.FINAL_NORM)
+
 FAMILY = Family(
     name="nemotron_h",
     hf_architecture="NemotronHForCausalLM",
@@ -121,6 +131,7 @@ FAMILY = Family(
         "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": number("layer_norm_epsilon", 1e-5),
         "activation": Key("mlp_hidden_act", default="relu2", choices={"relu2": "relu2"}),
+        "mtp_layers": Key("num_nextn_predict_layers", default=0, null=lambda hf: 0, choices={0: 0, 1: 1}),
         "mamba2.num_heads": Key("mamba_num_heads", default=128),
         "mamba2.head_dim": Key("mamba_head_dim", default=64),
         "mamba2.num_groups": Key("n_groups", default=8),
@@ -135,7 +146,8 @@ FAMILY = Family(
         "mamba_hidden_act": Fixed(("silu", "swish"), "Mamba-2 is computed with SiLU"),
         "attention_bias": Fixed((False,), "transformers ignores it, and older code does not"),
         "mlp_bias": Fixed((False,), "biases of experts and their latent projections are not supported"),
-        "num_nextn_predict_layers": Fixed((0,), "MTP layers are not supported for this family"),
+        "mtp_layers_block_type": Fixed((None, *_MTP_TYPES), "MTP layers have attention and experts"),
+        "mtp_hybrid_override_pattern": Fixed((None, "*E"), "MTP layers have attention and experts"),
         "mamba_n_groups": _older("n_groups"),
         "mamba_d_conv": _older("conv_kernel"),
         "mamba_dt_min": _older("time_step_min"),
@@ -162,10 +174,10 @@ FAMILY = Family(
             *in_layers("attention", *decoder.ATTENTION),
             *state_space.MAMBA2,
             *expert_tensors.DENSE,
-            *expert_tensors.ROUTER,
-            *expert_tensors.EXPERT_BIAS,
-            *expert_tensors.LATENT_EXPERTS,
-            *expert_tensors.SHARED_EXPERTS,
+            *_EXPERTS,
+            # Each block of an MTP layer is a layer of its own in the files.
+            *renamed(_MTP_ATTENTION, {mtp.HF_MTP: "mtp.layers.0."}),
+            *renamed(_MTP_EXPERTS, {mtp.HF_MTP: "mtp.layers.1.", "shared_head.norm": "final_layernorm"}),
             *decoder.HEAD,
         ),
         _NAMES,

@@ -14,7 +14,7 @@ from isthmus.families.family import Key
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
 from isthmus.families.rules.rule import HfPart, Rule, copy
 
-_MTP, _HF_MTP = "mtp.layers.{mtp}.", "model.layers.{mtp}."
+_MTP, HF_MTP = "mtp.layers.{mtp}.", "model.layers.{mtp}."
 
 _COPY = re.compile(r"mtp\.(?!.*\.transformer_layer\.).*(embed_tokens|output_layer)\.weight$")
 
@@ -26,29 +26,36 @@ def is_mtp_copy(canonical: str) -> bool:
     return _COPY.match(canonical) is not None
 
 
-def mtp_rules(layer: Iterable[Rule], *, copies: bool = True) -> tuple[Rule, ...]:
-    """Each MTP layer contains a decoder layer like the model's last one, with experts.
+ENTRY = (
+    copy(_MTP + "enorm.weight", HF_MTP + "enorm.weight", "H", init="ones"),
+    copy(_MTP + "hnorm.weight", HF_MTP + "hnorm.weight", "H", init="ones"),
+    copy(_MTP + "eh_proj.weight", HF_MTP + "eh_proj.weight", "H", "2*H", shard="rows"),
+)
+"""What joins the embedding of a token and the hidden state of the one before."""
+FINAL_NORM = (copy(_MTP + "final_layernorm.weight", HF_MTP + "shared_head.norm.weight", "H", init="ones"),)
 
-    With ``copies`` the files also have the model's embedding and output layer for each of them.
-    """
-    inner = tuple(
+
+def inner_rules(layer: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of the decoder layer in an MTP layer: like the model's last one, with experts if the model has them."""
+    return tuple(
         replace(
             rule,
             canonical=rule.canonical.replace(LAYER, _MTP + "transformer_layer."),
-            parts=tuple(HfPart(part.name.replace(HF_LAYER, _HF_MTP), part.symbols) for part in rule.parts),
+            parts=tuple(HfPart(part.name.replace(HF_LAYER, HF_MTP), part.symbols) for part in rule.parts),
         )
         for rule in layer
         if rule.layers != "dense"
     )
-    # The embedding and the head are copies of the model's, but nothing keeps them equal, so each is converted.
-    embedding = copy(_MTP + "embed_tokens.weight", _HF_MTP + "embed_tokens.weight", "V", "H", shard="vocab")
-    output = copy(_MTP + "output_layer.weight", _HF_MTP + "shared_head.head.weight", "V", "H", shard="vocab")
+
+
+def mtp_rules(layer: Iterable[Rule], *, copies: bool = True) -> tuple[Rule, ...]:
+    """The rules of MTP layers; with ``copies`` the files also have the model's embedding and head for each of them."""
+    computed = (*ENTRY, *inner_rules(layer), *FINAL_NORM)
+    if not copies:
+        return computed
+    # Nothing keeps the copies equal, so each is converted.
     return (
-        *((embedding,) if copies else ()),
-        copy(_MTP + "enorm.weight", _HF_MTP + "enorm.weight", "H", init="ones"),
-        copy(_MTP + "hnorm.weight", _HF_MTP + "hnorm.weight", "H", init="ones"),
-        copy(_MTP + "eh_proj.weight", _HF_MTP + "eh_proj.weight", "H", "2*H", shard="rows"),
-        *inner,
-        copy(_MTP + "final_layernorm.weight", _HF_MTP + "shared_head.norm.weight", "H", init="ones"),
-        *((output,) if copies else ()),
+        copy(_MTP + "embed_tokens.weight", HF_MTP + "embed_tokens.weight", "V", "H", shard="vocab"),
+        *computed,
+        copy(_MTP + "output_layer.weight", HF_MTP + "shared_head.head.weight", "V", "H", shard="vocab"),
     )

@@ -86,8 +86,9 @@ def multimodal(
             text,
             name=name,
             hf_architecture=hf_architecture,
-            rules=tuple(_prefixed(rule, names) for rule in text.rules),
-            unused=tuple(_prefixed(rule, names) for rule in text.unused),
+            rules=tuple(_prefixed_rule(rule, names) for rule in text.rules),
+            unused=tuple(_prefixed_rule(rule, names) for rule in text.unused),
+            passed_through=tuple(_prefixed(pattern, names) for pattern in text.passed_through),
             module_names={**module_names, **text.module_names},
             nested=Nested(
                 model_type=text.name,
@@ -104,9 +105,10 @@ def multimodal(
     return replace(first, variants=tuple(others))
 
 
-def _prefixed(rule: Rule, names: Mapping[str, str]) -> Rule:
-    def rename(part: HfPart) -> HfPart:
-        old = next((prefix for prefix in names if part.name.startswith(prefix)), "")
-        return replace(part, name=names.get(old, "") + part.name.removeprefix(old))
+def _prefixed_rule(rule: Rule, names: Mapping[str, str]) -> Rule:
+    return replace(rule, parts=tuple(replace(part, name=_prefixed(part.name, names)) for part in rule.parts))
 
-    return replace(rule, parts=tuple(map(rename, rule.parts)))
+
+def _prefixed(name: str, names: Mapping[str, str]) -> str:
+    old = next((prefix for prefix in names if name.startswith(prefix)), "")
+    return names.get(old, "") + name.removeprefix(old)

@@ -47,7 +47,8 @@ class RowBlock:
 class HfPart:
     """A Hugging Face tensor or, if several parts have the same name, a section of it.
 
-    The name has placeholders ``{layer}``, ``{expert}`` and ``{mtp}`` (MTP layers are numbered after the last layer).
+    The name has placeholders ``{layer}``, ``{expert}``, and ``{mtp}`` or ``{depth}`` for MTP layers, numbered after the
+    last layer or from 0.
     ``symbols`` is the shape in Megatron-Core, neither transposed nor stacked.
     """
 

@@ -205,11 +205,10 @@ def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None
     """Check that tensors that MTP layers share with the model are equal in the files."""
     plan = model.plan
     placements = plan.family.placements(plan.architecture)
-    shared = {name: tensor for name, tensor in shared.items() if name in placements}  # not all files have them
-    read = {name: torch.empty_like(tensor) for name, tensor in shared.items()}
+    read = {name: torch.empty_like(tensor) for name, tensor in shared.items() if name in placements}
     import_weights(read, plan.family, plan.architecture, plan.weights.source, layout=model.layout)
-    for name, tensor in shared.items():
-        if not torch.equal(read[name], tensor):
+    for name, tensor in read.items():
+        if not torch.equal(tensor, shared[name]):
             raise UsageError(
                 f"{plan.weights.source}: {placements[name].hf[0]} differs from the model's own tensor, and MTP layers "
                 "share that in training (arXiv 2412.19437). Remove the tensors of the MTP layers from the folder."
