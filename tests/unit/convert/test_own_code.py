@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DeepseekV3ForCausalLM, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from isthmus.convert.transfer import convert
 from isthmus.hf.model_folder import ModelFolder
@@ -24,7 +24,7 @@ class OwnConfig({base}Config):
 class {name}({base}ForCausalLM):
     config_class = OwnConfig
 """
-CLASSES = {"kimi_k2": (DeepseekV3ForCausalLM, "DeepseekV3"), "mimo": (Qwen2ForCausalLM, "Qwen2")}
+CLASSES = {"mimo": (Qwen2ForCausalLM, "Qwen2")}
 
 
 def with_code(folder: Path, family: str) -> Path:

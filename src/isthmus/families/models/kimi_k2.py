@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from isthmus.families.models import deepseek_v3
 
-FAMILY = replace(deepseek_v3.FAMILY, name="kimi_k2", own_code=True)
+FAMILY = replace(deepseek_v3.FAMILY, name="kimi_k2")
