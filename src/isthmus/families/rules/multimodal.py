@@ -8,7 +8,7 @@ from typing import Any
 
 from isthmus.families.family import Family
 from isthmus.families.nested import Nested, Tied
-from isthmus.families.rules.rule import HfPart, Rule
+from isthmus.families.rules.rule import Rule
 
 LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 """Prefixes of the tensors of a language model, and what they are in the files of most multimodal models."""
