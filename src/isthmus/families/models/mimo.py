@@ -21,10 +21,12 @@ FAMILY = replace(
     qwen2.FAMILY,
     name="mimo",
     hf_architecture="MiMoForCausalLM",
-    keys=qwen2.FAMILY.keys | {"mtp_layers": replace(mtp.KEY, default=0)},
-    fixed=qwen2.FAMILY.fixed
-    | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
-    traits=qwen2.FAMILY.traits | {"mtp_hidden_first": True},
+    keys={**qwen2.FAMILY.keys, "mtp_layers": replace(mtp.KEY, default=0)},
+    fixed={
+        **qwen2.FAMILY.fixed,
+        "use_sliding_window": Fixed((False,), "sliding windows are not supported for this family"),
+    },
+    traits={**qwen2.FAMILY.traits, "mtp_hidden_first": True},
     own_code=True,
     rules=(*decoder.EMBEDDING, *_LAYER, *renamed(mtp.mtp_rules(_LAYER, copies=False), _NAMES), *decoder.HEAD),
 )
