@@ -66,12 +66,13 @@ def test_steps_of_ranks_that_share_a_group(
     [
         ("bamba", {"mamba_n_groups": 1}, ["causal_conv1d_fn", "mamba_chunk_scan_combined"]),
         ("jamba", {}, ["causal_conv1d_fn", "selective_scan_fn"]),
+        ("qwen3_next", {}, ["causal_conv1d_fn"]),
     ],
 )
 def test_kernels_of_a_model(
     family: str, settings: dict[str, Any], kernels: list[str], two: RankPool, tmp_path: Path
 ) -> None:
-    model = build_model_folder(tmp_path / "model", family, **SIZES[family], **settings)
+    model = build_model_folder(tmp_path / "model", family, **SIZES.get(family, {}), **settings)
     found = two.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
     assert found["called"] == kernels and all(": the kernel of " in line for line in found["messages"]), found
     assert found["difference"] < 3e-2, found

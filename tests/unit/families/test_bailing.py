@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.convert.hf.other_forms import other_names
-from isthmus.errors import UsageError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.registry import all_families, family_for
 from isthmus.hf.model_folder import ModelFolder, write_json, write_model_files
 from ranks.tiny import build_model_folder, tiny_config
@@ -34,6 +34,24 @@ def test_exports_keep_class_and_auto_map(name: str) -> None:
     fresh = family.to_hf_config(arch)
     assert fresh["architectures"] == [name] and "auto_map" not in fresh
     assert family.to_architecture(written) == family.to_architecture(fresh) == arch
+
+
+@pytest.mark.parametrize("absent", ["rms_norm_eps", "rope_theta", "num_experts_per_tok"])
+def test_version_1_has_other_defaults(absent: str) -> None:
+    """Those of version 2 are not used for it."""
+    hf = config("bailing_moe", partial_rotary_factor=1.0, rope_theta=1e4, num_experts=16)
+    given = {key: value for key, value in hf.items() if key not in (absent, "rope_parameters")}
+    assert family_for(given).to_architecture(given | {"architectures": [SECOND]}).moe is not None
+    with pytest.raises(UsageError, match=f"lacks {absent}, whose default in {FIRST}"):
+        family_for(given).to_architecture(given | {"architectures": [FIRST]})
+
+
+@pytest.mark.parametrize("settings", [{"rope_scaling": "x"}, {"rope_scaling": [1]}])
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_malformed_settings_of_rotary_embeddings(name: str, settings: dict[str, Any]) -> None:
+    hf = config("bailing_moe", architectures=[name], rope_parameters=None, partial_rotary_factor=1.0, **settings)
+    with pytest.raises(DataError, match="must be an object"):
+        family_for(hf).to_architecture(hf)
 
 
 def test_exports_of_other_families_drop_auto_map() -> None:

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from isthmus.engine.layers.recompute import recompute
-from isthmus.engine.mixers.causal_convolution import causal_convolution
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
 from isthmus.engine.model_config import DecoderConfig
@@ -91,7 +90,7 @@ class GatedDeltaNet(ShardedMixer):
 
         def mixed(conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, *projected: Tensor) -> Tensor:
             qkv, gate, beta, decay = self.split(*projected)
-            q, k, v = self._heads(causal_convolution(qkv, conv, None, lengths, activated=True))
+            q, k, v = self._heads(self.conv1d.compute(qkv, conv, None, lengths, activated=True))
             rates = wide(beta).sigmoid() * (2 if self.sizes.negative_eigenvalues else 1)
             out = self.rule(q, k, v, self.log_decays(decay, a_log, dt_bias), rates, lengths)
             return self.gated(_normalized(out, self.sizes.norm_epsilon), norm, gate.unflatten(-1, v.shape[1:]))

@@ -15,6 +15,8 @@ from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, number
 from isthmus.families.rules.rule import qkv, renamed, where
 
 _FIRST, _SECOND = "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"
+_UNLIKE_SECOND = ("rms_norm_eps", "rope_theta", "num_experts_per_tok")
+"""Settings with other defaults in version 1, which no tensor shows."""
 _QKV = f"{HF_LAYER}attention.query_key_value."
 _NAMES = {
     "embed_tokens": "word_embeddings",
@@ -35,12 +37,19 @@ _LAYER = (*decoder.INPUT_NORM, *_ATTENTION, *expert_tensors.MLP)
 
 
 def _is_first(hf: Mapping[str, Any]) -> bool:
-    found = _FIRST in (hf.get("architectures") or ())
+    names = hf.get("architectures")
+    if not isinstance(names, list) or _FIRST not in names:
+        return False
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope if isinstance(rope, Mapping) else {}  # refused where it is read
     share = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1))
-    if found and (rope.get("rope_type", rope.get("type", "default")) != "default" or share != 1):
+    if rope.get("rope_type", rope.get("type", "default")) != "default" or share != 1:
         raise UsageError(f"config.json: {_FIRST} is supported without rope_scaling and partial_rotary_factor.")
-    return found
+    if lacking := [name for name in _UNLIKE_SECOND if name not in hf and name not in rope]:
+        raise UsageError(
+            f"config.json lacks {', '.join(lacking)}, whose default in {_FIRST} is not that of {_SECOND}. Add it."
+        )
+    return True
 
 
 def _of_second(key: Key, first: Any) -> Derived:
