@@ -35,6 +35,7 @@ MODULES = {
 """Some modules of the published files."""
 PASSED = {
     "mimo_v2_flash": "model.mtp.layers.0.eh_proj",
+    "ernie4_5_moe": "model.mtp_linear_proj.0",
     "exaone_moe": "mtp.fc",
     "mellum": "mtp.fc",
     "qwen3_next": "mtp.fc",

@@ -53,6 +53,12 @@ def test_the_last_layer_has_no_window() -> None:
     assert family_for(config).to_architecture(config).full_attention_layers == (0, 3)
 
 
+def test_no_key_sets_the_period_of_layers_without_a_window() -> None:
+    config = {name: value for name, value in SIZES.items() if name != "layer_types"}
+    config |= {"num_hidden_layers": 12, "sliding_window_pattern": 4}
+    assert family_for(config).to_architecture(config).full_attention_layers == (5, 11)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

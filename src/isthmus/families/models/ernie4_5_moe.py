@@ -26,6 +26,7 @@ FAMILY = Family(
     traits={"rotary_interleaved": True, "moe.normalize": True, "moe.expert_bias": True, "moe.router_float32": True},
     derived={"moe.dense_layers": expert_tensors.INTERVAL},
     rope_defaults={"rope_theta": 500000.0},
+    passed_through=("model.mtp_*",),
     rules=decoder.pre_norm_rules(
         mlp=(
             *expert_tensors.DENSE,

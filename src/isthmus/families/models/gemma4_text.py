@@ -6,10 +6,11 @@ from isthmus.families.rules import branch_experts, decoder, expert_tensors, key_
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, in_layer, layer_norm, number
 from isthmus.families.rules.layer_overrides import full_attention_heads, full_attention_size
 from isthmus.families.rules.rule import in_layers
-from isthmus.families.rules.sliding_window import Window
+from isthmus.families.rules.sliding_window import Pattern, Window
 
 _HEADS, _WIDTH = Key("num_key_value_heads", default=4), Key("head_dim", default=256)
-_WINDOW: tuple[Window, int] = ("pattern_and_last", 6)
+_WINDOW: tuple[Window, Pattern] = ("pattern_and_last", lambda layer: layer % 6 == 5)
+"""Unlike Gemma 3, without a key for the period."""
 
 FAMILY = Family(
     name="gemma4_text",
