@@ -32,6 +32,9 @@ class Nested:
     """Other names of ``model_type`` in the section."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor names in the files of other programs, and those of the family, which exports have."""
+    tied_names: tuple[str, ...] = ()
+    """Other names of ``tie_word_embeddings`` outside of the section, which count before it; in the section they do not
+    count."""
     outside: tuple[str, ...] = ()
     """Of classes that also read configs without a section, in which the language model's settings are outside of it:
     patterns of the other keys. Exports have the section."""
@@ -67,7 +70,9 @@ class Nested:
         if self.tied == "either":
             found[_TIED] = bool(hf.get(_TIED) or section.get(_TIED))
         elif self.tied is not None:
-            found[_TIED] = self.tied and not has_head if hf.get(_TIED) is None else hf[_TIED]
+            given = next((hf[name] for name in (*self.tied_names, _TIED) if hf.get(name) is not None), None)
+            found = {name: value for name, value in found.items() if name not in self.tied_names}
+            found[_TIED] = self.tied and not has_head if given is None else given
         return found
 
     def with_language_config(self, hf: Mapping[str, Any], language: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,12 +80,13 @@ class Nested:
         hf, section = self._sections(hf)
         section = section or {}
         own = {key: value for key, value in language.items() if key != "architectures"}
+        names = (_TIED, *self.tied_names)
         if self.tied is not None:
-            own.pop(_TIED, None)
-        kept = ("architectures", "model_type", *([] if self.tied in (None, "either") else [_TIED]))
+            own = {key: value for key, value in own.items() if key not in names}
+        kept = ("architectures", "model_type", *(() if self.tied in (None, "either") else names))
         config = {**hf, _SECTION: own | {key: section[key] for key in kept if key in section}}
         if self.tied is not None and language.get(_TIED, False) != self.language_config(config)[_TIED]:
-            config[_TIED] = language[_TIED]
+            config |= {name: language[_TIED] for name in names if name == _TIED or name in config}
         changed = language.get("dtype") if language.get("dtype") != section.get("dtype") else None
         dtype = changed or hf.get("dtype", hf.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}

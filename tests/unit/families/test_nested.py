@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -134,3 +135,27 @@ def test_square_experts_are_refused() -> None:
     config["text_config"]["moe_intermediate_size"] = config["text_config"]["hidden_size"] // 2
     with pytest.raises(UsageError, match="makes the experts' matrices square"):
         family_for(config).to_architecture(config)
+
+
+@pytest.mark.parametrize("inside", [None, True, False])
+@pytest.mark.parametrize(
+    "outside",
+    [
+        *({}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}, {"tie_embedding": False}),
+        {"tie_embedding": True, "tie_word_embeddings": False},
+    ],
+)
+def test_tie_embedding_of_lfm2_vl_counts_outside_of_the_section(outside: dict[str, bool], inside: bool | None) -> None:
+    config = tiny_config("lfm2_vl").to_dict()
+    del config["tie_word_embeddings"]
+    config |= outside
+    if inside is not None:
+        config["text_config"]["tie_embedding"] = inside
+    family = family_for(config)
+    arch = family.to_architecture(config)
+    assert arch.tie_embeddings == AutoConfig.for_model(**copy.deepcopy(config)).tie_word_embeddings
+    for tied in (True, False):
+        changed = family.to_hf_config(replace(arch, tie_embeddings=tied), config)
+        assert changed["text_config"].get("tie_embedding") == inside
+        assert family.to_architecture(changed).tie_embeddings == tied
+        assert AutoConfig.for_model(**copy.deepcopy(changed)).tie_word_embeddings == tied

@@ -3,4 +3,11 @@
 from isthmus.families.models import lfm2, lfm2_moe
 from isthmus.families.rules.multimodal import NATIVE, multimodal
 
-FAMILY = multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", lfm2.FAMILY, lfm2_moe.FAMILY, **NATIVE)
+FAMILY = multimodal(
+    "lfm2_vl",
+    "Lfm2VlForConditionalGeneration",
+    lfm2.FAMILY,
+    lfm2_moe.FAMILY,
+    tied_names=("tie_embedding",),
+    **NATIVE,
+)

@@ -75,6 +75,7 @@ def multimodal(
     other_names: Mapping[str, str] = LLAVA_OTHER_NAMES,
     aliases: tuple[str, ...] = (),
     outside: tuple[str, ...] = (),
+    tied_names: tuple[str, ...] = (),
 ) -> Family:
     """The family of a multimodal class around one of the language models, the first if the config names none.
 
@@ -97,6 +98,7 @@ def multimodal(
                 aliases=aliases if text is language_models[0] else (),
                 other_names=other_names,
                 outside=outside,
+                tied_names=tied_names,
             ),
             language_model=text,
         )
