@@ -36,6 +36,8 @@ from isthmus.families.family import Family
 from isthmus.hf.tiny_model import effective_config, embedding_modules
 
 MAX_CANDIDATES = 80
+_SENSITIVE = 1e-2
+"""Below this difference, another value of a setting is tried again with smaller weights."""
 _MAX_UNPROVEN = 4
 """Candidates with the logits of all small models and a setting that may be a limit, after which the search ends."""
 Log = Callable[[str], None]
@@ -246,7 +248,11 @@ class RelativeSearch:
                 other = ProbeModel.build(self._scratch / f"{name}-{number}", whole, 3)
             except UsageError:
                 continue  # there is no such model
-            if not self._difference(self._section.family(family), other) <= TOLERANCE:
+            difference = self._difference(self._section.family(family), other)
+            if TOLERANCE < difference < _SENSITIVE:  # rounding errors, such as of large scores, are smaller here
+                other = ProbeModel.build(self._scratch / f"{name}-{number}-smaller", whole, 3, scale=DEEP_SCALE)
+                difference = self._difference(self._section.family(family), other)
+            if not difference <= TOLERANCE:
                 return False
             verified += 1
         return verified > 0
