@@ -139,7 +139,7 @@ def build_model_folder(
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name or ".ln_" in name or name.endswith("scale") else 0.0, std=0.1)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "router_bias")):
                 buffer.normal_(std=0.1)
             elif name.endswith("layer_scalar"):
                 buffer.normal_(mean=1.0, std=0.1)

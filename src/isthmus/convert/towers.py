@@ -32,8 +32,9 @@ class Towers:
 
     def __init__(self, source: WeightSource, family: Family) -> None:
         self._source = source
+        apart = family.tensors_apart(source.tensors)
         self.tensors: dict[str, TensorSpec | TensorInfo] = {
-            name: meta for name, meta in source.tensors.items() if family.passes_through(name)
+            name: meta for name, meta in source.tensors.items() if name in apart
         }
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Towers:
     @classmethod
     def of_checkpoint(cls, folder: ModelFolder, family: Family) -> Towers | None:
         """Those that were converted with a checkpoint, or of the model folder that describes it; None without any."""
-        if family.nested is None and not family.passed_through:
+        if family.nested is None and not (family.passed_through or family.passed_layers):
             return None
         stored = folder.path / FOLDER
         if stored.is_dir():

@@ -95,7 +95,7 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
         elif found_refused := refused.intersection(matching):
             raise UsageError(
                 f"lora.targets: {target!r} includes {min(found_refused)}, and PEFT refuses an adapter of this layer in "
-                f"{family.name} models, because their kernels read its weight alone. Name the targets without it."
+                f"{family.name} models, which read its weight alone. Name the targets without it."
             )
         chosen.update(matching)
     kept = {name: tuple(linear for linear in linears if linear.module in chosen) for name, linears in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,8 @@ class Family:
     knows it: in PEFT's files the transpose of B has the place of A, and that of A the place of B."""
     passed_through: tuple[str, ...] = ()
     """Patterns of the names of tensors that are not computed, such as those of some MTP layers. They are copied."""
+    passed_layers: str = ""
+    """End of the name of a tensor that only such MTP layers have, if they are numbered after the last layer."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
     """The ``auto_map`` of an export with modelling files, for families that transformers does not have."""
     own_code: bool = False
@@ -100,6 +102,8 @@ class Family:
     modelling files."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings of configs that lack them, before the defaults of the keys."""
+    spelling: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Makes a config that has other settings than transformers writes one with these; exports keep what still holds."""
     required: tuple[str, ...] = ()
     """Settings that transformers derives from others if a config lacks them, which is not supported."""
     data: Mapping[str, Any] | None = None
@@ -138,6 +142,7 @@ class Family:
         """
         hf = self.language_config(hf, tensors)
         hf = {**self.defaults, **hf} if self.defaults else hf
+        hf = hf if self.spelling is None else self.spelling(hf)
         given = hf.keys() | ({"rope_parameters"} if "rope_theta" in hf else set())
         if lacking := [name for name in self.required if name not in given]:
             raise UsageError(f"config.json lacks {', '.join(lacking)}, which transformers derives. Add it.")
@@ -185,10 +190,13 @@ class Family:
         }
         return replace(arch, mtp_layers=len(present))
 
-    def passes_through(self, tensor: str) -> bool:
-        """Whether a tensor is copied and not computed: of a tower of a multimodal model, or of other MTP layers."""
-        is_tower = self.nested is not None and self.nested.is_tower(tensor)
-        return is_tower or any(fnmatch.fnmatchcase(tensor, pattern) for pattern in self.passed_through)
+    def tensors_apart(self, names: Iterable[str]) -> set[str]:
+        """Those of a file that are copied and not computed: of a multimodal model's towers, or of other MTP layers."""
+        end, given, nested = self.passed_layers, set(names), self.nested
+        layers = tuple(name.removesuffix(end) for name in given if end and name.endswith(end))
+        found = {name for name in given if layers and name.startswith(layers)}
+        found |= {name for name in given if nested is not None and nested.is_tower(name)}
+        return found | {name for pattern in self.passed_through for name in fnmatch.filter(given, pattern)}
 
     @property
     def scored_architecture(self) -> str:
@@ -264,6 +272,7 @@ class Family:
         if known.get("model_type", self.name) != self.name:
             config = {key: value for key, value in config.items() if key in _SHARED_KEYS}
             known = {}
+        known, config, keeps_rotary = self._respelled(arch, known, config)
         for name, key in self.keys.items():
             value = field_of(arch, name)
             if not known or key.read(known) != value:
@@ -282,7 +291,7 @@ class Family:
         window = (arch.sliding_window, arch.full_attention_layers)
         if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
-        if arch.position == "rope" and "rotary_base" not in self.traits:
+        if arch.position == "rope" and "rotary_base" not in self.traits and not keeps_rotary:
             context = {"max_position_embeddings": arch.max_position_embeddings}
             rotary = write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
             if not self.flat_rope:
@@ -293,6 +302,25 @@ class Family:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
+
+    def _respelled(
+        self, arch: Architecture, known: dict[str, Any], config: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], bool]:
+        """``known`` in the newer spelling, the config to change, and whether its rotary settings are those of ``arch``.
+
+        A config with other rotary settings gets all of the newer spelling, which modelling files do not read.
+        """
+        if self.spelling is None or not known:
+            return known, config, False
+        newer = dict(self.spelling(known))
+        if _rotary_of(self.to_architecture(known)) == _rotary_of(arch):
+            return newer, config, True
+        if self.own_code:
+            raise UsageError(
+                f"config.json: rotary settings of {self.name} cannot be changed, as its modelling files read them in a "
+                "form of their own. Keep those of the source."
+            )
+        return newer, {**newer, **{name: config[name] for name in ("architectures", "model_type")}}, False
 
     def _own_class(self, arch: Architecture, hf: Mapping[str, Any]) -> str | None:
         """The class of a config whose model keeps its code."""
@@ -354,6 +382,11 @@ _INNER: Mapping[str, Callable[..., Any]] = {
     "indexer": KeyIndexer,
     **{"mamba2": Mamba2, "mamba": Mamba, "short_convolution": ShortConvolution},
 }
+
+
+def _rotary_of(arch: Architecture) -> tuple[Any, ...]:
+    windowed = arch.windowed
+    return arch.rotary_base, arch.rope_scaling, arch.rotary_percent, windowed.rotary_base, windowed.rotary_percent
 
 
 def _layer_axis(rule: Rule) -> str:

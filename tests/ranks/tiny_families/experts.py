@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranks.tiny_families import bailing_moe, kimi_k2
+from ranks.tiny_families import bailing_moe, kimi_k2, step3p5
+from ranks.tiny_families.nested import STEP, STEP_LIMITS, STEP_LLAMA3, STEP_TRAINED
 from ranks.tiny_families.tiny_family import TinyFamily
 
 kimi_k2.register()
 bailing_moe.register()
+step3p5.register()
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
@@ -182,6 +184,17 @@ FAMILIES: dict[str, TinyFamily] = {
     "kimi_k2": TinyFamily(
         sizes=_LATENT | _ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
         logits={"kimi_k2": ({}, {"routed_scaling_factor": 1.0})},
+    ),
+    "step3p5": TinyFamily(
+        sizes=STEP,
+        logits={
+            "step3p5": (
+                {"rope_parameters": STEP_LLAMA3, "attention_bias": True},
+                {"rope_parameters": STEP["rope_parameters"]},
+            ),
+            "step3p5-heads": (STEP_LIMITS, {"num_sliding_attention_heads": 4}),
+        },
+        training=STEP_TRAINED,
     ),
     "bailing_moe": TinyFamily(
         layouts=({"tp": 2}, {"ep": 2}, {"pp": 2}),

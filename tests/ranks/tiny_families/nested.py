@@ -18,6 +18,30 @@ _VISION: dict[str, Any] = {
 
 _GROWING = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _MINISTRAL3: dict[str, Any] = {"rope_parameters": _GROWING | {"llama_4_scaling_beta": 0.7, "mscale": 1.0}}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+STEP: dict[str, Any] = {
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "share_expert_dim": 20},
+    **{"head_dim": 16, "sliding_window": 5, "num_sliding_attention_heads": 6, "vocab_size": 78, "pad_token_id": 77},
+    **{"layer_types": [_FULL, _SLIDING, _SLIDING, _FULL], "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "rope_parameters": {
+        _FULL: {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        _SLIDING: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+    },
+}
+_STEP_SCALING = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+STEP_LLAMA3 = {
+    _FULL: STEP["rope_parameters"][_FULL]
+    | _STEP_SCALING
+    | {"rope_type": "llama3", "original_max_position_embeddings": 16},
+    _SLIDING: STEP["rope_parameters"][_SLIDING],
+}
+STEP_LIMITS: dict[str, Any] = {"swiglu_limits": [0.0, 0.0, 0.02, 0.01], "swiglu_limits_shared": [0.01, 0.0, 0.0, 0.02]}
+STEP_TRAINED: dict[str, Any] = {
+    **{"num_hidden_layers": 2, "layer_types": [_SLIDING, _FULL], "mlp_layer_types": ["dense", "sparse"]},
+    **{"swiglu_limits": [0.0, 0.3], "swiglu_limits_shared": [0.4, 0.3]},
+}
+_STEP_VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
+
 _KIMI_VISION: dict[str, Any] = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
     **{"pos_emb_height": 4, "pos_emb_width": 4},
@@ -193,6 +217,25 @@ FAMILIES: dict[str, TinyFamily] = {
         sizes={"layer_types": ["conv", "full_attention", "conv", "full_attention"], "head_dim": 8},
         around={"vision_config": _VISION | {"num_patches": 4}},
         logits={"lfm2_vl": ({}, None)},
+    ),
+    "step3p7": TinyFamily(
+        sizes=STEP,
+        around={"vision_config": _STEP_VISION},
+        layouts=({"ep": 2},),
+        logits={
+            "step3p7": ({}, {"sliding_window": 50}),
+            "step3p7-limits": (STEP_LIMITS, {"swiglu_limits": None}),
+            "step3p7-dense-limits": (STEP_LIMITS, {"swiglu_limits_shared": None}),
+            "step3p7-scaled": (
+                {"rope_parameters": STEP_LLAMA3, "moe_router_scaling_factor": 3.0, "attention_bias": True},
+                {"rope_parameters": STEP["rope_parameters"]},
+            ),
+            "step3p7-listed": (
+                {"rope_parameters": None, "rope_theta": [1000.0, 100.0, 100.0, 1000.0], "query_pre_attn_scalar": 8},
+                {"query_pre_attn_scalar": 16},
+            ),
+        },
+        training=STEP_TRAINED,
     ),
     "kimi_k25": TinyFamily(
         sizes=LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},

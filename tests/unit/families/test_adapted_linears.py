@@ -52,7 +52,8 @@ def test_linears_are_those_of_transformers(name: str) -> None:
             if parameter.dim() == 3 and not isinstance(module, torch.nn.Conv1d):
                 experts, *shape = parameter.shape
                 assert experts == arch.moe.num_experts
-                shapes[own] = tuple(shape[::-1]) if getattr(module, "is_transposed", True) else tuple(shape)
+                transposed = getattr(module, "is_transposed", family.swapped_experts)
+                shapes[own.removesuffix(".weight")] = tuple(shape[::-1]) if transposed else tuple(shape)
     found: dict[str, HfLinear] = {}
     for linears in all_linears(family, arch).values():
         found |= {linear.module: linear for linear in linears}

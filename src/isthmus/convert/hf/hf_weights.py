@@ -67,9 +67,9 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
     if (transposed := transposed_experts(source, family, arch)) is not None:
         source = transposed
         notes.append("the file has experts as [outputs, inputs]: an export has [inputs, outputs], as published files")
-    if family.nested is None and (passed := sum(map(family.passes_through, source.tensors))):
+    if family.nested is None and (passed := len(family.tensors_apart(source.tensors))):
         notes.append(
-            f"{passed} tensors of MTP layers ({', '.join(family.passed_through)}) are not computed or trained; exports "
+            f"{passed} tensors of MTP layers ({', '.join((*family.passed_through, *filter(None, [family.passed_layers])))}) are not computed or trained; exports "
             "have them unchanged"
         )
     return OpenedHfWeights(source, arch, tuple(notes))

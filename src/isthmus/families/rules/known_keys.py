@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from isthmus.families.discover.config_inference import METADATA, ROPE, WINDOW
@@ -37,6 +38,9 @@ class _RecordingDict(dict[str, Any]):
 def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
     """All keys that ``family`` reads, present or absent in ``hf``."""
     recorded = _RecordingDict(hf)
+    if family.spelling is not None:
+        newer = family.spelling(recorded)
+        return recorded.read | keys_read(replace(family, spelling=None), newer)
     family.to_architecture(recorded)
     # Rotary settings are read from a copy, so they are not recorded.
     family.read_dropout(recorded)
