@@ -5,7 +5,7 @@ Published models of Step 3.5 bring such a class, and transformers has none.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,9 @@ from transformers.models.step3p7.modeling_step3p7 import (
 
 
 class _Stack(nn.Module):
-    def __init__(self, experts: int, out: int, inputs: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, out, inputs) * 0.02)
+        self.weight = nn.Parameter(torch.randn(*shape) * 0.02)
 
 
 class _Experts(nn.Module):
@@ -32,13 +32,13 @@ class _Experts(nn.Module):
         super().__init__()
         experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.config, self.limit = config, limit or torch.inf
-        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.gate = _Stack(experts, hidden)
         self.register_buffer("router_bias", torch.zeros(experts))
         self.gate_proj, self.up_proj = _Stack(experts, width, hidden), _Stack(experts, width, hidden)
         self.down_proj = _Stack(experts, hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).sigmoid()
+        scores = (x @ self.gate.weight.t()).sigmoid()
         chosen = (scores + self.router_bias).topk(self.config.num_experts_per_tok).indices
         weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         weights = weights / weights.sum(-1, keepdim=True) * self.config.moe_router_scaling_factor
@@ -60,7 +60,7 @@ class _Layer(Step3p7DecoderLayer):
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):
     config_class = Step3p7TextConfig
     config: Step3p7TextConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     input_modalities = ("text",)
 
     def __init__(self, config: Step3p7TextConfig) -> None:

@@ -78,7 +78,10 @@ def test_other_rotary_settings_need_the_class_of_transformers() -> None:
         ({"rope_theta": [1.0] * 4}, "rope_theta has 4 entries for 5 layers and 3 MTP layers"),
         ({"rope_theta": [1.0, 2.0, 3.0, 3.0, 1.0]}, "differ among sliding_attention layers"),
         ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups=4 is not supported"),
-        ({"per_layer_config": {"0": {"num_attention_heads": 32}}}, "per_layer_config with other than"),
+        (
+            {"per_layer_config": {"0": {"num_attention_heads": 32}}},
+            "per_layer_config is supported for num_attention_heads of",
+        ),
         ({"moe_layers_enum": "3,x"}, "moe_layers_enum must be numbers of layers"),
         ({"swiglu_limits": [-1.0] * 5}, "swiglu_limits must not be negative"),
         ({"zero_centered": False}, "zero_centered=False is not supported"),

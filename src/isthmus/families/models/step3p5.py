@@ -1,4 +1,4 @@
-"""Step 3.5: more heads and other rotations in sliding-window layers, gates of heads, limits of SwiGLU in late layers."""
+"""Step 3.5: more heads and other rotations in sliding-window layers, gates of heads, limits of SwiGLU."""
 
 from typing import Any
 

@@ -31,7 +31,9 @@ def newer_spelling(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name in _LISTS:
         if isinstance(given := hf.get(name), list):
             if given and len(given) not in (layers, layers + mtp):
-                raise DataError(f"config.json: {name} has {len(given)} entries for {layers} layers and {mtp} MTP layers.")
+                raise DataError(
+                    f"config.json: {name} has {len(given)} entries for {layers} layers and {mtp} MTP layers."
+                )
             found[name] = given[:layers]
     if found.get(_KINDS) is None:
         found[_KINDS] = [_FULL] * layers
@@ -63,7 +65,7 @@ def _window_heads(hf: Mapping[str, Any]) -> int:
         windowed = [own for own, kind in zip(heads, kinds, strict=True) if kind == _SLIDING]
         plain = [own for own, kind in zip(heads, kinds, strict=True) if kind != _SLIDING]
         if any(own != {_HEADS: usual} for own in plain) or any(own != {_HEADS: own[_HEADS]} for own in windowed):
-            raise UsageError(f"config.json: {_OVERRIDES} with other than {_HEADS} of {_SLIDING} layers is not supported.")
+            raise UsageError(f"config.json: {_OVERRIDES} is supported for {_HEADS} of {_SLIDING} layers only.")
         if len({own[_HEADS] for own in windowed}) > 1:
             raise UsageError(f"config.json: {_OVERRIDES} must have one {_HEADS} for all {_SLIDING} layers.")
         return Key(_HEADS).read(windowed[0]) if windowed else usual
