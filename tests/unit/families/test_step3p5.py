@@ -92,8 +92,9 @@ def test_refused_settings(settings: dict[str, Any], problem: str) -> None:
         FAMILY.to_architecture(PUBLISHED | settings)
 
 
-def test_mtp_layers_of_the_whole_model_are_copied(tmp_path: Path) -> None:
-    model = build_model_folder(tmp_path / "model", "step3p7")
+@pytest.mark.parametrize("family", ["step3p5", "step3p7"])
+def test_mtp_layers_are_copied(family: str, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "model", family)
     (file,) = model.glob("*.safetensors")
     extra = {f"model.layers.4.{name}.weight": torch.randn(3, 2) for name in ("eh_proj", "self_attn.q_proj")}
     save_file(load_file(file) | extra, file, {"format": "pt"})

@@ -68,8 +68,9 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         source = transposed
         notes.append("the file has experts as [outputs, inputs]: an export has [inputs, outputs], as published files")
     if family.nested is None and (passed := len(family.tensors_apart(source.tensors))):
+        patterns = family.passed_through or (f"of layers with {family.passed_layers}",)
         notes.append(
-            f"{passed} tensors of MTP layers ({', '.join((*family.passed_through, *filter(None, [family.passed_layers])))}) are not computed or trained; exports "
+            f"{passed} tensors of MTP layers ({', '.join(patterns)}) are not computed or trained; exports "
             "have them unchanged"
         )
     return OpenedHfWeights(source, arch, tuple(notes))
