@@ -292,16 +292,20 @@ class Family:
         if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
         if arch.position == "rope" and "rotary_base" not in self.traits and not keeps_rotary:
-            context = {"max_position_embeddings": arch.max_position_embeddings}
-            rotary = write_rotary(arch, context | known, self.rope_defaults, self.rope_names)
-            if not self.flat_rope:
-                config.pop("rope_scaling", None)
-                rotary = {key: rotary[key] for key in rotary if key == "rope_parameters" or key in config}
-            config |= rotary
+            config = self._with_rotary(arch, known, config)
         if self.auto_map:
             config["auto_map"] = dict(self.auto_map)
         dtype = dtype or config.get("dtype", config.get("torch_dtype"))
         return config if dtype is None else config | {"dtype": dtype, "torch_dtype": dtype}
+
+    def _with_rotary(self, arch: Architecture, known: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """``config`` with the rotary settings of ``arch``, which keep the spelling of ``known``."""
+        context = {"max_position_embeddings": arch.max_position_embeddings}
+        rotary = write_rotary(arch, context | dict(known), self.rope_defaults, self.rope_names)
+        if self.flat_rope:
+            return {**config, **rotary}
+        plain = {key: value for key, value in config.items() if key != "rope_scaling"}
+        return plain | {key: rotary[key] for key in rotary if key == "rope_parameters" or key in plain}
 
     def _respelled(
         self, arch: Architecture, known: dict[str, Any], config: dict[str, Any]
