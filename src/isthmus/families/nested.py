@@ -85,6 +85,8 @@ class Nested:
             own = {key: value for key, value in own.items() if key not in names}
         kept = ("architectures", "model_type", *(() if self.tied in (None, "either") else names))
         config = {**hf, _SECTION: own | {key: section[key] for key in kept if key in section}}
+        if self.tied == "either" and _TIED in section:
+            config[_SECTION][_TIED] = section[_TIED] and language.get(_TIED, False)
         if self.tied is not None and language.get(_TIED, False) != self.language_config(config)[_TIED]:
             config |= {name: language[_TIED] for name in names if name == _TIED or name in config}
         changed = language.get("dtype") if language.get("dtype") != section.get("dtype") else None

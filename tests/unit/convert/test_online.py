@@ -37,8 +37,7 @@ FAMILIES = sorted(all_families())
 
 
 def build(folder: Path, family: str, *, dtype: torch.dtype, tied: bool = False, shards: str = "5GB") -> ModelFolder:
-    settings = {"tie_word_embeddings": tied, "num_hidden_layers": 2}
-    return ModelFolder.open(build_model_folder(folder, family, dtype=dtype, shards=shards, **settings))
+    return ModelFolder.open(build_model_folder(folder, family, dtype=dtype, shards=shards, tie_word_embeddings=tied))
 
 
 def ranks(family: Family, arch: Architecture, tp: int, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
