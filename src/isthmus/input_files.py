@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ JSON_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Most levels of nested objects and arrays, or of nested YAML."""
 _MAX_CONTAINERS = 1_000_000
-_LONG_NUMBER = re.compile(rb"[0-9]{21}")
+DIGITS = 20
+"""Most of an integer in JSON, without a reason for more."""
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (DIGITS + 1))
 """No float has the value of a larger integer."""
 _KINDS: Mapping[Callable[[int], bool], str] = {
     stat.S_ISFIFO: "a pipe",
@@ -48,7 +51,7 @@ def read_bytes(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
     return raw
 
 
-def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = JSON_BYTES, *, most_digits: int = DIGITS) -> Any:
     """The value in a JSON file.
 
     Raises:
@@ -57,7 +60,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
     """
     try:
         raw = read_bytes(path, most_bytes)
-        return parse_json(raw, **({"parse_int": _short_int} if _LONG_NUMBER.search(raw) else {}))
+        return parse_json(raw, **({"parse_int": partial(_short_int, most_digits)} if _LONG_NUMBER.search(raw) else {}))
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}.") from None
 
@@ -80,8 +83,8 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     return value
 
 
-def _short_int(text: str) -> int:
-    if _LONG_NUMBER.search(text.encode()):
+def _short_int(most_digits: int, text: str) -> int:
+    if len(text.removeprefix("-")) > most_digits:
         raise ValueError(f"a number has {len(text)} digits")
     return int(text)
 

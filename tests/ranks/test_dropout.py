@@ -87,6 +87,19 @@ def test_sinks_windows_and_experts_with_dropout(one: RankPool, two: RankPool, sa
     assert max_relative_difference(found[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
 
 
+def test_drawn_experts_are_the_same_in_every_layout(
+    one: RankPool, two: RankPool, samples: Path, tmp_path: Path
+) -> None:
+    model = build_model_folder(tmp_path / "model", "phimoe", num_hidden_layers=2, input_jitter_noise=0.0)
+    run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
+    alone = one.run(TRAIN, **run)
+    for layout in ({"ep": 2, "recompute": "full"}, {"tp": 2, "sp": True}):
+        found = two.run(TRAIN, **run, **layout)
+        assert max(max_relative_difference(found[curve], alone[curve]) for curve in CURVES) < TOLERANCE
+    other = one.run(TRAIN, **run | {"steps": 1, "more": {"seed": 1}})
+    assert max_relative_difference(other["loss"], alone["loss"][:1]) > 1e-4
+
+
 def test_reference_of_dpo_has_no_dropout(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     pairs = build_pairs(tmp_path / "pairs")
     found = one.run(TRAIN, **run | {"samples": pairs, "steps": 1, "dpo": {"beta": 0.3}}, evaluate=True)

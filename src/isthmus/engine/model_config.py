@@ -39,14 +39,16 @@ class DecoderConfig(TransformerConfig):
     """Of the cross entropy in training."""
     neftune_alpha: float = 0.0
     """Of the noise on embeddings in training."""
+    samples_experts: bool = False
+    """Whether the experts of a token are drawn in training."""
     vocab_rows: int | None = None
     """Rows of the embedding over all ranks; None: those of the vocabulary, padded."""
 
     @property
     def is_random(self) -> bool:
-        """Whether a training step has dropout or noise."""
+        """Whether a training step has dropout or noise, or draws experts."""
         rates = self.attention_dropout, self.hidden_dropout, self.embedding_dropout, self.adapter_dropout
-        return max(*rates, self.neftune_alpha) > 0
+        return self.samples_experts or max(*rates, self.neftune_alpha) > 0
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -165,6 +167,7 @@ def _expert_settings(architecture: Architecture) -> dict[str, Any]:
         return {}
     layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
     return {
+        "samples_experts": moe.score == "sparsemixer",
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,

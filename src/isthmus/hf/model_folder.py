@@ -26,7 +26,7 @@ ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """In a folder of PEFT, which has LoRA weights and no model."""
 _QUANTIZATION, _TEXT = "quantization_config", "text_config"
-_AUTO_MAP, _TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
+_AUTO_MAP, TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
 _MAX_NAME = 255
 """Bytes of a file name."""
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -214,7 +214,7 @@ def write_model_files(
     copied = source.small_files() if source else []
     if tokenizer is not None:
         copied = [path for path in copied if not _matches(path.name, _TOKENIZER_FILES)] + [*tokenizer]
-    copied += [file for path in copied if path.name == _TOKENIZER_CONFIG for file in _tokenizer_code(path)]
+    copied += [file for path in copied if path.name == TOKENIZER_CONFIG for file in _tokenizer_code(path)]
     for path in (*copied, *(code or ())):
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
@@ -282,7 +282,8 @@ def _is_within(folder: Path, file: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    value = input_files.read_json(path)
+    # transformers writes the default model_max_length of a tokenizer, 1e30, as an integer.
+    value = input_files.read_json(path, most_digits=31 if path.name == TOKENIZER_CONFIG else input_files.DIGITS)
     if not isinstance(value, dict):
         raise DataError(f"{path} must be a JSON object, got {type(value).__name__}.")
     return value

@@ -20,10 +20,13 @@ from isthmus.recipes.setup.model_plan import plan_model
 
 OF_ID = {
     "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": "llama4-maverick",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4-scout",
     "google/gemma-4-26B-A4B-it": "gemma4-26b-a4b",
     "google/gemma-4-31B-it": "gemma4-31b",
     "google/gemma-4-E4B-it": "gemma4-e4b",
+    "nvidia/Nemotron-H-56B-Base-8K": "nemotron-h-56b",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron3-nano-30b-a3b",
 }
 """Model presets of Hub ids that are not named like them."""

@@ -22,7 +22,7 @@ from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
 from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.parallel.context_parallel import local_tokens
 
-EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS, NOISE = range(6)
+EMBEDDING, ATTENTION_OUTPUT, MLP_OUTPUT, _QUERIES, _KEYS, NOISE, EXPERTS = range(7)
 """Places of dropout and noise in a layer. Layers are counted from 1; layer 0 is the embedding."""
 _PLACES = 8
 _LOW_31 = 0x7FFFFFFF
@@ -141,6 +141,18 @@ def hidden_dropout(x: Tensor, batch: PackedBatch, rate: float, *, layer: int, pl
         return x
     tokens = rows_of_rank(keys_of(batch).tokens, x, batch)
     return drop_channels(x[:, 0], tokens, site_of(layer, place, x.device), rate)[:, None]
+
+
+def token_keys(x: Tensor, batch: PackedBatch, *, layer: int, place: int) -> Tensor:
+    """int64 [n], random keys of the tokens of ``x`` [n, ...], this rank's hidden states."""
+    return _site(rows_of_rank(keys_of(batch).tokens, x, batch), layer, place)
+
+
+def gumbel_noise(keys: Tensor, start: int, size: int) -> Tensor:
+    """Float64 [n, size], for columns from ``start`` on; a hash of ``keys`` int64 [n]."""
+    columns = hashed(torch.arange(start, start + size, device=keys.device))
+    uniform = ((hashed(keys[:, None] + columns) >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
 
 
 def rows_of_rank(whole: Tensor, x: Tensor, batch: PackedBatch) -> Tensor:

@@ -19,7 +19,7 @@ from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
 from isthmus.engine.layers.cross_entropy_cpu import Smoothing
-from isthmus.engine.layers.dropout import hashed
+from isthmus.engine.layers.dropout import gumbel_noise
 from isthmus.engine.layers.matmul import add_matmul, matmul
 from isthmus.engine.parallel.context_parallel import local_tokens
 
@@ -37,9 +37,7 @@ class TokenSampling:
 
     def noise(self, start: int, size: int) -> Tensor:
         """Float64 [n, size] for the vocabulary indices from ``start`` on."""
-        columns = hashed(torch.arange(start, start + size, device=self.keys.device))
-        uniform = ((hashed(self.keys[:, None] + columns) >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
-        return -torch.log(-torch.log(uniform))
+        return gumbel_noise(self.keys, start, size)
 
 
 def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:

@@ -136,7 +136,7 @@ class MoeBlock(MegatronModule):
         """
         super().__init__(config)
         groups = get_default_pg_collection()
-        self.router = TopKRouter(config, moe, settings, groups)
+        self.router = TopKRouter(config, moe, settings, groups, layer)
         expert_config = copy(config)
         expert_config.add_bias_linear = moe.expert_mlp_bias
         self.fc1_latent_proj: ReplicatedLinear | None = None

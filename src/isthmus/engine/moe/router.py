@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
 from isthmus.engine.layers.norm import rms_norm_of_float32
+from isthmus.engine.moe.expert_draws import ExpertDraws, draw_experts
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
-from isthmus.errors import UsageError
 from isthmus.families.architecture import Moe
 
 
 class TopKRouter(MegatronModule):
-    def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any) -> None:
+    def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any, layer: int = 0) -> None:
         super().__init__(config)
-        self.moe, self.settings, self.groups = moe, settings, groups
+        self.moe, self.settings, self.groups, self.layer = moe, settings, groups, layer
         self.stats = RouterStats(moe.num_experts)
         dtype = torch.float32 if moe.router_float32 else config.params_dtype
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=dtype))
@@ -42,8 +42,13 @@ class TopKRouter(MegatronModule):
 
         In training also update the statistics and attach the auxiliary losses, if ``batch`` has token groups.
         """
+        draws = None
         if self.training and self.moe.score == "sparsemixer":
-            raise UsageError("this model samples its experts in training, which is not implemented. Evaluate it.")
+            if batch is None:
+                raise ValueError(
+                    "a model that draws its experts in training needs the batch, got None; call model.eval()"
+                )
+            draws = draw_experts(hidden, batch, self.moe, self.layer)
         bias = None if self.bias is None else self.bias.float()
         hidden = hidden.float()
         if self.scale is not None:
@@ -51,7 +56,7 @@ class TopKRouter(MegatronModule):
         logits = F.linear(hidden, self.weight.float(), bias)
         if self.scale is not None:
             logits = logits * self.config.hidden_size**-0.5
-        weights, chosen = route(logits, self.expert_bias, self.moe)
+        weights, chosen = route(logits, self.expert_bias, self.moe, draws)
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.float()[chosen]
         # Activation recomputation runs first without gradients; that pass is not counted.
@@ -83,8 +88,12 @@ class TopKRouter(MegatronModule):
         return MoEAuxLossAutoScaler.apply(weights, total)
 
 
-def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, expert_bias: Tensor | None, moe: Moe, draws: ExpertDraws | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose ``moe.top_k`` experts per token; ``expert_bias`` [E] affects the selection but not the weights.
+
+    ``draws``: noise of ``sparsemixer`` in training, None for the best experts.
 
     Logits are float32 [T, E]. Returns router weights [T, K] (differentiable) and int64 expert indices [T, K].
     """
@@ -92,7 +101,7 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
         best, chosen = logits.topk(moe.top_k, dim=-1)
         return best.softmax(-1) * moe.scaling_factor, chosen
     if moe.score == "sparsemixer":
-        return _one_after_another(logits, moe)
+        return _one_after_another(logits, moe, draws)
     scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
     selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
     chosen = (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
@@ -103,14 +112,17 @@ def route(logits: Tensor, expert_bias: Tensor | None, moe: Moe) -> tuple[Tensor,
     return weights * moe.scaling_factor, chosen
 
 
-def _one_after_another(logits: Tensor, moe: Moe) -> tuple[Tensor, Tensor]:
+def _one_after_another(logits: Tensor, moe: Moe, draws: ExpertDraws | None) -> tuple[Tensor, Tensor]:
     """The selection of ``sparsemixer``; it is not one of :meth:`torch.topk` because each choice has its own softmax."""
     weights, chosen, left = [], [], logits
-    for _ in range(moe.top_k):
+    for number in range(moe.top_k):
         best, index = left.detach().max(dim=-1, keepdim=True)
         distance = (best - logits.detach()) / logits.detach().abs().clamp(min=best)
-        near = left.masked_fill(distance > moe.score_tolerance, -torch.inf).softmax(-1)
-        weights.append(near.gather(-1, index))
+        near = left.masked_fill(distance > moe.score_tolerance, -torch.inf)
+        if draws is not None:
+            index = draws.chosen(near.detach(), number)
+        weight = near.softmax(-1).gather(-1, index)
+        weights.append(weight if draws is None else draws.scaled(weight, near.detach(), index, number))
         chosen.append(index)
         left = left.scatter(-1, index, -torch.inf)
     return torch.cat(weights, -1) * moe.scaling_factor, torch.cat(chosen, -1)

@@ -30,7 +30,6 @@ FAMILY = Family(
     fixed=decoder.FIXED
     | {"input_jitter_noise": Fixed((0.0,), "training runs without noise; set it to 0", training=True)},
     traits={"normalization": "LayerNorm", "moe.score": "sparsemixer"},
-    untrainable="its experts are sampled at random in training, which is not implemented",
     sliding_window="always",
     rope_defaults={"rope_theta": 1000000.0, "short_mscale": None},
     module_names={".block_sparse_moe.gate": ".mlp.router", ".block_sparse_moe.": ".mlp."},

@@ -224,7 +224,7 @@ def test_wrong_folder_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 IMPORT_SAVER = f"""
-import json, site, sys
+import encodings.utf_8_sig, json, site, sys  # Python 3.13 reads .pth files with this encoding
 before = set(sys.modules)
 site.addsitedir(sys.argv[1])
 started = sorted(set(sys.modules) - before)

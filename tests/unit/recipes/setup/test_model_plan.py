@@ -44,7 +44,7 @@ def config_of(model: Path, seq_length: int, **train: Any) -> RunConfig:
             {"router_jitter_noise": 0.1},
             "router_jitter_noise=0.1 is not supported for mixtral: training runs",
         ),
-        ("phimoe", {}, r"phimoe cannot be trained: its experts are sampled at random"),
+        ("phimoe", {"input_jitter_noise": 0.1}, r"input_jitter_noise=0.1 is not supported for phimoe: training runs"),
         ("deepseek_v32", {"attention_dropout": 0.1}, r"129 is more than index_topk=8 .* has no dropout\. Set"),
         (
             "glm_moe_dsa",
