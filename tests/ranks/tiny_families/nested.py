@@ -217,6 +217,7 @@ FAMILIES: dict[str, TinyFamily] = {
         sizes={"layer_types": ["conv", "full_attention", "conv", "full_attention"], "head_dim": 8},
         around={"vision_config": _VISION | {"num_patches": 4}},
         logits={"lfm2_vl": ({}, None)},
+        training={"num_hidden_layers": 4},
     ),
     "step3p7": TinyFamily(
         sizes=STEP,

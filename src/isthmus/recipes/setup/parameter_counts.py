@@ -47,7 +47,7 @@ class ParameterCounter:
         self._arch, self._dora = arch, adapters is not None and adapters.dora
         self._rules: dict[int, Rule] = {}
         experts: defaultdict[tuple[int, str, tuple[int, _Adapters]], list[int]] = defaultdict(list)
-        if arch.mtp_layers:
+        if arch.mtp_layers and _EMBEDDING in placements:  # an empty table counts nothing
             placements = {_MTP_EMBEDDING: placements[_EMBEDDING], **placements}
         for name, placement in placements.items():
             if name in left_out or not placement.rule.trained:
