@@ -25,9 +25,9 @@ from certificate import certificate, result_path, write_result
 from convert_turns.model_folder import SHAPES, TINY, write_model
 from rounds import median
 
-from isthmus.checked_files import trusting
 from isthmus.convert.transfer import convert
-from isthmus.file_checksums import WrittenBlocks
+from isthmus.files.checked_files import trusting
+from isthmus.files.file_checksums import WrittenBlocks
 from isthmus.hf.model_folder import ModelFolder
 
 WANTED_SHARE = 0.03

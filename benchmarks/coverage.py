@@ -175,7 +175,7 @@ def _convert(model: Path, folder: Path) -> tuple[float, list[str]]:
     from isthmus.families.registry import family_for
     from isthmus.hf.model_folder import ModelFolder
     from isthmus.hf.tiny_model import saved_model_logits
-    from isthmus.recipes.setup.load_model import load_model, model_logits
+    from isthmus.recipes.model.load_model import load_model, model_logits
 
     convert(model, folder / "megatron")
     convert(folder / "megatron", folder / "back")
@@ -282,7 +282,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     certified = certificate(["benchmarks/coverage.py", *arguments])
     import isthmus.convert.learn
-    import isthmus.recipes.setup.load_model  # noqa: F401
+    import isthmus.recipes.model.load_model  # noqa: F401
 
     types = chosen.only or (["llama", "mixtral", "ovis2", "rwkv"] if chosen.quick else model_types())
     rows = walk(

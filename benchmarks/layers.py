@@ -69,9 +69,9 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
     from isthmus.data.batching.packed_batch import PackedBatch
-    from isthmus.engine.layers.rope import frequency_sets, rotary_tables
+    from isthmus.engine.attention.rope import frequency_sets, rotary_tables
+    from isthmus.engine.decoder.spec import build_layer
     from isthmus.engine.model_config import transformer_config
-    from isthmus.engine.spec import build_layer
     from isthmus.families.registry import all_families
     from isthmus.families.rules.shard import tensor_slices, unsharded
 
@@ -150,7 +150,7 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    from isthmus.engine.layers.linear_cross_entropy import linear_cross_entropy
+    from isthmus.engine.loss.linear_cross_entropy import linear_cross_entropy
 
     torch.manual_seed(0)
     vocabulary = sizes["vocab_size"]

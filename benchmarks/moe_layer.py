@@ -86,9 +86,9 @@ def contestants(
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from isthmus.config.schema import MoeConfig
+    from isthmus.engine.decoder.spec import mlp_modules
     from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.moe_layer import MoeBlock
-    from isthmus.engine.spec import mlp_modules
     from isthmus.families.registry import all_families
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

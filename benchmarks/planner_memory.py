@@ -159,8 +159,8 @@ def cpu_rows(only: str) -> Iterator[dict[str, Any]]:
 
 def _search_rows(only: str) -> Iterator[dict[str, Any]]:
     """CPU seconds of a search over 16,384 ranks, without imports."""
-    from isthmus.planner.planned_gpus import parse_machine
-    from isthmus.planner.planning import make_plans
+    from isthmus.tools.planner.planned_gpus import parse_machine
+    from isthmus.tools.planner.planning import make_plans
 
     for model in ("llama3.1-70b", "deepseek-v3"):
         if only in model:

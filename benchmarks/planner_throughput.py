@@ -24,11 +24,11 @@ from certificate import certificate, publish_result
 from isthmus.config.schema import ParallelConfig
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.mixer_sizes import Mla
-from isthmus.planner.cost import kernels, layer_time
-from isthmus.planner.cost.cluster import Cluster
-from isthmus.planner.cost.step_time import StepTime, step_time
-from isthmus.planner.cost.workload import Workload
 from isthmus.platforms.parts import Part, part_named
+from isthmus.tools.planner.cost import kernels, layer_time
+from isthmus.tools.planner.cost.cluster import Cluster
+from isthmus.tools.planner.cost.step_time import StepTime, step_time
+from isthmus.tools.planner.cost.workload import Workload
 
 
 def model(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **others: Any) -> Architecture:

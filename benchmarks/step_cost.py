@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     from isthmus.config.model_file import read_model
     from isthmus.families.registry import family_for
-    from isthmus.recipes.setup.parameter_counts import num_parameters
+    from isthmus.recipes.plan.parameter_counts import num_parameters
 
     config = read_model(chosen.model)
     family = family_for(config)

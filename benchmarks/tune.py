@@ -23,15 +23,15 @@ from rounds import CpuWatch
 
 sys.path.insert(0, str(REPOSITORY / "src"))
 
-from isthmus.engine.layers.matmul import use_table
-from isthmus.engine.layers.matmul_table import MatmulTable
-from isthmus.engine.tuned_matmuls import TunedMatmuls, read_tuned
+from isthmus.engine.linear.matmul import use_table
+from isthmus.engine.linear.matmul_table import MatmulTable
+from isthmus.engine.linear.tuned_matmuls import TunedMatmuls, read_tuned
 from isthmus.platforms.detect import detect
-from isthmus.recipes.setup.model_plan import plan_model
-from isthmus.recipes.setup.step_matmuls import StepMatmul, step_matmuls, token_counts
-from isthmus.tune import choose
-from isthmus.tune.measure import Operands
-from isthmus.tune.run_tune import config_to_tune, tune_run
+from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.step_matmuls import StepMatmul, step_matmuls, token_counts
+from isthmus.tools.tune import choose
+from isthmus.tools.tune.measure import Operands
+from isthmus.tools.tune.run_tune import config_to_tune, tune_run
 
 MOST_FOR_OTHERS = 0.05
 SIZES = {

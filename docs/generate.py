@@ -395,7 +395,7 @@ _API = {
     "Configuration": ("isthmus.config.load.load_config",),
     "Conversion": ("isthmus.convert.verify.compare.compare_models",),
     "Models": (
-        "isthmus.recipes.setup.load_model.model_logits",
+        "isthmus.recipes.model.load_model.model_logits",
         "isthmus.data.batching.packed_batch.PackedBatch",
         "isthmus.engine.step.Stepper",
         "isthmus.engine.optim.optimizer.build_optimizer",

@@ -52,8 +52,8 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
     from isthmus.platforms.detect import detect
 
     open_groups(ParallelConfig(), detect("cpu"), seed=0)  # first, since it makes megatron.core importable without CUDA
-    from isthmus.engine.live_parameters import live_tensors
-    from isthmus.engine.megatron_model import build_model
+    from isthmus.engine.decoder.decoder import build_model
+    from isthmus.engine.decoder.live_parameters import live_tensors
     from isthmus.engine.model_config import padded_vocab_size, transformer_config
     from isthmus.engine.optim.optimizer import wrap_data_parallel
 

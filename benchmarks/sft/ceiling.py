@@ -18,7 +18,7 @@ import torch
 from rounds import CpuWatch, turn_files
 from torch import Tensor
 
-from isthmus.engine.layers.matmul import matmul
+from isthmus.engine.linear.matmul import matmul
 from isthmus.platforms.detect import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,8 +16,8 @@ from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
-from isthmus.recipes.setup.model_plan import plan_model
-from isthmus.recipes.setup.rank_model import join_and_build
+from isthmus.recipes.model.rank_model import join_and_build
+from isthmus.recipes.plan.model_plan import plan_model
 from isthmus.train.flops import flops_per_batch
 from sft.ceiling_process import CeilingProcess
 from sft.clock import Clock

@@ -15,10 +15,10 @@ from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, writ
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import chat_samples
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
-from isthmus.demo.python_docs import python_documentation
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from isthmus.recipes.data.prepare import tokenize_files
+from isthmus.tools.demo.python_docs import python_documentation
 
 VOCAB_SIZE = 32000
 

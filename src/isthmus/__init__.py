@@ -23,10 +23,10 @@ _LAZY = {
     "distill": ("isthmus.recipes.distill", "run"),
     "reward": ("isthmus.recipes.reward", "run"),
     "pretrain": ("isthmus.recipes.pretrain", "run"),
-    "AutoBridge": ("isthmus.recipes.setup.auto_bridge", "AutoBridge"),
+    "AutoBridge": ("isthmus.recipes.model.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),
     "Callback": ("isthmus.train.callbacks", "Callback"),
-    "load_model": ("isthmus.recipes.setup.load_model", "load_model"),
+    "load_model": ("isthmus.recipes.model.load_model", "load_model"),
 }
 __all__ = ["__version__", "convert", *_LAZY]
 

@@ -34,7 +34,7 @@ def memory(
 ) -> dict[str, Any]:  # fmt: skip
     """Bytes of the trace and of the estimate of this rank, and seconds to build it."""
     from isthmus.config.schema import ParallelConfig
-    from isthmus.recipes.setup.memory_estimate import estimate_ranks
+    from isthmus.recipes.plan.memory_estimate import estimate_ranks
 
     dp = ParallelConfig(**parallel).dp(size)
     samples = (train or {}).get("micro_batch_size", 1)

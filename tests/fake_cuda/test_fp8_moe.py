@@ -141,7 +141,7 @@ def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
 
 def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     """Forward and backward of one layer."""
-    from isthmus.engine.layers.fp8_linear import Fp8Recipe, fp8_linear, quantize_weights_once
+    from isthmus.engine.linear.fp8_linear import Fp8Recipe, fp8_linear, quantize_weights_once
     from isthmus.platforms.detect import detect
 
     recipe = Fp8Recipe(scaling, *detect().fp8_types())  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_kernels_of_an_fp8_linear_layer(fake_cuda: FakeCuda, gpu: str, scaling: 
 
 def fp8_regions_of_a_step() -> dict[str, float]:
     """Calls per FP8 layer in a step of three micro batches."""
-    from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 
     rank = build(DENSE | {"num_hidden_layers": 1}, precision="fp8")
     layers = [m for m in rank.model.stages[0].modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]

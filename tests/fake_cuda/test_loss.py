@@ -23,8 +23,9 @@ def loss_of_a_micro_batch(tp: int = 1, softcap: float | None = None, precision: 
     """Kernels, synchronizations and temporary memory of the loss with its gradients, on the last of ``tp`` ranks."""
     from megatron.core import parallel_state
 
-    from isthmus.engine.layers import cross_entropy_gpu, matmul
-    from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy
+    from isthmus.engine.linear import matmul
+    from isthmus.engine.loss import cross_entropy_gpu
+    from isthmus.engine.loss.linear_cross_entropy import VocabShard, linear_cross_entropy
 
     world(rank=tp - 1, size=tp, tp=tp)
     group = parallel_state.get_tensor_model_parallel_group() if tp > 1 else None
@@ -52,8 +53,9 @@ def distillation_of_a_micro_batch(tp: int = 1, **settings: Any) -> dict[str, Any
     from megatron.core import parallel_state
 
     from isthmus.config.schema.distillation import DistillConfig
-    from isthmus.engine.layers import distillation_loss, matmul
-    from isthmus.engine.layers.linear_cross_entropy import TeacherOutput, VocabShard, linear_distillation
+    from isthmus.engine.linear import matmul
+    from isthmus.engine.loss import distillation_loss
+    from isthmus.engine.loss.linear_cross_entropy import TeacherOutput, VocabShard, linear_distillation
 
     world(rank=tp - 1, size=tp, tp=tp)
     rows = VOCAB // tp
@@ -119,8 +121,8 @@ def test_kernels_of_other_losses(fake_cuda: FakeCuda) -> None:
 
 def test_distillation(fake_cuda: FakeCuda) -> None:
     """Without synchronization; kernels that are not compiled take the memory that the estimate of a run assumes."""
-    from isthmus.engine.layers.cross_entropy_gpu import CHUNK_ELEMENTS
-    from isthmus.engine.layers.distillation_loss import CHUNK_SHARE, TEMPORARY_BYTES
+    from isthmus.engine.loss.cross_entropy_gpu import CHUNK_ELEMENTS
+    from isthmus.engine.loss.distillation_loss import CHUNK_SHARE, TEMPORARY_BYTES
 
     grad_hidden = 2 * 2 * TOKENS * 2048
     found = fake_cuda.run(distillation_of_a_micro_batch, beta=0.5, temperature=2.0, top_k=64, sft_weight=0.5)

@@ -11,8 +11,8 @@ from isthmus.platforms.parts import find_part
 
 
 def bench() -> list[list[Any]]:
-    from isthmus.doctor import measurements
     from isthmus.platforms.detect import detect
+    from isthmus.tools.doctor import measurements
 
     measurements.SECONDS, measurements.COPY_BYTES = 0.0, 1 << 20
     found = measurements.measure_device(detect(), lambda _: None)
@@ -23,10 +23,10 @@ def tune() -> list[list[Any]]:
     """The libraries of NVIDIA GPUs, with the layout of logits."""
     import torch
 
-    from isthmus.engine.layers.matmul_table import MatmulShape
+    from isthmus.engine.linear.matmul_table import MatmulShape
     from isthmus.platforms.detect import detect
-    from isthmus.recipes.setup.step_matmuls import StepMatmul
-    from isthmus.tune import choose, measure
+    from isthmus.recipes.plan.step_matmuls import StepMatmul
+    from isthmus.tools.tune import choose, measure
 
     bf16, before = torch.bfloat16, torch.backends.cuda.preferred_blas_library()
     shapes = (

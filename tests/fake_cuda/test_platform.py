@@ -84,8 +84,8 @@ def start_up(folder: str) -> dict[str, Any]:
     """The environment at the first query of the device, and the log, of a run until its ranks join."""
     from isthmus.config.schema import RunConfig
     from isthmus.platforms import gpu
+    from isthmus.recipes.plan.validation import validate
     from isthmus.recipes.process_setup import prepare_process
-    from isthmus.recipes.setup.validation import validate
 
     cuda: Any = torch.cuda
     first: list[dict[str, str]] = []

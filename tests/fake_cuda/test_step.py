@@ -15,8 +15,8 @@ from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.engine.checkpoint.run_state import sharded_run_state
+from isthmus.engine.loss.preference_loss import PreferenceObjective
 from isthmus.train.own_time import OwnTime
-from isthmus.train.preference_loss import PreferenceObjective
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,

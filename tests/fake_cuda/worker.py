@@ -15,11 +15,11 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 _IMPORTED_FOR_ALL = (
     "isthmus.engine.parallel.process_groups",  # first: it quiets megatron-core
-    "isthmus.engine.megatron_model",
+    "isthmus.engine.decoder.decoder",
     "isthmus.engine.optim.optimizer",
     "isthmus.engine.parallel.fsdp",
     "isthmus.engine.step",
-    "isthmus.recipes.setup.rank_model",
+    "isthmus.recipes.model.rank_model",
     "isthmus.hf.tiny_model",  # for the known keys of a config
     "torch._dynamo",
     "torch._meta_registrations",

@@ -81,8 +81,8 @@ def build(
     from isthmus.engine.optim.optimizer import build_optimizer
     from isthmus.engine.step import Stepper
     from isthmus.platforms.detect import detect
-    from isthmus.recipes.setup import rank_model
-    from isthmus.recipes.setup.model_plan import plan_model
+    from isthmus.recipes.model import rank_model
+    from isthmus.recipes.plan.model_plan import plan_model
 
     _join(rank, size)
     rank_model.RandomWeights = EmptyWeights  # type: ignore[misc, assignment]

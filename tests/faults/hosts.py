@@ -108,7 +108,7 @@ def inject(fault: str) -> None:
         return
     if fault.startswith("suspend"):
         from isthmus.engine.checkpoint import checkpoint_writer
-        from isthmus.recipes.setup import rank_model
+        from isthmus.recipes.model import rank_model
 
         def suspend(*_args: Any, **_kwargs: Any) -> None:
             time.sleep(1.5)  # a heartbeat reports the phase

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import isthmus.cli.process  # noqa: F401
-from isthmus import atomic_write
 from isthmus.cli.main import main
 from isthmus.convert import canonical, transfer
+from isthmus.files import atomic_write
 from isthmus.hf import staged_folder
 
 canonical.CHUNK_BYTES = 2048  # tiny tensors then have several chunks

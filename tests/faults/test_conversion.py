@@ -18,7 +18,7 @@ from faults.command import environment
 from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.file_checksums import own_checksum
+from isthmus.files.file_checksums import own_checksum
 from ranks.tiny import without_checksums
 
 TARGETS: dict[str, list[str]] = {

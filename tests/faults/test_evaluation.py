@@ -180,7 +180,7 @@ def test_evaluations_that_cannot_run(isthmus: ForkServer, model: Path, tasks: Pa
 def test_answer_longer_than_all_texts() -> None:
     """It would be scored without its beginning."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
-    from isthmus.evaluate.harness_model import HarnessModel
+    from isthmus.tools.evaluate.harness_model import HarnessModel
 
     unused: Any = SimpleNamespace(inner=None)
     with pytest.raises(UsageError, match="answer of a task has 3 tokens, and the longest text has 2"):

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from isthmus.engine.compiled import choose_compile, set_compile
 from isthmus.engine.host_copies import HostCopy, to_device
-from isthmus.engine.layers.fp8_linear import (
+from isthmus.engine.linear.fp8_linear import (
     Fp8Recipe,
     Scaling,
     check_kernels,

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from isthmus.engine.compiled import choose_compile, set_compile
-from isthmus.engine.layers import matmul
-from isthmus.engine.layers.cross_entropy_gpu import TEMPORARY_BYTES, chunk_elements
-from isthmus.engine.layers.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
+from isthmus.engine.linear import matmul
+from isthmus.engine.loss.cross_entropy_gpu import TEMPORARY_BYTES, chunk_elements
+from isthmus.engine.loss.linear_cross_entropy import VocabShard, linear_cross_entropy, token_cross_entropies
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -80,7 +80,7 @@ def test_sft_on_device_reduces_loss(model: Path, tmp_path: Path, precision: str,
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_fp8_matmul_equals_reference(scaling: str, backward: bool) -> None:
-    from isthmus.engine.layers.fp8_linear import emulated_scaled_mm, quantize, scaled_mm
+    from isthmus.engine.linear.fp8_linear import emulated_scaled_mm, quantize, scaled_mm
 
     platform = detect()
     supported, why = platform.supports("fp8")
@@ -100,7 +100,7 @@ def test_dropout_masks() -> None:
 
     from isthmus.config.schema.parallel import ParallelConfig
     from isthmus.data.batching.packed_batch import DropoutKeys, PackedBatch
-    from isthmus.engine.attention_backends.sdpa import sdpa_attention
+    from isthmus.engine.attention.backends.sdpa import sdpa_attention
     from isthmus.engine.layers.dropout import AttentionDropout, keep_mask
     from isthmus.engine.parallel.process_groups import close_groups, open_groups
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hostile import mutations
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.cli.translate import _split
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import translate_command
@@ -30,12 +29,13 @@ from isthmus.errors import DataError
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.discover.family_file import load_family
 from isthmus.families.registry import all_families, family_for
+from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.input_files import parse_json
 from isthmus.hf.model_folder import ModelFolder, read_json
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
-from isthmus.input_files import parse_json
 from isthmus.recipes.data.eval_prompts import _read as read_prompts
 from isthmus.recipes.model_card import _losses
 from isthmus.train.row_file import RowFile, first_valid_loss

@@ -29,7 +29,7 @@ from isthmus.data.store.indexed_dataset import IndexedWriter, write_manifest
 from isthmus.families.discover.family_file import write_family
 from isthmus.families.registry import all_families
 from isthmus.families.rules.known_keys import keys_read
-from isthmus.file_checksums import CHECKSUMS, write_checksums
+from isthmus.files.file_checksums import CHECKSUMS, write_checksums
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from ranks.tiny import OWN_SIZES, build_model_folder

@@ -43,7 +43,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
-from isthmus.recipes.setup.load_model import load_model, model_logits
+from isthmus.recipes.model.load_model import load_model, model_logits
 from parity.strange_models import strange_config
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.config.schema.model import ModelConfig
 from isthmus.families.registry import all_families, family_for
-from isthmus.recipes.setup.model_source import open_source
+from isthmus.recipes.model.model_source import open_source
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 from ranks.tiny_families import TINY_FAMILIES

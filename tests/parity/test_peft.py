@@ -18,8 +18,8 @@ from isthmus.errors import UsageError
 from isthmus.families.adapted_linears import adapted_linears
 from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.recipes.setup.model_plan import plan_model
-from isthmus.recipes.setup.pissa import principal_part
+from isthmus.recipes.model.pissa import principal_part
+from isthmus.recipes.plan.model_plan import plan_model
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_adapter, build_model_folder
 

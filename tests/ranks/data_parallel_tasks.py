@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
-from isthmus.engine.live_parameters import live_tensors
+from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
-from isthmus.recipes.setup import rank_model
-from isthmus.recipes.setup.hf_export import export_hf
+from isthmus.recipes.model import rank_model
+from isthmus.recipes.model.hf_export import export_hf
 from ranks.live_memory import LiveMemory
 from ranks.tasks import refusal as _refusal
 from ranks.tasks import start, train

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isthmus.engine.live_parameters import live_parameters
+from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.optim.optimizer import memory_stats
 from ranks.tasks import start
 

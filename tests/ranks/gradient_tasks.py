@@ -13,10 +13,10 @@ from torch import Tensor
 
 from isthmus.convert.online import full_weights
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.live_parameters import live_parameters
+from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.parallel.ddp import sum_tp_grads
-from isthmus.recipes.setup import rank_model
-from isthmus.recipes.setup.load_model import build_from_folder
+from isthmus.recipes.model import rank_model
+from isthmus.recipes.model.load_model import build_from_folder
 
 
 def gradients(*, model: str, saved: str, vocab_size: int, lengths: list[int], **layout: int) -> dict[str, float]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from isthmus.config.schema import ParallelConfig
 from isthmus.config.schema.distillation import DistillConfig
-from isthmus.engine.layers.cross_entropy_cpu import Smoothing
-from isthmus.engine.layers.linear_cross_entropy import (
+from isthmus.engine.loss.cross_entropy_cpu import Smoothing
+from isthmus.engine.loss.linear_cross_entropy import (
     TeacherOutput,
     VocabShard,
     linear_cross_entropy,

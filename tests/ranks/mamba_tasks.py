@@ -15,7 +15,7 @@ from isthmus.engine.mixers import mamba_kernels
 from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, owned_slices
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.recipes.setup.load_model import load_model
+from isthmus.recipes.model.load_model import load_model
 from ranks.fake_mamba_kernels import install
 from ranks.tiny import VOCAB
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.convert.weight_source import RandomWeights
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers import cross_entropy_cpu
+from isthmus.engine.loss import cross_entropy_cpu
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer
 from isthmus.engine.step import Stepper
-from isthmus.recipes.setup import rank_model
-from isthmus.recipes.setup.memory_estimate import estimate_ranks
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.model import rank_model
+from isthmus.recipes.plan.memory_estimate import estimate_ranks
+from isthmus.recipes.plan.model_plan import plan_model
 from ranks.live_memory import LiveMemory
 from ranks.pool_worker import platform
 

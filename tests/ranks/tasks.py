@@ -29,9 +29,9 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
-from isthmus.engine.layers.quantized_weight import QuantizedWeight, dense
+from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.layers.recompute import _Recomputed
-from isthmus.engine.live_parameters import live_tensors
+from isthmus.engine.linear.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
 from isthmus.engine.optim.update import reduce_and_scale_grads
@@ -40,13 +40,13 @@ from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.recipes.data.corpus import make_batches
 from isthmus.recipes.dpo_reference import compute_reference, has_reference, objective_of, stepper_of
-from isthmus.recipes.setup.adapter_export import export_adapter
-from isthmus.recipes.setup.hf_export import export_hf
-from isthmus.recipes.setup.load_model import load_model, model_logits
-from isthmus.recipes.setup.memory_estimate import estimate_memory
-from isthmus.recipes.setup.model_plan import plan_model
-from isthmus.recipes.setup.rank_model import RankModel, join_and_build
-from isthmus.recipes.setup.teacher_model import build_teacher
+from isthmus.recipes.model.adapter_export import export_adapter
+from isthmus.recipes.model.hf_export import export_hf
+from isthmus.recipes.model.load_model import load_model, model_logits
+from isthmus.recipes.model.rank_model import RankModel, join_and_build
+from isthmus.recipes.model.teacher_model import build_teacher
+from isthmus.recipes.plan.memory_estimate import estimate_memory
+from isthmus.recipes.plan.model_plan import plan_model
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform

@@ -15,7 +15,7 @@ from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import UsageError
 from isthmus.hf.tiny_model import build_tiny_qwen3
-from isthmus.recipes.setup.auto_bridge import AutoBridge
+from isthmus.recipes.model.auto_bridge import AutoBridge
 from ranks.bridge_tasks import EXAMPLES
 from ranks.rank_pool import RankPool
 from ranks.tiny import add_mtp_layers, build_model_folder

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.inference import Decoding, Inference
 from isthmus.engine.step import Evaluator
-from isthmus.recipes.setup.load_model import build_from_folder
+from isthmus.recipes.model.load_model import build_from_folder
 from ranks.rank_pool import RankPool
 from ranks.tiny import VOCAB, build_model_folder
 

@@ -88,29 +88,14 @@ def test_import_contracts_hold(repository: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-VERBS = {"prepare", "dpo"}
-"""Names of a verb: of its command, its recipe and its settings."""
-
-
-def test_names_of_modules_and_classes_are_unique(repository: Path) -> None:
-    modules, classes = Counter[str](), Counter[str]()
-    for path in sorted((repository / "src").rglob("*.py")):
-        modules[path.stem] += path.stem != "__init__"
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] += 1
-    assert [name for name, count in modules.items() if count > 1 and name not in VERBS] == []
-    assert [name for name, count in classes.items() if count > 1] == []
-
-
-def test_functions_have_at_most_60_lines(repository: Path) -> None:
-    long = [
-        f"{path.relative_to(repository)}: {node.name}"
+def test_names_of_classes_are_unique(repository: Path) -> None:
+    classes = Counter(
+        node.name
         for path in sorted((repository / "src").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 60
-    ]
-    assert long == []
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_thorough_tests_exist() -> None:

@@ -16,9 +16,9 @@ import typer
 from ruamel.yaml import YAML
 
 from isthmus import errors
-from isthmus.bench.bench_grid import split_values
 from isthmus.cli.main import app
 from isthmus.config.load import load_config
+from isthmus.tools.bench.bench_grid import split_values
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -19,7 +19,7 @@ from isthmus.errors import Preempted, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from isthmus.bench.bench_grid import BenchCell
+    from isthmus.tools.bench.bench_grid import BenchCell
 
 Words = Annotated[
     list[str] | None,
@@ -55,14 +55,14 @@ def bench(
 
     A failing cell has its reason in the table. The best config is printed, and written to DIR.
     """
-    from isthmus.bench.bench_config import check_settings
-    from isthmus.bench.bench_grid import make_cells
-    from isthmus.bench.bench_table import import_pyplot, write_chart
-    from isthmus.bench.run_bench import Bench
     from isthmus.cli import process
     from isthmus.cli.cli_args import configs_and_overrides
     from isthmus.cli.terminal import interruptible
     from isthmus.platforms.rank_env import is_one_of_several_ranks
+    from isthmus.tools.bench.bench_config import check_settings
+    from isthmus.tools.bench.bench_grid import make_cells
+    from isthmus.tools.bench.bench_table import import_pyplot, write_chart
+    from isthmus.tools.bench.run_bench import Bench
 
     if is_one_of_several_ranks():
         raise UsageError("isthmus bench starts the ranks of each cell itself. Start it once, without torchrun or srun.")
@@ -121,9 +121,9 @@ def _write_best(
     rows: list[dict[str, Any]], cells: list[BenchCell], out: Path, *, recipe: str | None, model: str | None
 ) -> list[dict[str, Any]]:
     """Write the config of the best cell of each config to OUT; returns rows with ``config`` and ``file``."""
-    from isthmus.atomic_write import write_atomic
-    from isthmus.bench.bench_config import pasteable_yaml
-    from isthmus.bench.run_bench import best_rows
+    from isthmus.files.atomic_write import write_atomic
+    from isthmus.tools.bench.bench_config import pasteable_yaml
+    from isthmus.tools.bench.run_bench import best_rows
 
     found = []
     best = best_rows(rows)
@@ -143,7 +143,7 @@ def _write_best(
 def _print_results(found: dict[str, Any], best: list[dict[str, Any]]) -> None:
     from rich.console import Console
 
-    from isthmus.bench.bench_table import bench_table
+    from isthmus.tools.bench.bench_table import bench_table
 
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, markup=False, soft_wrap=True, width=width)

@@ -49,8 +49,8 @@ def chat(
     from isthmus.config.schema.model import ModelConfig
     from isthmus.hf.chat_session import ChatSession, Sampling
     from isthmus.platforms.detect import detect
+    from isthmus.recipes.model.model_source import open_source
     from isthmus.recipes.run_dir import RunDir
-    from isthmus.recipes.setup.model_source import open_source
 
     run = RunDir(Path(model))
     path = str(run.export()) if (run.export() / "config.json").is_file() else model

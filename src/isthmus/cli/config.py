@@ -81,10 +81,10 @@ def cp(
     destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file. It must not exist.")],
 ) -> int:
     """Copy a preset into a file to edit; a model preset with its bases merged, for --model FILE.yaml."""
-    from isthmus.atomic_write import write_atomic
     from isthmus.config.model_file import read_model
     from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
     from isthmus.config.yaml_text import write_mapping
+    from isthmus.files.atomic_write import write_atomic
 
     name = f"{PREFIX}{preset.removeprefix(PREFIX)}"
     source = config_path(name, kind_of(name))

@@ -94,7 +94,7 @@ def merge(
     json: options.Json = False,
 ) -> int:
     """Merge a LoRA adapter of PEFT into its base model, in float32 arithmetic and without building the model."""
-    from isthmus.recipes.setup.model_source import local_folder
+    from isthmus.recipes.model.model_source import local_folder
 
     folder = local_folder(base, weights=True)
     return convert(folder, out, "hf", adapter=adapter, dtype=dtype, bin=bin, push=push, public=public, json=json)

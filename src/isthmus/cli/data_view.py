@@ -101,7 +101,7 @@ def view(
     else:
         from isthmus.recipes.data.data_sources import find_source
         from isthmus.recipes.data.shown_samples import shown_files
-        from isthmus.recipes.setup.model_source import named_tokenizer
+        from isthmus.recipes.model.model_source import named_tokenizer
 
         source = find_source("train", file, "train", [file])
         if source.prepared:

@@ -14,8 +14,8 @@ from isthmus.cli.terminal import show
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
-    from isthmus.doctor.examination import Examination
-    from isthmus.doctor.findings import Check
+    from isthmus.tools.doctor.examination import Examination
+    from isthmus.tools.doctor.findings import Check
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -57,20 +57,20 @@ def doctor(
 
 
 def _examine(quick: bool, bench: bool) -> Examination:
-    from isthmus.doctor.examination import examine
-    from isthmus.doctor.machine import Machine
+    from isthmus.tools.doctor.examination import examine
+    from isthmus.tools.doctor.machine import Machine
 
     more: Sequence[Check] = ()
     if bench:
-        from isthmus.doctor.speed_checks import bench_checks
+        from isthmus.tools.doctor.speed_checks import bench_checks
 
         more = bench_checks(_progress)
     return examine(Machine(), quick=quick, more=more)
 
 
 def _compare(bench: bool) -> Examination:
-    from isthmus.doctor.machine import Machine
-    from isthmus.doctor.nodes import examine_hosts
+    from isthmus.tools.doctor.machine import Machine
+    from isthmus.tools.doctor.nodes import examine_hosts
 
     return examine_hosts(Machine(), bench=bench, report=_progress)
 

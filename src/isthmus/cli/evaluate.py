@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from isthmus.atomic_write import write_atomic
 from isthmus.cli.options import Debug, Json, Trust
 from isthmus.cli.train_verbs import Nproc, run_ranks
 from isthmus.errors import UsageError
+from isthmus.files.atomic_write import write_atomic
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, checkpoint, or id on the Hub.")
@@ -78,8 +78,8 @@ def evaluate(
         )
     if not debug:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from isthmus.evaluate.run_tasks import evaluate_tasks
-    from isthmus.evaluate.task_settings import TaskSettings
+    from isthmus.tools.evaluate.run_tasks import evaluate_tasks
+    from isthmus.tools.evaluate.task_settings import TaskSettings
 
     found = evaluate_tasks(
         TaskSettings(

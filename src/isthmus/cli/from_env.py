@@ -85,7 +85,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 def _check_only(run: ScriptRun, config: RunConfig, ranks: int, nproc: int, lines: list[str]) -> None:
     """Append the findings to ``lines``, as ``--dry-run`` prints them; raises the first error."""
     from isthmus.recipes.dry_run import dry_run
-    from isthmus.recipes.setup.rehearsal import rehearse
+    from isthmus.recipes.plan.rehearsal import rehearse
 
     if run.rehearse:
         config, changes = rehearse(config, ranks)

@@ -43,7 +43,7 @@ def demo(
     json: Json = False,
 ) -> int:
     """Run everything on this machine without network: build a small model, train it, export it, answer questions."""
-    from isthmus.demo.run_demo import print_summary, run
+    from isthmus.tools.demo.run_demo import print_summary, run
 
     # The demo's commands are child processes, which must be stopped first.
     signal.signal(signal.SIGTERM, _terminated)

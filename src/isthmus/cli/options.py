@@ -10,7 +10,7 @@ import typer
 
 def _trust(context: typer.Context, value: bool) -> bool:
     if value:
-        from isthmus.checked_files import trusting
+        from isthmus.files.checked_files import trusting
 
         context.with_resource(trusting())
     return value

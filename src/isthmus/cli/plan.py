@@ -52,9 +52,9 @@ def plan(
     """
     from isthmus.cli.cli_args import config_and_overrides, is_config, is_setting
     from isthmus.config.presets import kind_of
-    from isthmus.planner.planned_gpus import parse_machine
-    from isthmus.planner.planning import make_plans
-    from isthmus.planner.render import as_json, as_text
+    from isthmus.tools.planner.planned_gpus import parse_machine
+    from isthmus.tools.planner.planning import make_plans
+    from isthmus.tools.planner.render import as_json, as_text
 
     machine = parse_machine(gpus, memory, nodes)
     given = words or []

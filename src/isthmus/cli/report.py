@@ -32,7 +32,7 @@ def report(
 
     It needs no network. Several runs are drawn over each other, and their settings compared. A run need not have ended.
     """
-    from isthmus.report.write_report import write_report
+    from isthmus.tools.report.write_report import write_report
 
     show(write_report(runs, out, num_samples=samples, verify=verify), as_json=json)
     return 0

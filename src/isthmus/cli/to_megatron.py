@@ -23,8 +23,8 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
     from isthmus.data.readers.file_sources import is_data_file
     from isthmus.families.registry import family_for
     from isthmus.hf.model_folder import tokenizer_files
-    from isthmus.recipes.setup.model_plan import dropout_of
-    from isthmus.recipes.setup.model_source import open_source
+    from isthmus.recipes.model.model_source import open_source
+    from isthmus.recipes.plan.model_plan import dropout_of
 
     file, overrides = config_and_overrides(words)
     config = load_config(None, file, overrides)

@@ -192,7 +192,7 @@ def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
 def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
     """The config of a rehearsal; prints what differs from the run."""
     from isthmus.platforms.rank_env import rank
-    from isthmus.recipes.setup.rehearsal import rehearse
+    from isthmus.recipes.plan.rehearsal import rehearse
 
     config, changes = rehearse(config, ranks)
     if rank() == 0:

@@ -18,7 +18,7 @@ from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.config.dialects.translation import Translation, World, as_json, as_yaml
 from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.errors import IOFailure, MissingInput, UsageError
-from isthmus.input_files import read_bytes
+from isthmus.files.input_files import read_bytes
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)

@@ -15,7 +15,7 @@ from isthmus.cli.train_verbs import Model, Words
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
-    from isthmus.tune.choose import TuneResult
+    from isthmus.tools.tune.choose import TuneResult
 
 Out = Annotated[
     Path | None,
@@ -28,7 +28,7 @@ Out = Annotated[
 def tune(words: Words = None, model: Model = None, out: Out = None, debug: Debug = False, json: Json = False) -> int:
     """Measure the matmuls of a model and layout on this device, and write the fastest choice for runs: tune.file."""
     from isthmus.platforms.rank_env import is_one_of_several_ranks
-    from isthmus.tune.run_tune import config_to_tune, tune_run
+    from isthmus.tools.tune.run_tune import config_to_tune, tune_run
 
     if is_one_of_several_ranks():
         raise UsageError("isthmus tune measures one rank of the layout on one device. Start it once, without torchrun.")

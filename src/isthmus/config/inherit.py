@@ -16,7 +16,7 @@ from typing import Any
 from isthmus.config.presets import Kind, config_path
 from isthmus.config.yaml_text import TEXT_BYTES, Key, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
-from isthmus.input_files import read_bytes
+from isthmus.files.input_files import read_bytes
 
 _BASES = ("bases", "extends")
 _OVERRIDES = "overrides"

@@ -14,7 +14,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import CollectionNode, MappingNode
 from ruamel.yaml.representer import SafeRepresenter
 
-from isthmus.input_files import MAX_DEPTH
+from isthmus.files.input_files import MAX_DEPTH
 
 Key = tuple[str, ...]
 """Parts of a setting's dotted name."""

@@ -16,7 +16,7 @@ from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
-from isthmus.file_checksums import WrittenBlocks
+from isthmus.files.file_checksums import WrittenBlocks
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 

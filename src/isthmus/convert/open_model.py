@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from isthmus.checked_files import ChecksumVerifier, is_trusting
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import is_model_file
 from isthmus.convert.canonical import CanonicalWeights
@@ -28,6 +27,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.discover.family_file import FILE as FAMILY_FILE
 from isthmus.families.family import Family
 from isthmus.families.registry import family_for
+from isthmus.files.checked_files import ChecksumVerifier, is_trusting
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import PeftFolder
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.convert.pickle_bounds import check_pickle
 from isthmus.errors import DataError, IOFailure, UnsafeInput
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
 _LOCAL_HEADER_BYTES = 30

@@ -18,7 +18,7 @@ from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.errors import disk_errors
 from isthmus.families.family import Family
-from isthmus.file_checksums import WrittenBlocks
+from isthmus.files.file_checksums import WrittenBlocks
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo, byte_view

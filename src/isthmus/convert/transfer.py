@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from isthmus.checked_files import RecordedFiles, recording
 from isthmus.convert.canonical import Destination, Progress, stream, unique_placements
 from isthmus.convert.hf.hf_tensors import HfWriter
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
@@ -29,6 +28,7 @@ from isthmus.families.discover.family_file import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.registry import all_families
+from isthmus.files.checked_files import RecordedFiles, recording
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
 from isthmus.hf.staged_folder import StagedFolder

@@ -21,7 +21,7 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch, SamplingKeys
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.layers.dropout import dropout_keys
-from isthmus.engine.objective import LossOutput
+from isthmus.engine.loss.objective import LossOutput
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.engine.step import Evaluator
 from isthmus.families.architecture import Architecture

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.train import TrainConfig
-from isthmus.engine.attention_backends.backends import AttentionNeeds, BackendName
-from isthmus.engine.attention_backends.selection import select_backend
+from isthmus.engine.attention.backends.backends import AttentionNeeds, BackendName
+from isthmus.engine.attention.backends.selection import select_backend
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
 from isthmus.families.architecture import Architecture, Dropout
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.checkpoint_names import layer_of
-from isthmus.engine.live_parameters import canonical_name
-from isthmus.engine.megatron_model import Decoder
+from isthmus.engine.decoder.decoder import Decoder
+from isthmus.engine.decoder.live_parameters import canonical_name
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.engine.step import Stepper
 

@@ -18,19 +18,19 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.decoder.mtp_layer import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
-from isthmus.engine.layers.fp8_linear import quantize_weights_once
-from isthmus.engine.layers.mtp_layer import mtp_positions
+from isthmus.engine.linear.fp8_linear import quantize_weights_once
+from isthmus.engine.loss.objective import NEXT_TOKEN, Objective
+from isthmus.engine.loss.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
-from isthmus.engine.objective import NEXT_TOKEN, Objective
 from isthmus.engine.optim.optimizer import MIN_LOSS_SCALE, WrappedModel
 from isthmus.engine.optim.update import prepare_grads, reduce_and_scale_grads, update_loss_scale, update_weights
 from isthmus.engine.parallel.context_parallel import local_batch
 from isthmus.engine.parallel.ddp import weights_gathered
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
-from isthmus.engine.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.teacher import Teacher, pipeline_arguments
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged

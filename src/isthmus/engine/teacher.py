@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import batch_to_device, to_device
-from isthmus.engine.layers.linear_cross_entropy import TeacherOutput
+from isthmus.engine.loss.linear_cross_entropy import TeacherOutput
 from isthmus.engine.parallel.context_parallel import local_batch
 
 

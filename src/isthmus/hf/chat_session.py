@@ -10,11 +10,11 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.message_normalization import Message
 from isthmus.errors import UsageError
 from isthmus.families.family import is_scored
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tiny_model import no_progress_bars
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from isthmus import input_files
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.errors import DataError, MissingInput, UnsafeInput
+from isthmus.files import input_files
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.published_checksums import check_published
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 

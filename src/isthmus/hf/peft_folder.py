@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of

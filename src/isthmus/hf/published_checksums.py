@@ -1,7 +1,7 @@
 """Checks files against published hashes: those of the Hub, in its cache, or a list beside the files.
 
 A large model takes minutes to hash. A file that matched is not hashed again until its size, inode or a time of it
-changes; ``checked/`` in :func:`isthmus.atomic_write.cache_folder` has an empty file for each.
+changes; ``checked/`` in :func:`isthmus.files.atomic_write.cache_folder` has an empty file for each.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from isthmus.atomic_write import cache_folder
-from isthmus.checked_files import is_trusting
 from isthmus.errors import DataError, IOFailure
-from isthmus.input_files import read_bytes
+from isthmus.files.atomic_write import cache_folder
+from isthmus.files.checked_files import is_trusting
+from isthmus.files.input_files import read_bytes
 
 _THREADS = 4
 _LIST_BYTES = 16 << 20

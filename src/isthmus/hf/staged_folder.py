@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from isthmus.atomic_write import TEMPORARY, rename, sync
 from isthmus.errors import NoSpace, disk_errors
-from isthmus.file_checksums import Parts, write_checksums
-from isthmus.folder_lock import LOCK, FolderLock
+from isthmus.files.atomic_write import TEMPORARY, rename, sync
+from isthmus.files.file_checksums import Parts, write_checksums
+from isthmus.files.folder_lock import LOCK, FolderLock
 
 
 class StagedFolder:

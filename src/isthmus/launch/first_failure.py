@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.atomic_write import write_atomic
 from isthmus.errors import Hang, IOFailure, IsthmusError, Preempted, error_of
+from isthmus.files.atomic_write import write_atomic
 from isthmus.platforms import rank_env
 from isthmus.platforms.network_interfaces import route_to
 

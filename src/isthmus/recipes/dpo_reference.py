@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isthmus.atomic_write import atomic_file
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import AnswerBatches, Batches, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.objective import NEXT_TOKEN, Distillation, NextTokenAccuracy, Objective
+from isthmus.engine.loss.objective import NEXT_TOKEN, Distillation, NextTokenAccuracy, Objective
+from isthmus.engine.loss.preference_loss import LogProbRecorder, PreferenceObjective
+from isthmus.engine.loss.reward_loss import RewardObjective
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
-from isthmus.train.preference_loss import LogProbRecorder, PreferenceObjective
-from isthmus.train.reward_loss import RewardObjective
+from isthmus.files.atomic_write import atomic_file
 from isthmus.train.stop import StopFlag
 from isthmus.train.unpaired_loss import KtoObjective, KtoStepper
 

@@ -6,19 +6,19 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from isthmus.checked_files import trusting
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.engine.parallel.process_groups import FIRST_RANK
 from isthmus.errors import UsageError
+from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.data.corpus import compare_data
 from isthmus.recipes.data.data_sources import Report, find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
-from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
-from isthmus.recipes.setup.resume_check import checked_record
-from isthmus.recipes.setup.validation import RunContext, validate
+from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.plan.resume_check import checked_record
+from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.training import describe, describe_parameters
 from isthmus.recipes.training_setup import run_data
 

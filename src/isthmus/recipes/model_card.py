@@ -15,8 +15,8 @@ from isthmus.data.batching.batches import Batches
 from isthmus.data.readers.data_names import HUB
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
-from isthmus.recipes.setup.model_plan import ModelPlan
-from isthmus.recipes.setup.run_record import versions
+from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.plan.run_record import versions
 from isthmus.train.row_file import rows_until
 
 _KINDS = {

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from isthmus.config.load import load_config
-from isthmus.engine.tuned_matmuls import tuned_threads
+from isthmus.engine.linear.tuned_matmuls import tuned_threads
 from isthmus.errors import UsageError
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env, remarks_on
-from isthmus.recipes.setup.validation import RunContext
+from isthmus.recipes.plan.validation import RunContext
 
 _MAX_THREADS = 64
 """Of a rank on a machine with few cores."""

@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from isthmus.checked_files import trusting
 from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
-from isthmus.engine.live_parameters import live_tensors
+from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
 from isthmus.engine.parallel.process_groups import agree, close_groups, gather_objects, on_rank_0, open_groups
 from isthmus.errors import NoSpace, Preempted, UsageError
+from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -22,8 +22,8 @@ from isthmus.platforms.deterministic import own_algorithms
 from isthmus.recipes.dpo_reference import (
     eval_objective_of,
 )
+from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
-from isthmus.recipes.setup.validation import RunContext, validate
 from isthmus.recipes.training import Training, describe, exports_model
 from isthmus.recipes.training_setup import set_up
 from isthmus.train.loop import Loop, is_due

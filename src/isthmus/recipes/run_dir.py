@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from isthmus.atomic_write import TEMPORARY, write_atomic
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.data.store.manifest import PARTIAL
 from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
-from isthmus.folder_lock import LOCK, locked_folder
+from isthmus.files.atomic_write import TEMPORARY, write_atomic
+from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.folder_lock import LOCK, locked_folder
 from isthmus.hf.model_folder import read_json
 
 RUN_RECORD = "run_record.json"
@@ -93,7 +93,7 @@ class RunDir:
         return below
 
     def locked(self) -> AbstractContextManager[None]:
-        """Create the folder and lock it for the block; raises as :class:`isthmus.folder_lock.FolderLock`."""
+        """Create the folder and lock it for the block; raises as :class:`isthmus.files.folder_lock.FolderLock`."""
         return locked_folder(self.root)
 
     @contextmanager
@@ -142,7 +142,7 @@ class RunDir:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write a run record, see :mod:`isthmus.recipes.setup.run_record`."""
+    """Write a run record, see :mod:`isthmus.recipes.plan.run_record`."""
     write_atomic(folder / RUN_RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
@@ -22,17 +21,18 @@ from isthmus.engine.parallel.process_groups import Position, on_rank_0, sum_over
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import IsthmusError, Preempted, disk_errors
+from isthmus.files.atomic_write import write_atomic
 from isthmus.hf.hub import push
 from isthmus.launch.heartbeat import leave
 from isthmus.recipes.data.eval_prompts import end_tokens
+from isthmus.recipes.model.adapter_export import export_adapter
+from isthmus.recipes.model.hf_export import checkpoint_args, export_hf, write_checkpoint_config
+from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.model_card import model_card
+from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.plan.parameter_counts import num_parameters
+from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.run_dir import write_record
-from isthmus.recipes.setup.adapter_export import export_adapter
-from isthmus.recipes.setup.hf_export import checkpoint_args, export_hf, write_checkpoint_config
-from isthmus.recipes.setup.model_plan import ModelPlan
-from isthmus.recipes.setup.parameter_counts import num_parameters
-from isthmus.recipes.setup.rank_model import RankModel
-from isthmus.recipes.setup.validation import RunContext
 from isthmus.train.grace_period import GracePeriod, preempted
 from isthmus.train.loop import RunData, is_due
 from isthmus.train.reporter import Reporter

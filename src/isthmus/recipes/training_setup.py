@@ -27,13 +27,13 @@ from isthmus.recipes.dpo_reference import (
     objective_of,
     stepper_of,
 )
-from isthmus.recipes.setup.model_plan import check_best, check_profiled_steps, check_schedule
-from isthmus.recipes.setup.model_source import answer_end
-from isthmus.recipes.setup.rank_model import build_rank_model
-from isthmus.recipes.setup.resume_check import checked_record
-from isthmus.recipes.setup.run_record import run_environment
-from isthmus.recipes.setup.teacher_model import build_teacher
-from isthmus.recipes.setup.validation import RunContext
+from isthmus.recipes.model.model_source import answer_end
+from isthmus.recipes.model.rank_model import build_rank_model
+from isthmus.recipes.model.teacher_model import build_teacher
+from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.plan.resume_check import checked_record
+from isthmus.recipes.plan.run_record import run_environment
+from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.training import Training
 from isthmus.train.grace_period import GracePeriod
 from isthmus.train.loop import RunData

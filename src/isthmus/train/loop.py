@@ -14,7 +14,7 @@ from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.run_state import BestLoss
-from isthmus.engine.objective import Objective
+from isthmus.engine.loss.objective import Objective
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.engine.step import NotFinite, Stepper, StepResult
 from isthmus.engine.trace_region import trace_region

@@ -18,9 +18,9 @@ from typing import Any
 
 import xxhash
 
-from isthmus.atomic_write import write_atomic
 from isthmus.errors import disk_errors
-from isthmus.input_files import parse_json
+from isthmus.files.atomic_write import write_atomic
+from isthmus.files.input_files import parse_json
 
 _EVALUATIONS = ("valid_loss", "test_loss", "answer")
 """Keys of rows that a resumed run may compute again, at the step from which it resumes."""

@@ -13,9 +13,9 @@ from typing import Any
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_origin import sample_origin
 from isthmus.data.store.sample_store import Samples
+from isthmus.engine.loss.sample_losses import SampleLoss
 from isthmus.engine.nonfinite import NonFinite, find_nonfinite
 from isthmus.engine.parallel.process_groups import gather_objects
-from isthmus.engine.sample_losses import SampleLoss
 from isthmus.engine.step import NotFinite, Stepper, StepResult
 from isthmus.errors import IsthmusError
 from isthmus.train.reporter import Reporter

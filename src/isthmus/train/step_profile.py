@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from isthmus.atomic_write import atomic_file
 from isthmus.errors import IOFailure, NoSpace, Preempted
+from isthmus.files.atomic_write import atomic_file
 
 Shape = tuple[int, ...]
 Span = tuple[float, float]

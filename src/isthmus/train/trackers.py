@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.output import LoggingConfig
 from isthmus.errors import DataError, UsageError
-from isthmus.input_files import read_json
+from isthmus.files.atomic_write import write_atomic
+from isthmus.files.input_files import read_json
 
 _IDS = "trackers.json"
 """File in the run folder: the ids of a tracker's run, by the tracker's name. A resumed run continues them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from isthmus.config.schema.dpo import KtoConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import to_device
-from isthmus.engine.objective import LossOutput, Objective, counts_batch, sample_log_probs
+from isthmus.engine.loss.objective import LossOutput, Objective, counts_batch, sample_log_probs
 from isthmus.engine.step import EvalResult, Stepper, StepResult
 
 

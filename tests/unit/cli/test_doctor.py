@@ -10,8 +10,8 @@ import time
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.doctor import examination
-from isthmus.doctor.findings import Finding, error, ok, warning
+from isthmus.tools.doctor import examination
+from isthmus.tools.doctor.findings import Finding, error, ok, warning
 
 FINDINGS = (
     ok("torch", "torch 2.13.0 [cpu]", "torch/version.py"),

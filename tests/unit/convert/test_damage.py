@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.checked_files import trusting
 from isthmus.convert.canonical import unique_placements
 from isthmus.convert.open_model import Format, open_model
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, IsthmusError, MissingInput, UnsafeInput
-from isthmus.file_checksums import hash_file
+from isthmus.files.checked_files import trusting
+from isthmus.files.file_checksums import hash_file
 from ranks.tiny import build_model_folder, without_checksums
 
 

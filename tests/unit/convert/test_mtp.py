@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.config.schema import RunConfig
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import family_for
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import plan_model
 from ranks.tiny import build_model_folder
 
 

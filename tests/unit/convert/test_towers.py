@@ -17,7 +17,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, DataError, UsageError
 from isthmus.hf.model_folder import ModelFolder
-from isthmus.recipes.setup.model_source import open_source
+from isthmus.recipes.model.model_source import open_source
 from ranks.tiny import build_adapter, build_model_folder, load_network, without_checksums
 
 TOWER = "vision_tower.encoder.layers.0.self_attn.q_proj.weight"

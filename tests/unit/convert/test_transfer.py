@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import isthmus
-from isthmus.checked_files import ChecksumVerifier, trusting
 from isthmus.convert import transfer
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.convert.torch_dist import to_torch_dist
@@ -23,6 +22,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.engine.checkpoint.common_state import read_common_state
 from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
+from isthmus.files.checked_files import ChecksumVerifier, trusting
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder, without_checksums
 
 

@@ -18,15 +18,15 @@ from torch._dynamo.utils import counters
 
 from isthmus.config.schema.train import TrainConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention.rope import rotate, rotation_table
 from isthmus.engine.compiled import set_compile
+from isthmus.engine.decoder.single_process_model import single_process_groups
 from isthmus.engine.layers.activation import Activation, _XieluFunction, activation_function, clamped_swiglu
 from isthmus.engine.layers.dropout import MLP_OUTPUT, dropout_keys, hidden_dropout
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
-from isthmus.engine.layers.rope import rotate, rotation_table
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution
-from isthmus.engine.single_process_model import single_process_groups
 from isthmus.families.architecture import Architecture, Moe
 
 pytestmark = pytest.mark.processes  # the C++ compiler
@@ -165,7 +165,7 @@ def test_compiled_equals_eager_for_any_length(case: str) -> None:
 
 def model_gradients(**train: Any) -> dict[str, Tensor]:
     """Of a model with GQA, partial rotation, and experts in one of two layers, for two packings."""
-    from isthmus.engine.megatron_model import build_model
+    from isthmus.engine.decoder.decoder import build_model
     from isthmus.engine.model_config import transformer_config
 
     moe = Moe(num_experts=4, top_k=2, ffn_hidden_size=24, dense_layers=(0,), normalize=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.convert.transfer import convert
 from isthmus.errors import DataError, UsageError
 from isthmus.families.registry import family_for
-from isthmus.recipes.setup.layout_checks import check_stages
+from isthmus.recipes.plan.layout_checks import check_stages
 from ranks.tiny import build_model_folder
 from ranks.tiny_families.gemma4 import SMALL
 

@@ -18,7 +18,7 @@ from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import UsageError
 from isthmus.families import registry
 from isthmus.families.models.llama import FAMILY as LLAMA
-from isthmus.recipes.setup.model_source import open_source
+from isthmus.recipes.model.model_source import open_source
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.errors import DataError, MissingInput, UnsafeInput
-from isthmus.file_checksums import write_checksums
+from isthmus.files.file_checksums import write_checksums
 from isthmus.hf.model_folder import ModelFolder, write_model_files
 from isthmus.hf.tensors.safetensors_format import CastBuffer, TensorInfo
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.checked_files import trusting
 from isthmus.convert.transfer import convert
 from isthmus.errors import DataError
+from isthmus.files.checked_files import trusting
 from isthmus.hf import published_checksums
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.published_checksums import published_hashes

@@ -14,9 +14,9 @@ from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.families.registry import family_for
-from isthmus.recipes.setup.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
-from isthmus.recipes.setup.memory_estimate import estimate_memory
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.plan.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
+from isthmus.recipes.plan.memory_estimate import estimate_memory
+from isthmus.recipes.plan.model_plan import plan_model
 
 OF_ID = {
     "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",

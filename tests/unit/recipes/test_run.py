@@ -12,12 +12,12 @@ import isthmus
 from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.train import TuneConfig
-from isthmus.engine.tuned_matmuls import TunedMatmuls
+from isthmus.engine.linear.tuned_matmuls import TunedMatmuls
 from isthmus.errors import DataError, NoSpace, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes import process_setup, run
+from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.run_dir import RunDir
-from isthmus.recipes.setup.validation import RunContext
 
 SFT = RunConfig.model_validate({"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": {"files": ["chats.json"]}})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted
-from isthmus.folder_lock import LOCK
+from isthmus.files.folder_lock import LOCK
 from isthmus.recipes.run_dir import RunDir, write_record
 
 

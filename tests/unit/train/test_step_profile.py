@@ -104,7 +104,11 @@ def test_device_rows_are_kernels_and_idle_time() -> None:
 
 
 def test_functions_of_the_engine_have_their_rows() -> None:
-    from isthmus.engine.layers import activation, embedding, linear_cross_entropy, norm, packed_attention_cpu, rope
+    from isthmus.engine.attention import rope
+    from isthmus.engine.attention.backends import packed_attention_cpu
+    from isthmus.engine.decoder import embedding
+    from isthmus.engine.layers import activation, norm
+    from isthmus.engine.loss import linear_cross_entropy
 
     functions = {
         packed_attention_cpu._PackedAttention: "attention", norm._NormFunction: "norms",

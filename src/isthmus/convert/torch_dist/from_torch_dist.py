@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.convert.canonical import CanonicalWeights, unique_placements
 from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
@@ -28,6 +27,7 @@ from isthmus.engine.checkpoint.checkpoint_names import (
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 _MAX_CELLS = 1024

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.convert.canonical import Progress, stream, unique_placements
 from isthmus.convert.coverage import first_few
 from isthmus.convert.family_matching import differing_fields
@@ -26,6 +25,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
 from isthmus.families.rules.rule import Shape
 from isthmus.families.rules.shard import hf_slices
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import byte_view
 
 _INT_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

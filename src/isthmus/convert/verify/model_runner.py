@@ -19,7 +19,7 @@ from isthmus.errors import UsageError
 from isthmus.platforms.free_memory import free_bytes, trim_memory
 
 if TYPE_CHECKING:
-    from isthmus.engine.single_process_model import SingleProcessModel
+    from isthmus.engine.decoder.single_process_model import SingleProcessModel
     from isthmus.hf.transformers_model import TransformersModel
 
     DecoderRunner = TransformersModel | SingleProcessModel
@@ -40,7 +40,7 @@ def open_network(side: OpenedModel, *, by_layer: bool, trust_remote_code: bool =
             )
         yield network
         return
-    from isthmus.engine.single_process_model import SingleProcessModel, single_process_groups
+    from isthmus.engine.decoder.single_process_model import SingleProcessModel, single_process_groups
 
     placements = unique_placements(side.family, side.arch)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isthmus.data.chat.template_capabilities import CHATML, CHATML_MARKS
 from isthmus.errors import MissingInput, UsageError
-from isthmus.input_files import read_bytes
+from isthmus.files.input_files import read_bytes
 
 TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
     "alpaca": (),

@@ -12,7 +12,7 @@ from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
 from isthmus.data.readers.data_names import FORMATS, HUB, uncompressed_name
 from isthmus.data.store.manifest import PARTIAL, is_manifest
 from isthmus.errors import MissingInput, UsageError
-from isthmus.input_files import check_regular
+from isthmus.files.input_files import check_regular
 
 _SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 

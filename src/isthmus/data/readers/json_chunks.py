@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, read_line, too_large
 from isthmus.data.readers.decompress import open_decompressed
 from isthmus.errors import DataError
-from isthmus.input_files import parse_json
+from isthmus.files.input_files import parse_json
 
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from isthmus.checked_files import ListedFile, is_trusting
 from isthmus.data.store.manifest import (
     BLOCK_BYTES,
     HINT,
@@ -45,7 +44,8 @@ from isthmus.data.store.manifest import (
 )
 from isthmus.data.store.manifest import write_manifest as write_manifest
 from isthmus.errors import DataError, IOFailure, MissingInput, disk_errors
-from isthmus.file_checksums import WrittenBlocks
+from isthmus.files.checked_files import ListedFile, is_trusting
+from isthmus.files.file_checksums import WrittenBlocks
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1

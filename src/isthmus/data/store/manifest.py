@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from isthmus.atomic_write import write_atomic
-from isthmus.checked_files import ListedFile, is_trusting
 from isthmus.errors import DataError, MissingInput
-from isthmus.file_checksums import Blocks, FileChecksums, hash_file, own_checksum
+from isthmus.files.atomic_write import write_atomic
+from isthmus.files.checked_files import ListedFile, is_trusting
+from isthmus.files.file_checksums import Blocks, FileChecksums, hash_file, own_checksum
 
 MASK, VALUES = ".mask.bin", ".values.bin"
 SUFFIXES = (".bin", ".idx", MASK, VALUES)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from isthmus.checked_files import ListedFile
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, scan_indexed
 from isthmus.errors import DataError, UsageError
+from isthmus.files.checked_files import ListedFile
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

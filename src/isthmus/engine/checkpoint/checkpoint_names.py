@@ -14,7 +14,7 @@ from pathlib import Path
 
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
-from isthmus.input_files import read_json
+from isthmus.files.input_files import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Contains the step of the newest checkpoint."""

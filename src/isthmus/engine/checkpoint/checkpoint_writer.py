@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from isthmus.atomic_write import TEMPORARY
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
@@ -38,7 +37,8 @@ from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.engine.step import Stepper
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import IsthmusError
-from isthmus.file_checksums import Parts, WrittenBlocks, write_checksums
+from isthmus.files.atomic_write import TEMPORARY
+from isthmus.files.file_checksums import Parts, WrittenBlocks, write_checksums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from isthmus.checked_files import ChecksumVerifier
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_entries, check_folder
 from isthmus.engine.checkpoint.checkpoint_folder import read_errors
@@ -36,6 +35,7 @@ from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.upstream.compat import load_objects_without_code
 from isthmus.errors import DataError, UsageError
+from isthmus.files.checked_files import ChecksumVerifier
 
 
 def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelConfig, options: SaveOptions) -> Path:

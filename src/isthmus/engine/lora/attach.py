@@ -10,13 +10,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from isthmus.engine.live_parameters import live_parameters
+from isthmus.engine.decoder.decoder import Decoder
+from isthmus.engine.decoder.live_parameters import live_parameters
+from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.engine.lora.exchange import Exchange
 from isthmus.engine.lora.input_dropout import use_batch
 from isthmus.engine.lora.low_rank import AdapterTensor, LowRank
-from isthmus.engine.megatron_model import Decoder
 from isthmus.engine.moe.moe_layer import mark_own_copies
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 from torch.nn import functional
 
-from isthmus.engine.layers.quantized_weight import dense
 from isthmus.engine.layers.recompute import recompute_if
+from isthmus.engine.linear.quantized_weight import dense
 from isthmus.engine.lora.adapter import Adapter, Role
 from isthmus.engine.lora.exchange import Exchange
 from isthmus.engine.lora.input_dropout import input_dropout, with_this_batch

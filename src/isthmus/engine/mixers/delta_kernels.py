@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isthmus.engine.attention_backends.self_check import TOLERANCE
+from isthmus.engine.attention.backends.self_check import TOLERANCE
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, Rule

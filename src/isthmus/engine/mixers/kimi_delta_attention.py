@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isthmus.engine.layers.linear import ReplicatedLinear
+from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, wide
 from isthmus.engine.mixers.sharded_mixer import recurrence_parameter
 from isthmus.engine.model_config import DecoderConfig

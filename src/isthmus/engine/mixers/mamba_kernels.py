@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isthmus.engine.attention_backends.self_check import TOLERANCE
+from isthmus.engine.attention.backends.self_check import TOLERANCE
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.mixers.causal_convolution import causal_convolution
 from isthmus.engine.mixers.mamba2_mixer import Mamba2Mixer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.checkpoint.sharded_sections import by_sections
-from isthmus.engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.mixers.causal_convolution import causal_convolution
 from isthmus.engine.model_config import DecoderConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.host_copies import HostCopy
-from isthmus.engine.layers.matmul import add_matmul
-from isthmus.engine.layers.quantized_weight import dense
+from isthmus.engine.linear.matmul import add_matmul
+from isthmus.engine.linear.quantized_weight import dense
 from isthmus.platforms.torch_features import GROUPED_MM
 
 _ALIGNED_BYTES = 16

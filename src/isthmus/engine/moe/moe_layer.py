@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.linear import ColumnParallelLinear, ReplicatedLinear, adapters_of
 from isthmus.engine.layers.recompute import recompute_if
+from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, adapters_of
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear

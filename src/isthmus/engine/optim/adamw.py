@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.adamw import adamw as update
 
-from isthmus.engine.layers.quantized_weight import bitsandbytes
+from isthmus.engine.linear.quantized_weight import bitsandbytes
 from isthmus.engine.parallel.sharded_params import local_elements
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
-from isthmus.engine.layers.quantized_weight import QuantizedWeight
-from isthmus.engine.live_parameters import live_parameters
-from isthmus.engine.megatron_model import Decoder
+from isthmus.engine.decoder.decoder import Decoder
+from isthmus.engine.decoder.live_parameters import live_parameters
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.optim.adamw import AdamW8bit, AdamWBesideMuon, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
 from isthmus.engine.optim.param_groups import group_overrides, mark_parameters

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from isthmus.engine.layers.decoder_layer import DecoderLayer
-from isthmus.engine.live_parameters import freeze
-from isthmus.engine.megatron_model import Decoder, build_model
+from isthmus.engine.decoder.decoder import Decoder, build_model
+from isthmus.engine.decoder.decoder_layer import DecoderLayer
+from isthmus.engine.decoder.live_parameters import freeze
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.parallel.sharded_params import init_empty_weights
 from isthmus.families.architecture import Architecture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from isthmus.engine.layers.quantized_weight import QuantizedWeight
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:

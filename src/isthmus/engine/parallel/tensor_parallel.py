@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.engine.layers.matmul import matmul
+from isthmus.engine.linear.matmul import matmul
 
 Wait = Callable[[], object]
 

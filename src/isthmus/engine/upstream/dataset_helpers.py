@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from isthmus.atomic_write import cache_folder
 from isthmus.errors import UsageError
+from isthmus.files.atomic_write import cache_folder
 
 NAME = "megatron.core.datasets.helpers_cpp"
 _SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))

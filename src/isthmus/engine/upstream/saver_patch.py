@@ -13,7 +13,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from isthmus.atomic_write import atomic_file
 from isthmus.engine.upstream.checkpoint_saver import (
     MODULE,
     PATCHED,
@@ -23,6 +22,7 @@ from isthmus.engine.upstream.checkpoint_saver import (
     imports_write_item,
 )
 from isthmus.errors import DataError, MissingInput
+from isthmus.files.atomic_write import atomic_file
 
 _BLOCK = re.compile(
     rf"\n\n{re.escape(PATCHED)} (?P<digest>\w+); --revert removes it\n(?P<body>.*?)# <<< isthmus patch\n", re.DOTALL

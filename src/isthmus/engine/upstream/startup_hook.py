@@ -8,8 +8,8 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from isthmus.atomic_write import write_atomic
 from isthmus.engine.upstream.checkpoint_saver import MODULE
+from isthmus.files.atomic_write import write_atomic
 
 NAME = "isthmus_megatron_patch"
 _HOOK = f'''"""`isthmus patch runtime --install` wrote this file and {NAME}.pth; --remove deletes both.

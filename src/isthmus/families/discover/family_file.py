@@ -14,7 +14,7 @@ from isthmus.families.discover.json_family import read_family
 from isthmus.families.discover.nested_family import check_nested_settings, read_nested
 from isthmus.families.discover.related_family import check_related_settings, read_related
 from isthmus.families.family import Family
-from isthmus.input_files import parse_json, read_bytes
+from isthmus.files.input_files import parse_json, read_bytes
 
 FILE = "family.json"
 """Saved next to a checkpoint; conversion back to Hugging Face reads it."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import disk_errors
-from isthmus.file_checksums import WrittenBlocks
+from isthmus.files.file_checksums import WrittenBlocks
 from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE
 from isthmus.hf.tensors.safetensors_format import (
     Bounds,

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from isthmus.checked_files import ChecksumVerifier, ListedFile
 from isthmus.errors import DataError, IOFailure
-from isthmus.file_checksums import BLOCK_BYTES
+from isthmus.files.checked_files import ChecksumVerifier, ListedFile
+from isthmus.files.file_checksums import BLOCK_BYTES
 from isthmus.platforms.torch_features import FLOAT8_E8M0
 
 DTYPES: dict[str, torch.dtype] = {

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from isthmus.atomic_write import write_atomic
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.data.batching.batches import (
@@ -34,6 +33,7 @@ from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
 from isthmus.errors import DataError, Hang, Preempted, UsageError
+from isthmus.files.atomic_write import write_atomic
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import (
     DataSource,

@@ -11,9 +11,9 @@ from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.message_normalization import Message, turns
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
+from isthmus.files.input_files import parse_json, read_bytes
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.input_files import parse_json, read_bytes
 from isthmus.recipes.data.data_sources import chat_settings
 
 _LONGEST_LINE = 100

@@ -29,7 +29,7 @@ from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
-from isthmus.recipes.setup.model_source import named_tokenizer
+from isthmus.recipes.model.model_source import named_tokenizer
 
 OnProgress = Callable[[TokenizeStats], None]
 """Called after each chunk with the counts so far."""

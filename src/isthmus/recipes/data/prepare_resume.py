@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.atomic_write import atomic_file, rename, write_atomic
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.data.store.manifest import MASK, PARTIAL, VALUES, indexed_file, write_manifest
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, NoSpace, disk_errors
-from isthmus.folder_lock import LOCK, FolderLock
+from isthmus.files.atomic_write import atomic_file, rename, write_atomic
+from isthmus.files.folder_lock import LOCK, FolderLock
 
 PART_TOKENS = 1 << 21
 """Tokens after which a part is written; memory contains one part."""

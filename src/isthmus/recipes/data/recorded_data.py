@@ -23,8 +23,8 @@ from isthmus.recipes.data.corpus import split_sources
 from isthmus.recipes.data.data_sources import find_data_sources
 from isthmus.recipes.data.shown_samples import ShownSample, shown_step
 from isthmus.recipes.data.source_samples import open_sources
+from isthmus.recipes.model.model_source import answer_end
 from isthmus.recipes.run_dir import RunDir
-from isthmus.recipes.setup.model_source import answer_end
 
 
 @dataclass(frozen=True, slots=True)

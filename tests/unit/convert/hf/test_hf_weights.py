@@ -19,7 +19,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, UsageError
 from isthmus.families.rules.shard import Layout, local_shape
-from isthmus.recipes.setup.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import plan_model
 from ranks.tiny import build_model_folder
 
 BLOCK = (24, 20)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.checked_files import trusting
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore, TokenSource
 from isthmus.errors import DataError
+from isthmus.files.checked_files import trusting
 
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [1, 1]), ([], []), ([6, 700000, 8, 9], [0, 0, 0, 1])]
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from isthmus.atomic_write import write_atomic
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint import background_saves, checkpoint_folder
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import latest, publish, read_errors, write_errors
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
 from isthmus.engine.checkpoint.run_state import BestLoss, Progress
+from isthmus.engine.decoder.single_process_model import single_process_groups
 from isthmus.engine.parallel.process_groups import agree
-from isthmus.engine.single_process_model import single_process_groups
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace
+from isthmus.files.atomic_write import write_atomic
 
 
 @pytest.mark.parametrize(

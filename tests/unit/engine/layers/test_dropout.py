@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention_backends.sdpa import sdpa_attention
+from isthmus.engine.attention.backends.sdpa import sdpa_attention
+from isthmus.engine.decoder.single_process_model import single_process_groups
 from isthmus.engine.layers.dropout import (
     ATTENTION_OUTPUT,
     MLP_OUTPUT,
@@ -17,7 +18,6 @@ from isthmus.engine.layers.dropout import (
     dropout_keys,
     hidden_dropout,
 )
-from isthmus.engine.single_process_model import single_process_groups
 
 
 def batch_of(samples: dict[int, int], *, step: int = 5, seed: int = 0, padding: int = 0) -> PackedBatch:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isthmus.config.schema.train import RecomputedModule, TrainConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.decoder.single_process_model import single_process_groups
 from isthmus.engine.layers.recompute import _Recomputed, recompute_if
-from isthmus.engine.single_process_model import single_process_groups
 from isthmus.families.architecture import Architecture, Form, Moe
 
 
@@ -25,7 +25,7 @@ def groups() -> Iterator[None]:
 
 
 def gradients(form: Form, train: TrainConfig, moe: Moe | None = None) -> dict[str, Tensor]:
-    from isthmus.engine.megatron_model import build_model
+    from isthmus.engine.decoder.decoder import build_model
     from isthmus.engine.model_config import transformer_config
 
     architecture = Architecture(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.layers.quantized_weight import QuantizedWeight
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.moe import grouped_gemm
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear, stack_tensors
 from isthmus.platforms.torch_features import GROUPED_MM

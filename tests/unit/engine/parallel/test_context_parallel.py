@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention_backends.sdpa import sdpa_attention
-from isthmus.engine.layers import packed_attention_cpu
-from isthmus.engine.layers.packed_attention_cpu import packed_attention, plan_stacks
-from isthmus.engine.layers.rope import frequency_sets, rotary_tables
+from isthmus.engine.attention.backends import packed_attention_cpu
+from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention, plan_stacks
+from isthmus.engine.attention.backends.sdpa import sdpa_attention
+from isthmus.engine.attention.rope import frequency_sets, rotary_tables
 from isthmus.engine.parallel import context_parallel
 from isthmus.engine.parallel.context_parallel import local_tokens, partition
 from isthmus.families.registry import family_for

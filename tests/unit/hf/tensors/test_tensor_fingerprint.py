@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from isthmus.checked_files import ChecksumVerifier
+from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import read_header
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
 

@@ -1,0 +1,1 @@
+"""Attention of packed sequences: queries, keys and values, rotations, masks, kernels."""

@@ -1,0 +1,95 @@
+"""The attention backends, and why one cannot compute the attention of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isthmus.engine.attention.backends.flex import flex_attention
+from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
+from isthmus.engine.attention.backends.sdpa import sdpa_attention
+from isthmus.engine.attention.backends.varlen import varlen_attention
+from isthmus.engine.compiled import find_compiler
+from isthmus.platforms.torch_features import varlen_attn
+
+BackendName = Literal["varlen", "flex", "sdpa", "blocks"]
+MAX_FLASH_WIDTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What the attention of a run computes, on this rank."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: torch.dtype
+    groups: int
+    """Key heads."""
+    repeat: int
+    """Query heads per key head."""
+    key_width: int
+    value_width: int
+    scale: float | None = None
+    window: bool = False
+    """Whether any layer has a window."""
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: bool = False
+    cp: bool = False
+
+    def unsupported_scores(self) -> str | None:
+        """Why a kernel that knows nothing but scale and window cannot be used."""
+        if self.softcap is not None:
+            return "it has no logit softcapping"
+        return "it has no attention sinks" if self.sinks else None
+
+
+def _varlen_lacks(needs: AttentionNeeds) -> str | None:
+    if needs.device == "cpu":
+        return "it has no CPU kernel"
+    if varlen_attn() is None:
+        return f"torch {torch.__version__} has no varlen_attn with window_size and enable_gqa, torch 2.12 has"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, got {needs.dtype}"
+    if needs.dropout:
+        return "it has no dropout of attention probabilities"
+    if needs.key_width % 8 or needs.key_width > MAX_FLASH_WIDTH or needs.value_width > needs.key_width:
+        return (
+            f"it needs heads with a multiple of 8 up to {MAX_FLASH_WIDTH} channels and values that are not wider, got "
+            f"keys of {needs.key_width} and values of {needs.value_width}"
+        )
+    return needs.unsupported_scores()
+
+
+def _flex_lacks(needs: AttentionNeeds) -> str | None:
+    if needs.device == "cpu":
+        return "it has no backward pass on a CPU"
+    if needs.dropout:
+        return "it has no dropout of attention probabilities"
+    return find_compiler(needs.device)[1] or None
+
+
+def _sdpa_lacks(needs: AttentionNeeds) -> str | None:
+    if needs.device == "cpu" and needs.dropout:
+        return "its dropout masks on a CPU would depend on the parallel layout"
+    return needs.unsupported_scores()
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    attend: Callable[..., Tensor]
+    """Takes the arguments of :func:`packed_attention` that it supports."""
+    unsupported: Callable[[AttentionNeeds], str | None]
+    """Why it cannot compute this; None: it can."""
+    description: str
+
+
+BACKENDS: dict[BackendName, Backend] = {
+    "varlen": Backend(varlen_attention, _varlen_lacks, "flash attention over all samples of a packed sequence"),
+    "flex": Backend(flex_attention, _flex_lacks, "a kernel that torch.compile generates for this model"),
+    "sdpa": Backend(sdpa_attention, _sdpa_lacks, "scaled_dot_product_attention, one call for each sample"),
+    "blocks": Backend(packed_attention, lambda _needs: None, "plain matmuls over blocks of queries"),
+}

@@ -1,0 +1,293 @@
+"""Causal self-attention over packed samples ("thd"), without padding and without a [T, T] mask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention.backends.backends import BACKENDS
+from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
+from isthmus.engine.attention.rope import rotate, rotated_channels
+from isthmus.engine.layers.dropout import AttentionDropout
+from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
+from isthmus.engine.layers.recompute import recompute, recompute_if
+from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
+from isthmus.engine.parallel.context_parallel import gather_sequence
+from isthmus.families.architecture import Architecture
+from isthmus.families.mixer_sizes import QueryScaling
+
+
+class CoreAttention(nn.Module):
+    """Softmax attention within each sample; grouped query heads share key/value heads without copies."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int = 1,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: int = 0,
+    ) -> None:
+        """Queries attend to a ``window`` of preceding keys, or within chunks of ``chunk`` tokens of their sample.
+
+        ``sinks`` is the number of this rank's query heads if they have attention sinks.
+        """
+        super().__init__()
+        self.chunk = chunk
+        self.window, self.scale, self.softcap = window, scale, softcap
+        self.softmax_offset: nn.Parameter | None = None
+        if sinks:
+            self.softmax_offset = nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.indexer: Any = None
+        """Set by latent attention with selected keys; here as in Megatron-Core's names."""
+        self.layer_number = layer_number
+        self.backend = BACKENDS[config.attention]
+        self.dropout_rate = config.attention_dropout
+        self.recomputed = "core_attn" in config.recomputed
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """q [T, G, R, D] (T / cp under context parallelism), k [T, G, D], v [T, G, Dv] -> [T, G * R * Dv].
+
+        Keys and values are those of the whole packed sequence, or of this rank's tokens under context parallelism.
+        """
+        if self.recomputed and self.training:
+            attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, batch), False, q, k, v)
+            return attended
+        return self.attend(q, k, v, batch)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """:meth:`forward` without recomputation."""
+        if batch.spans is not None and k.size(0) == q.size(0):
+            # Gather inside the recomputed region, so that only this rank's keys and values are saved.
+            k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
+        given = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset, "spans": batch.spans}
+        kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.dropout_rate and self.training:
+            heads = q.size(1) * q.size(2)
+            first_head = parallel_state.get_tensor_model_parallel_rank() * heads
+            kwargs["dropout"] = AttentionDropout(self.dropout_rate, self.layer_number, first_head, batch)
+        lengths = batch.lengths if self.chunk is None else _cut(batch.lengths, self.chunk)
+        return self.backend.attend(q, k, v, lengths, self.window, **kwargs).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The attention sinks, sharded by heads, and the weights of the indexer, which every tp rank has."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        axes = {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+
+
+@functools.lru_cache(maxsize=8)
+def _cut(lengths: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    """The lengths of the chunks of samples."""
+    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+
+
+class PackedSelfAttention(MegatronModule):
+    """Self-attention over packed samples, with Megatron-Core's parameter names.
+
+    Its own class has neither values of another width than keys, nor layers of different sizes.
+    """
+
+    linear_qkv: Any
+    linear_q_proj: Any
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        architecture: Architecture,
+        pg_collection: Any,
+        norm: ModuleSpec | type,
+        **_unused: Any,
+    ) -> None:
+        """``norm`` is that of single heads."""
+        super().__init__(config)
+        layer = layer_number - 1
+        own = architecture.attention_of(layer)
+        tp, groups, all_heads = pg_collection.tp, own.num_query_groups, own.num_attention_heads
+        self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
+        self.channels = rotated_channels(architecture, layer)
+        self.ranks_per_group = max(1, tp.size() // groups)
+        self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
+        """With several ranks for each group: this rank's group, and its part of the group's queries."""
+        self.groups = max(1, groups // tp.size())
+        gates = (own.value_width * all_heads // groups,) if own.attention_gate else ()
+        values = () if own.values_are_keys else (own.value_width,)
+        self.widths = (own.kv_channels * all_heads // groups, *gates, own.kv_channels, *values)
+        """Of a group's queries, its gates, its keys and its values."""
+        self.values_are_keys, self.value_multiplier = own.values_are_keys, own.value_multiplier
+        self.value_norm = RMSNorm(config, own.value_width, own.norm_epsilon, weight=False) if own.value_norm else None
+        self.clip = own.clip_qkv
+        self.norms_rotated = own.qk_norm_after_rotation
+        self.rms_epsilon = own.norm_epsilon if own.qk_rms and self.rotated else None
+        scaling = own.query_scaling
+        self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
+        window, cuts = architecture.window(layer), architecture.window_kind == "chunks"
+        self.core_attention = CoreAttention(
+            config, layer_number, window=None if cuts else window, chunk=window if cuts else None,
+            scale=own.attention_scale, softcap=own.attention_softcap,
+            sinks=all_heads // tp.size() if own.attention_sinks else 0,
+        )  # fmt: skip
+        parallel: dict[str, Any] = {
+            "config": config, "init_method": config.init_method, "is_expert": False, "tp_group": tp,
+        }  # fmt: skip
+        self.linear_proj = RowParallelLinear(
+            all_heads * own.value_width, config.hidden_size, bias=own.proj_bias, input_is_parallel=True,
+            skip_bias_add=True, **parallel,
+        )  # fmt: skip
+        self.shares_keys, self.lends_keys = _key_sharing(architecture, layer)
+        self.lent: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
+        name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
+        projection = ColumnParallelLinear(
+            config.hidden_size, groups * sum(widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
+            **parallel,
+        )  # fmt: skip
+        self.add_module(name, projection)
+        self.linear_gate = build_head_gate(config, own, tp)
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if own.qk_norm:
+            self.q_layernorm = _qk_norm(config, own, norm, all_heads, tp)
+            self.k_layernorm = None if self.shares_keys else _qk_norm(config, own, norm, groups, tp)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: PackedBatch,
+        shared_keys: Sequence[Tensor] = (),
+        **_unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend and project; returns the output and the bias that the caller adds, or None.
+
+        ``hidden_states`` is [T, 1, H] of this rank's tokens, or [T / tp, 1, H] under sequence parallelism.
+        ``rotary_pos_emb`` is that of :func:`~isthmus.engine.attention.rope.rotary_tables`; None for learned positions.
+        ``shared_keys`` are the keys and values of another layer, of :meth:`take_keys`, if this one shares them.
+        """
+        if self.shares_keys:
+            return self._attend_to(hidden_states, shared_keys, rotary_pos_emb, packed_seq_params)
+        q, k, v, *gate = self._project(hidden_states)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
+        table = self._table(rotary_pos_emb)
+        factors = None if self.query_scaling is None else query_factors(self.query_scaling, packed_seq_params)
+        heads = self._normed_and_rotated(q, k, table, factors)
+        recomputed = "rope" in self.config.recomputed and table is not None
+        with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table, factors)):
+            attended = self.core_attention(*heads, v, packed_seq_params)
+        self.lent = (heads[1], v) if self.lends_keys else None
+        if gate:
+            attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
+        if self.linear_gate is not None:
+            attended = gated_by_head(attended, self.linear_gate, hidden_states)
+        return self.linear_proj(attended[:, None])
+
+    def _attend_to(
+        self, hidden_states: Tensor, keys: Sequence[Tensor], rotary_pos_emb: Tensor | None, batch: PackedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` with the keys [T, G, D] and values [T, G, Dv] of another layer."""
+        k, v = keys
+        projected, _ = self.linear_q_proj(hidden_states)
+        queries = projected.view(projected.size(0), k.size(1), -1, k.size(2))
+        table = self._table(rotary_pos_emb)
+
+        def normed_and_rotated() -> list[Tensor]:
+            q = queries if self.q_layernorm is None else self.q_layernorm(queries)
+            return [q if table is None else rotate(q, table, interleaved=self.config.rotary_interleaved)]
+
+        heads = normed_and_rotated()
+        with recompute_if("rope" in self.config.recomputed and table is not None, heads, normed_and_rotated):
+            attended = self.core_attention(*heads, k, v, batch)
+        return self.linear_proj(attended[:, None])
+
+    def take_keys(self) -> tuple[Tensor, ...]:
+        """Keys [T, G, D] and values [T, G, Dv] of the last forward pass, of this rank's tokens and heads, once.
+
+        Empty if no other layer attends to them.
+        """
+        taken, self.lent = self.lent, None
+        return taken or ()
+
+    def _table(self, rotary_pos_emb: Tensor | None) -> Tensor | None:
+        if not self.rotated or rotary_pos_emb is None:
+            return None
+        return rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]; any gates [T, G, R, Dv]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        if self.ranks_per_group > 1:
+            group, width = self.part_of_group[0], sum(self.widths)
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
+        parts = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
+        q, *gate, k, v = (*parts, parts[-1]) if self.values_are_keys else parts
+        of_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
+        if self.ranks_per_group > 1:
+            of_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in of_heads]
+        q, *gate = of_heads
+        v = v if self.value_norm is None else self.value_norm(v)
+        return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
+
+    def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None, factors: Tensor | None) -> list[Tensor]:
+        """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
+        if not self.norms_rotated:
+            q, k = self._normed(q, k)
+        if table is not None:
+            q, k = (rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k))
+        if self.norms_rotated:
+            q, k = self._normed(q, k)
+        if self.rms_epsilon is not None:
+            q, k = (rms_norm(each.float(), each.shape[-1:], eps=self.rms_epsilon).type_as(each) for each in (q, k))
+        return [q if factors is None else q * factors.to(q.dtype), k]
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return q, k
+        return self.q_layernorm(q), self.k_layernorm(k)
+
+
+def _key_sharing(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer, from 0, attends to the keys of another one, and whether another one attends to its keys."""
+    sources = {architecture.key_source(other) for other in range(architecture.num_layers)}
+    return architecture.key_source(layer) is not None, layer in sources
+
+
+def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:
+    """The factor of each query, float32 [T, 1, 1, 1]; None if all are 1, which the host knows."""
+    if sum(batch.lengths) + scaling.first <= scaling.period:
+        return None
+    periods = (batch.position_ids + scaling.first) // scaling.period
+    return (1 + scaling.rate * torch.log1p(periods.float()))[:, None, None, None]
+
+
+def _qk_norm(
+    config: TransformerConfig, architecture: Architecture, norm: ModuleSpec | type, heads: int, tp: Any
+) -> nn.Module:
+    """The norm of queries or of keys; ``heads`` are those of all ranks."""
+    width, eps = architecture.kv_channels, architecture.norm_epsilon
+    if architecture.qk_norm_over != "head":
+        kind = ProjectionNorm if architecture.qk_norm_over == "projection" else EachHeadNorm
+        return kind(config, heads, width, eps, rank=tp.rank(), ranks=tp.size())
+    built: nn.Module = build_module(norm, config=config, hidden_size=width, eps=eps)
+    return built

@@ -1,0 +1,370 @@
+"""A Megatron-Core decoder built from an :class:`~isthmus.families.architecture.Architecture`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.attention.rope import frequency_sets, rotary_tables
+from isthmus.engine.checkpoint.checkpoint_names import spelling_of
+from isthmus.engine.decoder.embedding import embed, embed_positions
+from isthmus.engine.decoder.layer_inputs import LayerInputs
+from isthmus.engine.decoder.layer_stack import DecoderStack, LayerStack
+from isthmus.engine.decoder.mtp_layer import MtpLayer
+from isthmus.engine.decoder.neftune import with_noise
+from isthmus.engine.decoder.spec import build_layer, build_norm
+from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
+from isthmus.engine.lora.adapter import AdapterSet
+from isthmus.engine.loss.cross_entropy_cpu import Smoothing
+from isthmus.engine.loss.linear_cross_entropy import (
+    VocabShard,
+    linear_cross_entropy,
+    linear_distillation,
+    sampling_at,
+    token_cross_entropies,
+    token_scores,
+)
+from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
+from isthmus.engine.moe.load_balancing import token_groups
+from isthmus.engine.parallel.pipeline_layout import stage_layers
+from isthmus.families.architecture import Architecture
+
+
+class Decoder(MegatronModule):
+    """A pipeline stage of a decoder-only model: embedding, layers, MTP layers and output layer.
+
+    It has the attributes that Megatron-Core's schedules, gradient reductions and checkpoints read, the forward pass of
+    a packed batch, and a loss that never materializes all logits.
+    """
+
+    model_type = ModelType.encoder_or_decoder
+    embedding: Any
+    mtp: Any
+    output_layer: Any
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: DecoderConfig,
+        *,
+        first: bool,
+        last: bool,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.architecture, self.vp_stage = architecture, vp_stage
+        self.pre_process, self.post_process = first, last
+        self.mtp_process = last and config.mtp_num_layers is not None
+        self.share_embeddings_and_output_weights = architecture.tie_embeddings
+        rows = config.vocab_rows or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
+        if first or self.mtp_process:
+            positions = architecture.max_position_embeddings + architecture.position_offset
+            kind: Any = "learned_absolute" if architecture.position == "learned" else "none"
+            self.embedding = LanguageModelEmbedding(config, rows, positions, kind)
+            if architecture.layer_input_size:
+                self.embedding.layer_inputs = LayerInputs(config, architecture, rows)
+        has_norm = first and architecture.embedding_norm
+        self.embedding_norm = build_norm(architecture, config) if has_norm else None
+        self.decoder = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
+        if self.mtp_process:
+            depths = range(1, (config.mtp_num_layers or 0) + 1)
+            self.mtp = LayerStack(config, (MtpLayer(config, architecture, depth) for depth in depths))
+        if last:
+            self.output_layer = self._build_output_layer(rows)
+        self.frozen: Collection[str] = ()
+        """Canonical names of the tensors that are not trained, also of other stages."""
+        self.adapters: AdapterSet | None = None
+        """Also those of other stages."""
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
+        # Parameters on the meta device get memory later.
+        self._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(config.device))
+        self._mark_sharded_parameters()
+        self._mark_embedding()
+
+    def _build_output_layer(self, rows: int) -> nn.Module:
+        config = self.config
+        if self.architecture.score_head:
+            return nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        shared = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
+        kwargs = {"config": config, "init_method": config.init_method, "skip_weight_param_allocation": shared}
+        layer = ColumnParallelLinear(config.hidden_size, rows, bias=False, **kwargs)
+        if self.architecture.output_bias:
+            layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
+        return layer
+
+    def _mark_embedding(self) -> None:
+        """Attributes for the data-parallel wrapper and the gradient norm: stages may have copies of the embedding."""
+        if self.pre_process and self.architecture.position == "learned":
+            positions = self.embedding.position_embeddings.to(self.config.params_dtype).weight
+            # Read by finalize_model_grads: each rank looks up only its part of the sequence.
+            positions.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        if not (self.share_embeddings_and_output_weights or self.config.mtp_num_layers):
+            return
+        weight: Any = self.shared_embedding_or_output_weight()
+        if self.config.pipeline_model_parallel_size == 1:
+            weight.zero_out_wgrad = True  # lookup and projection both add to the gradient
+        elif weight is not None:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process
+
+    def _mark_sharded_parameters(self) -> None:
+        """Needed by the gradient norm; Megatron-Core marks them only when it initializes weights."""
+        for module in self.modules():
+            if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                dim = 0
+            elif isinstance(module, RowParallelLinear):
+                dim = 1
+            else:
+                continue
+            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Hidden states from the previous stage, set by the pipeline schedule."""
+        (self.decoder.input_tensor,) = input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """This stage's copy of the embedding, if the last stage has one too: read by ``finalize_model_grads``."""
+        if hasattr(self, "embedding"):
+            weight: Tensor = self.embedding.word_embeddings.weight
+            return weight
+        return self.output_layer.weight if self.post_process else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """With Megatron-Core's keys; copies of the embedding are replicas of the first stage's."""
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found.pop(f"{prefix}output_layer._extra_state", None)
+        names = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+        embedding, output, bias = (prefix + name for name in names)
+        for entry in (found[name] for name in (output, bias) if name in found):
+            entry.allow_shape_mismatch = True  # its padding depends on the layout
+        if self.share_embeddings_and_output_weights and not self.pre_process and output in found:
+            found[output].key = embedding
+        for entry in (found[name] for name in (embedding, output) if name in found):
+            if entry.key == embedding and not self.pre_process:
+                entry.replica_id = (1, *entry.replica_id[1:])
+        return found
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        loss_positions: Tensor | None = None,
+        mtp_positions: Sequence[Tensor] = (),
+        per_token: bool | Literal["scores"] = False,
+        hidden_states: bool = False,
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            batch: on this device; this rank's part under context parallelism. T is a multiple of tp under sequence
+                parallelism.
+            loss_positions: int64 [n], positions of loss tokens; None returns logits.
+            mtp_positions: for each MTP depth k, from 1, the positions whose label k tokens later counts; empty skips
+                the MTP layers.
+            per_token: return the loss of each position instead of the sum; not with MTP layers. ``scores`` also returns
+                the most probable token of each position, or a random one if the batch has ``sampling``.
+            hidden_states: return the input of the output projection at each position instead.
+
+        Returns:
+            Last stage: summed loss (a scalar, [1 + depths] with MTP losses, or [3] if the batch has a ``teacher``, see
+            :func:`linear_distillation`), losses [n], scores [2, n] (float64 losses and tokens), hidden states [n, H],
+            or logits [T, V]; of a reward model, see :meth:`_rewards`.
+            Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+        """
+        if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
+            ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+            rank = parallel_state.get_tensor_model_parallel_rank() % ranks
+            batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))
+        hidden = self._embed(batch) if self.pre_process else None
+        tables = self._rotary_tables(batch)
+        hidden = self.decoder(
+            hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._between_layers(hidden, batch)
+        )
+        if not self.post_process:
+            return hidden
+        if self.architecture.score_head or loss_positions is None:
+            return self._rewards(hidden, loss_positions) if self.architecture.score_head else self._logits(hidden)
+        labels = batch.labels
+        assert labels is not None
+        if per_token or hidden_states or batch.teacher is not None:
+            inputs = self._loss_inputs(hidden, loss_positions, labels[loss_positions])
+            if hidden_states:
+                return inputs[0]
+            if per_token == "scores":
+                return token_scores(*inputs, sampling=sampling_at(loss_positions, batch))
+            if per_token:
+                return token_cross_entropies(*inputs)
+            return linear_distillation(*inputs, teacher=batch.teacher, grad_scale=self._grad_scale(None, hidden.device))
+        losses = [self._loss(hidden, loss_positions, labels[loss_positions])]
+        depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
+        for depth, (layer, positions) in enumerate(depths, start=1):
+            # The roll crosses sample boundaries, but no position in ``mtp_positions`` depends on such a token.
+            embedded = self._embed(replace(batch, input_ids=batch.input_ids.roll(-depth)), depth)
+            hidden = layer(hidden, embedded, tables, batch)
+            weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
+            losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
+        return torch.stack(losses) if mtp_positions else losses[0]
+
+    def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
+        if self.architecture.position != "rope":
+            return None
+        return rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
+
+    def _between_layers(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
+        """What layers have besides the hidden states; models with it have one stage."""
+        found: dict[str, Any] = {}
+        if self.architecture.layer_input_size:
+            own = self.embedding.layer_inputs(hidden, batch.input_ids, packed_seq_params=batch)
+            found["layer_inputs"] = own.unbind()
+        if self.architecture.key_sharing_layers:
+            found["key_sources"] = {n: self.architecture.key_source(n) for n in range(self.architecture.num_layers)}
+        return found
+
+    def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
+        sequence_parallel = self.config.sequence_parallel
+        hidden = embed(self.embedding.word_embeddings, batch.input_ids, sequence_parallel=sequence_parallel)
+        if self.architecture.embedding_multiplier != 1:
+            # Rounded to the model's dtype first, as transformers does.
+            hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
+        if self.architecture.position == "learned":
+            rows = batch.position_ids + self.architecture.position_offset
+            hidden = hidden + embed_positions(
+                self.embedding.position_embeddings.weight, rows, sequence_parallel=sequence_parallel
+            )
+        if self.training:
+            hidden = self._perturbed(hidden, batch, mtp_depth)
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
+
+    def _perturbed(self, hidden: Tensor, batch: PackedBatch, mtp_depth: int) -> Tensor:
+        """Embeddings in training, with noise and dropout."""
+        layer = mtp_depth and self.architecture.num_layers + mtp_depth
+        hidden = with_noise(hidden, batch, self.config.neftune_alpha, layer=layer)
+        recomputes = self.config.recompute_granularity is not None or self.config.recomputed
+        if recomputes and torch.is_grad_enabled() and self._is_trained:
+            # A recomputed block has gradients only if its input has, which it does not have from a frozen embedding.
+            hidden.requires_grad_()
+        return hidden_dropout(hidden, batch, self.config.embedding_dropout, layer=layer, place=EMBEDDING)
+
+    @property
+    def _is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    def _rewards(self, hidden: Tensor, positions: Tensor | None) -> Tensor:
+        """Scores, float32, of int64 [n] positions, or [T, 1] of all.
+
+        Equal on all tp ranks, and so is their gradient: each takes its part of it, without a reduction.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        weight = self.output_layer.weight.float()
+        if positions is None:
+            return hidden[:, 0].float() @ weight.t()
+        return hidden[:, 0].index_select(0, positions).float() @ weight[0]
+
+    def _projection(self) -> Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
+        return self.output_layer.weight if weight is None else weight
+
+    def _loss(self, hidden: Tensor, positions: Tensor, labels: Tensor, *, weight: float | None = None) -> Tensor:
+        """Summed cross entropy of int64 [n] positions; ``weight`` is its factor in the total loss."""
+        scale = self._grad_scale(weight, hidden.device)
+        return linear_cross_entropy(*self._loss_inputs(hidden, positions, labels), grad_scale=scale)
+
+    def _loss_inputs(
+        self, hidden: Tensor, positions: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
+        weight, shard = self.output_projection()
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        elif shard.group is not None:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = self._scaled(hidden)
+        return hidden[:, 0].index_select(0, positions), weight, labels, shard
+
+    def output_projection(self) -> tuple[Tensor, VocabShard]:
+        """This rank's rows of the output projection, [V / tp, H], on the last stage."""
+        weight = self._projection()
+        group = parallel_state.get_tensor_model_parallel_group() if self.config.tensor_model_parallel_size > 1 else None
+        start = parallel_state.get_tensor_model_parallel_rank() * weight.size(0)
+        rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
+        rate, vocab_size = self.config.label_smoothing if self.training else 0.0, self.architecture.vocab_size
+        smoothing = Smoothing(rate, rate / vocab_size) if rate else None
+        bias = self.output_layer.bias if self.architecture.output_bias else None
+        return weight, VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing, bias)
+
+    def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
+        """Gradient of a loss: its weight times the float16 loss scale; None means 1."""
+        loss_scale = self.config.grad_scale_func
+        scale = None if weight is None else torch.full((), weight, device=device)
+        if not self.config.fp16 or loss_scale is None:
+            return scale
+        return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        hidden = self._scaled(hidden)
+        logits, _ = self.output_layer(hidden, weight=self._projection(), runtime_gather_output=True)
+        logits = logits[:, 0, : self.architecture.vocab_size]
+        cap = self.architecture.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        multiplier = self.architecture.logits_multiplier
+        return hidden if multiplier == 1 else hidden * multiplier
+
+
+def _decoder_stack(
+    architecture: Architecture, config: DecoderConfig, vp_stage: int, *, final_norm: bool
+) -> DecoderStack:
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    stage = vp_stage * pp + parallel_state.get_pipeline_model_parallel_rank()
+    numbers, spelling = stage_layers(architecture.num_layers, pp, vpp, stage), spelling_of(architecture)
+    layers = [build_layer(architecture, config, layer) for layer in numbers]
+    return DecoderStack(
+        config,
+        layers,
+        build_norm(architecture, config) if final_norm else None,
+        first=numbers.start,
+        stacked=architecture.num_layers if spelling.homogeneous else None,
+        final_norm_key=spelling.final_norm,
+    )
+
+
+def build_model(architecture: Architecture, config: DecoderConfig, vp_stage: int | None = None) -> Decoder:
+    """Weights are not initialized."""
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return Decoder(
+        architecture,
+        config,
+        first=parallel_state.is_pipeline_first_stage(**stage),
+        last=parallel_state.is_pipeline_last_stage(**stage),
+        vp_stage=vp_stage,
+    )
+
+
+def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Decoder]:
+    """All stages of this rank in layer order: one, or ``parallel.vpp`` of them."""
+    if (vpp := config.virtual_pipeline_model_parallel_size) is None:
+        return [build_model(architecture, config)]
+    return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]

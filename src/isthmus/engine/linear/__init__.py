@@ -1,0 +1,1 @@
+"""Linear layers and their matmuls: tensor-parallel, FP8, quantized weights."""

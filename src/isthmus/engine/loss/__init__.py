@@ -1,0 +1,1 @@
+"""Losses and objectives: cross entropy of the output projection, distillation, preferences, scores."""

@@ -1,0 +1,322 @@
+"""Fused output projection and cross entropy or distillation loss: vocabulary-parallel and chunked.
+
+Logits exist for one chunk of tokens at a time. For the summed loss the forward pass computes the gradients and the
+backward pass scales them. For per-token losses the backward pass recomputes the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isthmus.config.schema.distillation import DistillConfig
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.layers.dropout import gumbel_noise
+from isthmus.engine.linear.matmul import add_matmul, matmul
+from isthmus.engine.loss import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
+from isthmus.engine.loss.cross_entropy_cpu import Smoothing
+from isthmus.engine.parallel.context_parallel import local_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampling:
+    """Draws tokens from the softmax of logits: the largest sum of a logit and Gumbel noise."""
+
+    temperature: float
+    keys: Tensor
+    """int64 [n], a random key of each position. The noise is a hash of it, so all layouts draw the same tokens."""
+
+    def __getitem__(self, rows: slice) -> TokenSampling:
+        return TokenSampling(self.temperature, self.keys[rows])
+
+    def noise(self, start: int, size: int) -> Tensor:
+        """Float64 [n, size] for the vocabulary indices from ``start`` on."""
+        return gumbel_noise(self.keys, start, size)
+
+
+def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:
+    """For int64 [n] positions of this rank's tokens; None for the most probable tokens."""
+    if batch.sampling is None:
+        return None
+    keys = local_tokens(batch.sampling.tokens, batch.spans).to(positions.device)
+    return TokenSampling(batch.sampling.temperature, keys[positions])
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    start: int = 0
+    """Vocabulary index of this rank's first row."""
+    rows: int | None = None
+    """Rows of the weight without padding; None means all."""
+    group: dist.ProcessGroup | None = None
+    """The tensor-parallel group, None for one rank."""
+    softcap: float | None = None
+    """Logits l become softcap * tanh(l / softcap)."""
+    smoothing: Smoothing | None = None
+    bias: Tensor | None = None
+    """Of the logits, [V / tp]."""
+
+    def chunk_losses(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        grad_scale: Tensor | None = None,
+        grad_hidden: Tensor | None = None,
+        grad_weight: Tensor | None = None,
+        grad_bias: Tensor | None = None,
+        chosen: Tensor | None = None,
+        sampling: TokenSampling | None = None,
+        teacher: TeacherOutput | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
+
+        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` and ``grad_bias`` are
+        added to; they are None without gradients and for a frozen weight or bias. ``chosen``, int64 [n], is overwritten
+        with the most probable tokens, or with ``sampling`` with random ones.
+        """
+        device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
+        rows = weight[: self.rows]
+        # Not by ``rows``: ranks with and without padding have the same chunks.
+        elements = device.chunk_elements(hidden.device)
+        if teacher is not None and hidden.is_cuda:
+            elements //= distillation_loss.CHUNK_SHARE
+        chunks = list(chunk_bounds(hidden.size(0), weight.size(0), elements))
+        longest = max((end - start for start, end in chunks), default=0)
+        buffer = device.new_buffer(longest, rows.size(0), like=hidden)
+        if teacher is not None:
+            taught = cross_entropy_gpu.new_buffer(longest, rows.size(0), like=teacher.hidden)
+        for start, end in chunks:
+            part, logits = hidden[start:end], buffer[: end - start]
+            matmul(part, rows.t(), out=logits)
+            if self.bias is not None:
+                logits += self.bias[: self.rows]
+            if chosen is not None:
+                chosen[start:end] = self._choose(logits, None if sampling is None else sampling[start:end])
+            scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
+            targets = labels[start:end] - self.start
+            with_grad = grad_hidden is not None
+            arguments = (targets, self.group, scale, self.softcap)
+            if teacher is None:
+                yield device.chunk_losses(logits, *arguments, gradient=with_grad, smoothing=self.smoothing)
+            else:
+                taught_logits = teacher.logits(slice(start, end), out=taught[: end - start])
+                yield distillation_loss.chunk_losses(
+                    logits, taught_logits, *arguments, teacher.settings, gradient=with_grad
+                )
+            if grad_hidden is not None:
+                matmul(logits, rows, out=grad_hidden[start:end])
+            if grad_weight is not None:
+                add_matmul(grad_weight[: self.rows], logits.t(), part)
+            if grad_bias is not None:
+                grad_bias[: self.rows] += logits.sum(0, dtype=grad_bias.dtype)
+
+    def _choose(self, logits: Tensor, sampling: TokenSampling | None) -> Tensor:
+        """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
+        if sampling is not None:
+            if (cap := self.softcap) is not None:
+                logits = torch.tanh(logits.float() / cap) * cap
+            logits = logits.float() / sampling.temperature + sampling.noise(self.start, logits.size(1))
+        largest, token = logits.max(dim=1)
+        token += self.start
+        if self.group is None:
+            return token
+        own = torch.stack([largest.double(), token.double()])
+        every = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather_into_tensor(every.flatten(0, 1), own, group=self.group)
+        return every[:, 1].gather(0, every[:, 0].argmax(0, keepdim=True))[0].long()
+
+
+_WHOLE = VocabShard()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherOutput:
+    """The teacher's hidden states of the loss tokens, and its output projection."""
+
+    hidden: Tensor
+    """[n, H of the teacher]"""
+    weight: Tensor
+    """[V / tp, H of the teacher], the tokens of the student's rows."""
+    shard: VocabShard
+    settings: DistillConfig
+
+    def logits(self, tokens: slice, *, out: Tensor) -> Tensor:
+        """Overwrite ``out`` [m, student's rows] with the logits of these tokens."""
+        rows = self.weight[: self.shard.rows]
+        matmul(self.hidden[tokens], rows.t(), out=out[:, : rows.size(0)])
+        if self.shard.bias is not None:
+            out[:, : rows.size(0)] += self.shard.bias[: self.shard.rows]
+        if (cap := self.shard.softcap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
+        out[:, rows.size(0) :] = distillation_loss.ABSENT
+        return out
+
+
+def _weight_grads(weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The tensor to add the gradient of ``weight`` to, and whether it is new: then it is returned to autograd."""
+    if weight is None or not weight.requires_grad:
+        return None, None
+    if (main_grad := getattr(weight, "main_grad", None)) is not None:
+        return main_grad, None
+    new = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return new, new
+
+
+def _mark_as_added(parameter: Any) -> None:
+    """Tell the data-parallel wrapper that ``main_grad`` has the gradient."""
+    if parameter is not None and parameter.requires_grad:
+        parameter.grad_added_to_main_grad = True
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sums the losses and computes the gradients in the forward pass; with a teacher, those of distillation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shard: VocabShard,
+        grad_scale: Tensor | None,
+        wants_grad: bool,
+        teacher: TeacherOutput | None,
+    ) -> Tensor:
+        grads: dict[str, Any] = {}
+        grad_hidden = grad_weight = grad_bias = None
+        if wants_grad:
+            grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
+            grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
+            grads["grad_bias"], grad_bias = _weight_grads(bias)
+        loss_sum = torch.zeros(() if teacher is None else 3, dtype=torch.float32, device=hidden.device)
+        for losses in shard.chunk_losses(hidden, weight, labels, teacher=teacher, **grads):
+            loss_sum += losses.sum(0)
+        ctx.weight, ctx.bias, ctx.grad_scale = weight, bias, grad_scale
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        upstream = grads[0] if grads[0].dim() == 0 else grads[0][0]  # of the loss; its parts are for reports
+        scale = upstream if ctx.grad_scale is None else upstream / ctx.grad_scale
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(scale).to(ctx.weight.dtype)
+        else:
+            message = "the gradient was computed in the forward pass, for a loss gradient of 1 times the loss scale"
+            torch._assert_async(scale == 1, message)
+            _mark_as_added(ctx.weight)
+        if grad_bias is not None:
+            grad_bias = grad_bias.mul_(scale).to(ctx.bias.dtype)
+        else:
+            _mark_as_added(ctx.bias)
+        return grad_hidden * scale.to(grad_hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """Returns per-token losses; recomputes the logits in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shard: VocabShard
+    ) -> Tensor:
+        empty = torch.empty(0, dtype=torch.float32, device=hidden.device)
+        ctx.weight, ctx.bias, ctx.shard = weight, bias, shard
+        ctx.save_for_backward(hidden, weight, labels)
+        return torch.cat([empty, *shard.chunk_losses(hidden, weight, labels)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
+        bias_into, grad_bias = _weight_grads(ctx.bias)
+        found = {"grad_hidden": grad_hidden, "grad_weight": into, "grad_bias": bias_into}
+        scale = grads[0][:, None].contiguous()
+        for _ in ctx.shard.chunk_losses(hidden, weight, labels, grad_scale=scale, **found):
+            pass
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        else:
+            _mark_as_added(ctx.weight)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias.dtype)
+        else:
+            _mark_as_added(ctx.bias)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def chunk_bounds(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
+    """Start and end of chunks of about equal size with at most ``most_elements`` logits."""
+    most = max(1, most_elements // max(1, num_rows))
+    size = math.ceil(num_tokens / max(1, math.ceil(num_tokens / most)))
+    for start in range(0, num_tokens, max(1, size)):
+        yield start, min(start + size, num_tokens)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, grad_scale: Tensor | None = None
+) -> Tensor:
+    """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, a float32 scalar, equal on every rank.
+
+    Args:
+        hidden: [n, H] of the loss tokens, equal on all tp ranks; its gradient has to be summed over tp.
+        weight: [V / tp, H]; its gradient is added to ``main_grad`` in the forward pass, if it has one.
+        labels: int64 [n], indices into the whole vocabulary.
+        shard: the vocabulary rows of ``weight``.
+        grad_scale: the scalar gradient of the loss (float16 loss scale); None means one.
+    """
+    return _sum_of_losses(hidden, weight, labels, shard, grad_scale, None)
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard = _WHOLE,
+    *,
+    teacher: TeacherOutput,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    """Sums of loss, divergence from the teacher and cross entropy, float32 [3]; only the loss has a gradient.
+
+    Other arguments and gradients are those of :func:`linear_cross_entropy`.
+    """
+    return _sum_of_losses(hidden, weight, labels, shard, grad_scale, teacher)
+
+
+def _sum_of_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    grad_scale: Tensor | None,
+    teacher: TeacherOutput | None,
+) -> Tensor:
+    # Check outside the Function, where autograd is off and needs_input_grad is true even under no_grad.
+    wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    scale = grad_scale if wants_grad else None
+    return _LinearCrossEntropy.apply(hidden, weight, shard.bias, labels, shard, scale, wants_grad, teacher)
+
+
+def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
+    """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
+    return _TokenCrossEntropy.apply(hidden, weight, shard.bias, labels, shard)
+
+
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, sampling: TokenSampling | None = None
+) -> Tensor:
+    """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient."""
+    chosen = torch.empty_like(labels)
+    losses = [*shard.chunk_losses(hidden, weight, labels, chosen=chosen, sampling=sampling)]
+    return torch.stack([torch.cat([hidden.new_empty(0, dtype=torch.float32), *losses]).double(), chosen.double()])

@@ -1,0 +1,81 @@
+"""The losses of single samples of a step, measured in a forward pass of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.loss.objective import LossOutput, Objective, counts_batch, sample_sums
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLoss:
+    sample: int
+    """Index in the store; of the chosen answer of a pair."""
+    loss: float
+    """The sample's part of the loss sum of the step."""
+    loss_tokens: int
+
+
+class SampleLosses:
+    """An objective that records the loss of each sample instead of their sum.
+
+    Objectives of pairs and answers compute their own losses. For others, also distillation, it is the cross entropy.
+    """
+
+    per_token = True
+    sums = ()
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self.found: list[SampleLoss] = []
+        """On one of the ranks that share a packed sequence."""
+
+    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
+        return self._objective.sample_weights(batch)
+
+    def loss(
+        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
+    ) -> LossOutput:
+        sums = sample_sums(losses.detach(), batch)  # over the context parallel ranks
+        if counts_batch() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            self.found += self._losses(sums, batch)
+        return LossOutput(sums.sum().float(), 0, 0.0)
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        return {}
+
+    def _losses(self, sums: Tensor, batch: PackedBatch) -> Iterator[SampleLoss]:
+        samples = len(batch.sample_lengths)
+        if not self._objective.per_token:
+            values = sums.tolist()
+            for sample, value, tokens in zip(batch.sample_ids, values, batch.loss_tokens, strict=False):
+                yield SampleLoss(sample, value, tokens)
+            return
+        size = 2 if 0.5 in self.sample_weights(batch) else 1  # half a pair per answer
+        for first in range(0, samples, size):
+            part = slice(first, first + size)
+            loss = self._loss_of(sums[part], batch, part)
+            yield SampleLoss(batch.sample_ids[first], loss, sum(batch.loss_tokens[part]))
+
+    def _loss_of(self, sums: Tensor, batch: PackedBatch, part: slice) -> float:
+        """The objective's loss of an answer or a pair alone, whose loss tokens have these sums."""
+        counts = batch.loss_tokens[part]
+        alone = replace(
+            batch,
+            lengths=batch.lengths[part],
+            loss_tokens=counts,
+            sample_ids=batch.sample_ids[part],
+            values=batch.values[part],
+            reference_logps=None if batch.reference_logps is None else batch.reference_logps[part],
+            sample_weights=(),
+            padding=0,
+            spans=None,
+        )
+        losses = torch.cat([(each / max(1, count)).expand(count) for each, count in zip(sums, counts, strict=True)])
+        return float(self._objective.loss(losses, alone, loss_tokens=sum(counts), mtp_tokens=0, mtp_weight=0.0).loss)

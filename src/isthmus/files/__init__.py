@@ -1,0 +1,1 @@
+"""Files and folders: atomic writes, locks, bounded input, checksums."""

@@ -1,0 +1,1 @@
+"""Everything known before a model is built: layout, memory, checks, run record."""

@@ -1,0 +1,249 @@
+"""The memory of a rank, estimated before the model is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
+from isthmus.errors import UsageError
+from isthmus.platforms.base import Platform
+from isthmus.platforms.free_memory import free_bytes
+from isthmus.recipes.model.rank_model import DTYPES
+from isthmus.recipes.model.teacher_model import teacher_precision
+from isthmus.recipes.plan.activation_estimate import activations, micro_batches, temporary_bytes
+from isthmus.recipes.plan.model_plan import ModelPlan, teacher_config
+from isthmus.recipes.plan.parameter_counts import PlanCounts
+
+MARGIN = 1.25
+"""The estimate may exceed the memory by this factor, because activations are approximate."""
+_MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 8.0}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of the rank that needs most."""
+
+    parameters: int
+    """Number of parameters of this rank."""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of all micro batches in flight."""
+    temporary: int = 0
+    """Of the backward pass of a layer."""
+    logits: int = 0
+    """Of the loss on the last stage; at another time than ``temporary``, so the larger one counts."""
+    quantized: int = 0
+    """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
+    offloaded: int = 0
+    """Optimizer state, and the copy of a checkpoint, in host memory beside that of a GPU; not in the other fields."""
+    copied: int = 0
+    """The copy of a checkpoint that is written in the background, on a CPU."""
+    teacher: int = 0
+    """Weights of the teacher of distillation."""
+
+    @property
+    def persistent(self) -> int:
+        """Bytes kept from step to step, without the offloaded ones."""
+        return self.weights + self.gradients + self.optimizer + self.teacher + self.copied
+
+    @property
+    def total(self) -> int:
+        return self.persistent + self.activations + max(self.temporary, self.logits) + self.quantized
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
+            "activations about": self.activations,
+        }  # fmt: skip
+        if self.copied:
+            parts["copy for checkpoint.async"] = self.copied
+        if self.teacher:
+            parts["teacher"] = self.teacher
+        if largest := max(self.temporary, self.logits):
+            parts["temporary"] = largest
+        if self.quantized:
+            parts["fp8 weights"] = self.quantized
+        listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
+        host = f"; and {_gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
+        return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB: {listed}{host}"
+
+
+def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str, **options: Any) -> MemoryEstimate:
+    """Estimate the memory of the rank that needs most, with the options of :func:`estimate_ranks`."""
+    return max(estimate_ranks(plan, config, precision, **options), key=lambda estimate: estimate.total)
+
+
+def estimate_ranks(
+    plan: ModelPlan,
+    config: RunConfig,
+    precision: str,
+    *,
+    gpu_bytes: int | None = None,
+    compiles: bool | None = None,
+    counts: PlanCounts | None = None,
+) -> list[MemoryEstimate]:
+    """Estimate the memory of each pipeline rank.
+
+    Gradients are float32. AdamW keeps two float32 moments per parameter (in host memory with ``optim.offload``), Muon
+    one, and both a float32 copy of 16-bit weights; replicas shard them. Frozen parameters have neither. fsdp shards
+    float32 weights, gradients and moments, and gathers the largest layer, the embedding and the output layer. A DPO
+    sample is a pair of answers.
+
+    Args:
+        plan: model and layout.
+        config: settings of the run.
+        precision: of its matmuls.
+        gpu_bytes: memory of a GPU; None: a CPU.
+        compiles: whether the GPU's machine has a compiler; None: if this one has.
+        counts: of the plan, for a caller that estimates many layouts.
+    """
+    counts = counts or PlanCounts(plan, config)
+    on_gpu = gpu_bytes is not None
+    ranks = activations(plan, config, precision, on_gpu=on_gpu)
+    layer, loss = temporary_bytes(plan, config, precision, gpu_bytes, compiles=compiles)
+    if plan.parallel.fsdp:
+        layer += _fsdp_buffers(plan, precision, counts)
+        if not on_gpu:  # without streams, the buffer of an all-gather is there until the next one
+            copied = DTYPES[precision].itemsize * sum(counts.every.largest(plan.parallel))
+            layer, loss = layer + copied, loss + copied
+    found = []
+    for rank, persistent in enumerate(_state(plan, config, precision, counts)):
+        moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
+        logits = loss if rank == plan.parallel.pp - 1 else 0
+        found.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
+    if plan.teacher is None or counts.teacher is None:
+        return found
+    own = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
+    return [replace(student, teacher=teacher.weights) for student, teacher in zip(found, own, strict=True)]
+
+
+def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
+    """What each pipeline rank keeps from step to step."""
+    return (_fsdp_state if plan.parallel.fsdp else _sharded_state)(plan, config, precision, counts)
+
+
+def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
+    parallel, element = plan.parallel, DTYPES[precision].itemsize
+    replicas = parallel.dp(plan.world_size) * parallel.cp
+    (count,), (trained,), (muon,) = (each.of_ranks(parallel) for each in (counts.every, counts.trained, counts.by_muon))
+    every, total = count.total(), trained.total()
+    shard = math.ceil(total / replicas)
+    weights = 4 * shard + math.ceil(element * (every - total) / replicas)
+    weights += sum(counts.every.largest(parallel)) * element if replicas > 1 or element < 4 else 0
+    optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // replicas
+    copied = math.ceil((element * every + 12 * total - 4 * muon.total()) / replicas)
+    copied = copied if config.checkpoint.asynchronous else 0
+    return [MemoryEstimate(every, weights, 4 * shard, optimizer, 0, copied=copied)]
+
+
+def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
+    """In the backward pass of a layer: the weights of the next one, the float32 gradients of the one before, which are
+    being reduced, about half of its own, and the gradient of the projection, which is reduced at the end.
+    """
+    element, arch = DTYPES[precision].itemsize, plan.architecture
+    gathered, trained = counts.every.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
+    rows = 1 if arch.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
+    return element * gathered + (4 * trained + element * trained // 2) + element * rows * arch.hidden_size
+
+
+def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
+    parallel, element = plan.parallel, DTYPES[precision].itemsize
+    replicas = parallel.dp(plan.world_size) * parallel.cp
+    expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
+    moments = 0.0 if config.optim.offload else _MOMENT_BYTES[config.optim.optimizer]
+    state = moments + (4 if element < 4 else 0)
+
+    def sharded(ordinary: float, expert: float) -> int:
+        return math.ceil(ordinary / replicas) + math.ceil(expert / expert_replicas)
+
+    estimates = []
+    by_kind = (each.of_ranks(parallel) for each in (counts.every, counts.trained, counts.adapters, counts.by_muon))
+    quantized = counts.quantized.of_ranks(parallel)
+    for (every, trained, adapters, muon), frozen in zip(zip(*by_kind, strict=True), quantized, strict=True):
+        every, trained = every + adapters, trained + adapters
+        float32, expert = trained["float32"], trained["expert"]
+        ordinary = trained.total() - float32 - expert
+        optimizer = sharded(state * ordinary + moments * float32, state * expert)
+        optimizer -= 4 * ((muon.total() - muon["expert"]) // replicas + muon["expert"] // expert_replicas)
+        weights = element * (every.total() - every["float32"]) + 4 * every["float32"]
+        if config.lora.quantize is not None:
+            weights -= math.floor((element - ELEMENT_BYTES[config.lora.quantize]) * frozen.total())
+        copied = 0
+        if config.checkpoint.asynchronous:  # of a rank that also writes weights
+            copied = element * (trained if plan.adapters else every).total()
+            copied += sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
+        several = precision == "fp8" and micro_batches(plan, config) > 1
+        estimates.append(
+            MemoryEstimate(
+                every.total(),
+                weights,
+                4 * trained.total(),
+                optimizer,
+                0,
+                copied=copied,
+                offloaded=sharded(8 * (ordinary + float32), 8 * expert) if config.optim.offload else 0,
+                quantized=2 * every["linear"] if several else 0,
+            )
+        )
+    return estimates
+
+
+def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precision: str, *, ranks_here: int) -> str:
+    """Check the estimate against the memory of a rank and the host; returns it for the log.
+
+    Raises UsageError if the persistent state exceeds the memory, or the whole estimate ``MARGIN`` times the memory.
+    """
+    memory = platform.memory_for_rank_bytes(ranks_here)
+    on_gpu = platform.device_type == "cuda"
+    estimate = estimate_memory(plan, config, precision, gpu_bytes=memory if on_gpu else None)
+    owner = "a GPU" if on_gpu else "a rank's share of the free memory of this machine"
+    if estimate.offloaded > (free := free_bytes() // ranks_here):
+        raise UsageError(
+            f"{_users_of_host_memory(config)} {_gib(estimate.offloaded)} GiB of each rank into host memory, and a "
+            f"rank's share of the free host memory is {_gib(free)} GiB. Start more ranks on more machines, or leave it "
+            "out."
+        )
+    if estimate.persistent <= memory and estimate.total <= MARGIN * memory:
+        return f"memory, estimated: {estimate}; {owner} is {_gib(memory)} GiB"
+    if estimate.persistent > memory:
+        hints = _smaller_state(plan.parallel, platform, precision, offloaded=config.optim.offload)
+    else:
+        hints = _smaller_activations(config)
+    hint = "; or ".join(hints)
+    raise UsageError(
+        f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
+        f"{hint[0].upper()}{hint[1:]}.{' `isthmus plan` lists the layouts that fit.' if on_gpu else ''}"
+    )
+
+
+def _users_of_host_memory(config: RunConfig) -> str:
+    names = ["optim.offload=true"] * config.optim.offload + ["checkpoint.async=true"] * config.checkpoint.asynchronous
+    return " and ".join(names) + (" put" if len(names) > 1 else " puts")
+
+
+def _smaller_state(parallel: ParallelConfig, platform: Platform, precision: str, *, offloaded: bool) -> list[str]:
+    hints = []
+    if not parallel.fsdp and parallel.pp == 1 and parallel.ep == 1 and precision in ("fp32", "bf16"):
+        hints.append("set parallel.fsdp=true over several ranks")
+    if platform.device_type == "cuda" and not parallel.fsdp and not offloaded:
+        hints.append("set optim.offload=true")
+    more = "start more ranks to shard it over" if parallel.fsdp else "raise parallel.tp or parallel.pp over more ranks"
+    return [*hints, more, "use a smaller model"]
+
+
+def _smaller_activations(config: RunConfig) -> list[str]:
+    hints = []
+    if config.train.micro_batch_size > 1:
+        hints.append("lower train.micro_batch_size")
+    if config.train.recompute != "full":
+        hints.append("set train.recompute=full")
+    return [*hints, "raise parallel.cp or parallel.tp", "lower data.seq_length"]
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:,.1f}" if number >= 2**30 / 10 else f"{number / 2**30:.3f}"

@@ -1,0 +1,122 @@
+"""All checks of a run that need no other rank, also used by the dry run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isthmus.config.schema import RunConfig
+from isthmus.convert.coverage import check_coverage
+from isthmus.hf.hub import check_name
+from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.platforms import rank_env
+from isthmus.platforms.base import Platform, RunShape
+from isthmus.platforms.detect import detect
+from isthmus.recipes.data.corpus import check_files
+from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
+from isthmus.recipes.model.model_source import run_tokenizer
+from isthmus.recipes.model.teacher_model import check_teacher, teacher_messages
+from isthmus.recipes.plan.layout_checks import check_async_layout, check_offload
+from isthmus.recipes.plan.memory_estimate import check_memory
+from isthmus.recipes.plan.model_plan import (
+    ModelPlan,
+    check_precision,
+    check_training,
+    dropout_messages,
+    plan_model,
+)
+from isthmus.recipes.plan.step_matmuls import tuning_messages
+from isthmus.recipes.run_dir import RunDir
+from isthmus.train.callbacks import callback_class
+from isthmus.train.trackers import check_trackers
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """A validated run, the same on every rank."""
+
+    config: RunConfig
+    run_dir: RunDir
+    resume: Path | None
+    plan: ModelPlan
+    tokenizer: Tokenizer
+    prompts: tuple[EvalPrompt, ...]
+    """Of ``eval.generate``."""
+    platform: Platform
+    shape: RunShape
+    precision: str
+    messages: tuple[str, ...]
+    """Platform, layout, memory estimate and precision with their reasons, for the log."""
+
+
+def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
+    """Check a run before its ranks join. Errors are reported in this order:
+
+    1. run folder and checkpoint to resume from,
+    2. model folder, family, layout and experts (:func:`plan_model`),
+    3. training settings (:func:`check_training`),
+    4. data files, names and shapes of the weights,
+    5. tokenizer, prompts of evaluations,
+    6. platform, precision, teacher, optimizer offload, attention backend,
+    7. memory.
+
+    Rank 0 then compares the run with its checkpoint (:mod:`isthmus.recipes.plan.resume_check`) and renders the first
+    records (:mod:`isthmus.recipes.data.first_records`), before anything is written. Checks that need all samples are in
+    :mod:`isthmus.recipes.training_setup`.
+    """
+    run_dir = RunDir(Path(config.out))
+    resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
+    plan = plan_model(config, world_size=world_size)
+    check_training(config, plan)
+    check_files(config)
+    _check_weights(config, plan)
+    if config.checkpoint.push is not None:
+        check_name(config.checkpoint.push)
+    for name in config.callbacks:
+        callback_class(name)
+    tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
+    prompts = eval_prompts(config, tokenizer, plan.architecture)
+    shape = RunShape(
+        nodes=math.ceil(plan.world_size / ranks_here),
+        fsdp=config.parallel.fsdp,
+        tp_or_cp=config.parallel.tp > 1 or config.parallel.cp > 1,
+        async_tp=config.parallel.async_tp,
+        gemm_tuning_file=str(run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
+        deterministic=config.train.deterministic,
+    )
+    platform = detect(config.platform, shape)
+    chosen = config.train.precision
+    reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
+    precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
+    check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
+    check_teacher(config, plan, tokenizer, platform)
+    check_offload(config.optim, config.parallel, platform.device_type)
+    check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
+    if config.train.attention != "auto":
+        from isthmus.recipes.model.rank_model import select_attention  # imports the engine
+
+        select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
+    messages = (
+        *tuning_messages(config, plan, platform, precision),
+        *check_trackers(config.logging),
+        f"platform {platform.name}: {platform.reason}",
+        f"layout: {config.parallel.describe(plan.world_size)}",
+        *plan.weights.notes,
+        *dropout_messages(plan),
+        *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
+        *teacher_messages(config, plan, precision),
+        check_memory(plan, config, platform, precision, ranks_here=ranks_here),
+        f"precision {precision}: {reason}",
+    )
+    return RunContext(config, run_dir, resume, plan, tokenizer, prompts, platform, shape, precision, messages)
+
+
+def _check_weights(config: RunConfig, plan: ModelPlan) -> None:
+    """Check names and shapes of the tensors that the run reads."""
+    if config.model.init == "hf":
+        check_coverage(plan.weights.source, plan.family, plan.architecture)
+    if plan.teacher is not None and config.distill.teacher_init == "hf":
+        check_coverage(plan.teacher.weights.source, plan.teacher.family, plan.teacher.architecture)

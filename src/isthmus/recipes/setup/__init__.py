@@ -1,1 +1,0 @@
-"""Before the first step: model source, layout checks, memory estimate, model."""

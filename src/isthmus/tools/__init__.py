@@ -1,0 +1,1 @@
+"""Programs around training and conversion; they import everything below, and only the command line imports them."""

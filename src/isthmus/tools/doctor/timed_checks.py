@@ -1,0 +1,57 @@
+"""Runs checks in threads, so that neither an exception nor a check that hangs stops the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from isthmus.tools.doctor.findings import Check, Finding, warning
+from isthmus.tools.doctor.machine import Machine
+
+
+def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> list[Finding]:
+    """Findings in the order of the checks; a check that fails or takes longer than ``seconds`` adds a warning."""
+    results: list[list[Finding]] = [[] for _ in checks]
+    threads = [
+        threading.Thread(target=_run_check, args=(check, machine, result), daemon=True, name=check.__name__)
+        for check, result in zip(checks, results, strict=True)
+    ]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    found: list[Finding] = []
+    for check, thread, result in zip(checks, threads, results, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        found += tuple(result)
+        subject = result[0].subject if result else subject_of(check)
+        if thread.is_alive():
+            found.append(
+                warning(
+                    subject,
+                    f"the check did not end within {seconds:g} s; a file system, a driver or a device may not answer",
+                    "With --quick, checks have less time than without. If it does not end without, either, look at "
+                    "dmesg and at the mounts.",
+                    f"{check.__module__}.{check.__name__}",
+                )
+            )
+    return found
+
+
+def subject_of(check: Check) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")
+
+
+def _run_check(check: Check, machine: Machine, found: list[Finding]) -> None:
+    try:
+        for finding in check(machine):
+            found.append(finding)
+    except BaseException as failure:  # some errors of torch are not an Exception
+        found.append(
+            warning(
+                found[0].subject if found else subject_of(check),
+                f"the check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}",
+                "The other lines do not depend on it. Report it with the output of isthmus doctor --json.",
+                f"{check.__module__}.{check.__name__}",
+            )
+        )

@@ -1,0 +1,313 @@
+"""The time of an optimizer step in a layout, and what it consists of."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from isthmus.config.schema import ParallelConfig
+from isthmus.engine.parallel.pipeline_layout import layers_per_stage
+from isthmus.families.architecture import Architecture
+from isthmus.tools.planner.cost.cluster import Cluster, Ring
+from isthmus.tools.planner.cost.kernels import Kernels
+from isthmus.tools.planner.cost.layer_time import LayerModel, Times
+from isthmus.tools.planner.cost.workload import Workload
+from isthmus.train.flops import flops_per_batch
+
+CONTENTION = 0.2
+"""Share of overlapped communication by which it slows the computation: it takes compute units and memory bandwidth."""
+HOST_SHARE = 0.8
+"""Share of the bandwidth to host memory that copies reach."""
+BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
+"""Megatron-Core's gradient buckets; the last one is reduced after the backward pass."""
+BINDING_SHARE = 0.1
+
+FORMULAS = {
+    "gemm": "2 m n k FLOPs a matmul, 3 a weight with its gradients, at the speed of the part's fastest GEMM times "
+    "a share for this size",
+    "attention": "4 N D L^2 / 2 FLOPs a sample forward, 2.5 times as many backward",
+    "memory": "bytes that norms, residual sums, activations, rotary embedding, loss and sorting move, "
+    "over the memory bandwidth",
+    "recompute": "the repeated part of the forward pass",
+    "tp": "(tp - 1) / tp of the hidden states over the links, 4 times a layer forward; backward, what matmuls do not "
+    "hide",
+    "cp": "(cp - 1) / cp of keys and values, forward and backward",
+    "ep": "routed rows to their experts and back, forward and backward, the share to other nodes over the network",
+    "pp": "hidden states of each micro batch between stages",
+    "bubble": "(pp - 1) / vpp micro batches: the pipeline fills and drains",
+    "dp": "gradients (float32) and weights over the replicas, minus what the backward and forward pass hide",
+    "optimizer": "bytes per updated parameter over the memory bandwidth; with optim.offload 16 over the host link",
+    "teacher": "forward pass of the teacher; for kto, of the mismatched answers",
+}
+"""What each part of a step is, for ``isthmus plan --explain``."""
+COMPUTE = ("gemm", "attention", "recompute", "teacher")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an optimizer step on the slowest rank."""
+
+    parts: dict[str, float]
+    """By the keys of :data:`FORMULAS`; what nothing overlaps."""
+    total_s: float
+    work: Workload
+    world_size: int
+    peak_tflops: float
+    micro_batches: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all devices."""
+        return self.work.tokens / self.total_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.world_size
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Of the model, with causal attention, as runs report them (:func:`isthmus.train.flops.flops_per_batch`)."""
+        work = self.work
+        squares = work.tokens * int(work.seq_length / work.samples_per_sequence)
+        flops = flops_per_batch(work.architecture, work.tokens, squares, int(work.loss_share * work.tokens))
+        return flops / self.total_s / self.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """0..1, of the peak of the precision, as runs report it."""
+        return self.tflops_per_device / self.peak_tflops
+
+    @property
+    def binds(self) -> str:
+        """The largest part beside computation if it is a tenth of the step or more, else ``compute``."""
+        others = {name: seconds for name, seconds in self.parts.items() if name not in COMPUTE}
+        name = max(others, key=lambda name: others[name])
+        return name if others[name] >= BINDING_SHARE * self.total_s else "compute"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A pipeline rank: times of one micro batch, and parameters."""
+
+    forward: Times
+    backward: Times
+    recomputed: Times
+    parameters: float = 0.0
+    expert_parameters: float = 0.0
+    adapters: float = 0.0
+    layers: int = 0
+
+    def seconds(self) -> float:
+        return self.forward.total() + self.backward.total() + self.recomputed.total()
+
+
+def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> StepTime:
+    """Estimate the time of an optimizer step of ``work`` on all ranks of ``cluster``.
+
+    Computation, memory-bound kernels and communication of the slowest pipeline rank, plus the pipeline bubble, the
+    exchange between replicas and the optimizer. The layout must be valid for the model and the number of ranks.
+
+    Raises:
+        UsageError: the part cannot compute in this precision.
+    """
+    kernels = Kernels(cluster.part, work.precision)
+    world, pp, vpp = cluster.world_size, parallel.pp, parallel.vpp
+    replicas = max(1, parallel.dp(world))
+    number = max(1, work.global_batch_size // (work.micro_batch_size * replicas))
+    model = LayerModel(work, parallel, cluster, kernels)
+    ranks = _ranks(model)
+    slowest = max(ranks, key=_Rank.seconds)
+    parts = dict.fromkeys(FORMULAS, 0.0)
+    for name in ("gemm", "attention", "memory", "tp", "cp", "ep"):
+        parts[name] = number * (getattr(slowest.forward, name) + getattr(slowest.backward, name))
+    parts["recompute"] = number * slowest.recomputed.total()
+    if pp > 1:
+        send = Ring(cluster, pp, world // pp).send(model.outside * work.architecture.hidden_size * kernels.element)
+        hidden = slowest.forward.total() / vpp if vpp > 1 else 0.0
+        parts["pp"] = 2 * send * (pp - 1) + 2 * number * vpp * max(0.0, send - hidden)
+        parts["bubble"] = (sum(rank.seconds() for rank in ranks) - slowest.seconds()) / vpp
+    if parallel.fsdp:
+        copies, exchange = _fsdp(slowest, model, cluster)
+        parts["memory"] += number * copies
+        parts["dp"] = number * exchange
+    else:
+        parts["dp"] = _replicas(slowest, model, cluster)
+    parts["optimizer"] = _optimizer(slowest, model, cluster)
+    if work.teacher is not None:
+        parts["teacher"] = number * _teacher(work, parallel, cluster, kernels)
+    return StepTime(parts, sum(parts.values()), work, world, cluster.part.peak_tflops[work.precision], number)
+
+
+@functools.lru_cache(maxsize=512)
+def _layers_of_ranks(arch: Architecture, pp: int, vpp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each pipeline rank: (a layer of a kind, number of layers of that kind)."""
+    sizes = layers_per_stage(arch.num_layers, pp, vpp)
+    ends = list(accumulate(sizes))
+    found = []
+    for rank in range(pp):
+        count: dict[tuple[frozenset[str], int | None], list[int]] = {}
+        for stage in range(rank, len(sizes), pp):
+            for layer in range(ends[stage] - sizes[stage], ends[stage]):
+                count.setdefault((arch.layer_kinds(layer), arch.window(layer)), [layer, 0])[1] += 1
+        found.append(tuple((layer, times) for layer, times in count.values()))
+    return tuple(found)
+
+
+def _ranks(model: LayerModel) -> list[_Rank]:
+    arch, parallel = model.arch, model.parallel
+    counted = _layers_of_ranks(arch, parallel.pp, parallel.vpp)
+    found: dict[object, _Rank] = {}
+    ranks = []
+    for number, layers in enumerate(counted):
+        key = tuple((arch.layer_kinds(layer), arch.window(layer), times) for layer, times in layers)
+        if key not in found:
+            found[key] = _rank(model, layers)
+        rank = found[key]
+        if number in (0, parallel.pp - 1):
+            rank = _with_ends(model, rank, first=number == 0, last=number == parallel.pp - 1)
+        ranks.append(rank)
+    return ranks
+
+
+def _rank(model: LayerModel, layers: tuple[tuple[int, int], ...]) -> _Rank:
+    work, found = model.work, _Rank(Times(), Times(), Times())
+    found.layers = sum(times for _, times in layers)
+    repeated = 0.0
+    if work.recompute == "full":
+        limit = found.layers if work.recompute_layers is None else work.recompute_layers * model.parallel.vpp
+        repeated = min(1.0, limit / max(1, found.layers))
+    for number, times in layers:
+        layer = model.layer(number)
+        found.forward.add(layer.forward, times)
+        found.backward.add(layer.backward, times)
+        found.recomputed.add(layer.recomputed, times)
+        found.recomputed.add(layer.forward, times * repeated)
+        found.parameters += times * layer.parameters
+        found.expert_parameters += times * layer.expert_parameters
+        found.adapters += times * layer.adapters
+    return found
+
+
+def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _Rank:
+    """Adds embedding (read and written), last norm, output projection and loss (three passes over the logits)."""
+    arch, work, kernels = model.arch, model.work, model.kernels
+    found = replace(rank, forward=replace(rank.forward), backward=replace(rank.backward))
+    width = model.outside * arch.hidden_size * kernels.element
+    vocabulary = arch.vocab_size / model.tp
+    if first:
+        found.forward.memory += kernels.memory(2 * width)
+        found.backward.memory += kernels.memory(3 * width)
+        found.parameters += vocabulary * arch.hidden_size
+    if last:
+        rows = model.tokens * work.loss_share
+        for _ in range(1 + arch.mtp_layers):
+            one = 1.0 if arch.score_head else vocabulary
+            forward = kernels.gemm(rows, one, arch.hidden_size, fp8=False)
+            found.forward.gemm += forward
+            update = kernels.gemm(one, arch.hidden_size, rows, fp8=False, sum_bytes=4) if model.trained else 0.0
+            found.backward.gemm += kernels.gemm(rows, arch.hidden_size, one, fp8=False) + update
+            found.forward.memory += kernels.memory(3 * rows * one * kernels.element, 3) + kernels.memory(2 * width)
+            found.backward.memory += kernels.memory(3 * width)
+            exchange = model.tp_ring.gather(model.tokens * arch.hidden_size * kernels.element)
+            found.forward.tp += exchange
+            found.backward.tp += exchange
+        if not (first and arch.tie_embeddings):
+            found.parameters += (1 if arch.score_head else vocabulary) * arch.hidden_size
+        for number in range(arch.mtp_layers):
+            layer = model.layer(arch.num_layers + number)
+            found.forward.add(layer.forward)
+            found.backward.add(layer.backward)
+            projection = kernels.gemm(model.tokens, arch.hidden_size / model.tp, 2 * arch.hidden_size)
+            found.forward.gemm += projection
+            found.backward.gemm += 2 * projection
+            found.parameters += layer.parameters + 2 * arch.hidden_size**2 / model.tp
+            found.expert_parameters += layer.expert_parameters
+    return found
+
+
+def _exposed(exchange: float, window: float, tail: float) -> float:
+    """What a window of computation does not hide of an exchange, at least its ``tail``; the rest slows it down."""
+    left = max(tail, exchange - window)
+    return left + CONTENTION * max(0.0, exchange - left)
+
+
+def _trained(rank: _Rank, model: LayerModel) -> tuple[float, float]:
+    """Trained parameters of the rank, and of its experts."""
+    if model.trained:
+        return rank.parameters, rank.expert_parameters
+    return rank.adapters, 0.0
+
+
+def _rings(model: LayerModel, cluster: Cluster) -> tuple[Ring, Ring]:
+    """Replicas of the ordinary parameters, and of those of experts."""
+    parallel, world = model.parallel, cluster.world_size
+    experts = parallel.expert_tp * parallel.ep
+    return (
+        Ring(cluster, max(1, world // (parallel.tp * parallel.pp)), parallel.tp),
+        Ring(cluster, max(1, world // (parallel.pp * experts)), experts),
+    )
+
+
+def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
+    """Data parallelism with a sharded optimizer: gradients are reduce-scattered in the backward pass of the last micro
+    batch, updated weights gathered in the first forward pass.
+    """
+    ordinary, experts = _trained(rank, model)
+    ring, expert_ring = _rings(model, cluster)
+    reduced = ring.gather(4 * ordinary) + expert_ring.gather(4 * experts)
+    element = model.kernels.element
+    gathered = ring.gather(element * ordinary) + expert_ring.gather(element * experts)
+    if not reduced:
+        return 0.0
+    parallel = model.parallel
+    on = parallel.overlap_grad_reduce is not False
+    bucket = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * ring.size) / max(1.0, ordinary + experts)
+    backward = rank.backward.total() + rank.recomputed.total() if on else 0.0
+    forward = rank.forward.total() if on and parallel.overlap_param_gather is not False else 0.0
+    seconds = _exposed(reduced, backward, min(1.0, bucket) * reduced)
+    return seconds + _exposed(gathered, forward, min(1.0, bucket) * gathered)
+
+
+def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster) -> tuple[float, float]:
+    """Each micro batch gathers the layers' weights in both passes and reduces their float32 gradients; the next layer's
+    exchange overlaps a layer. Buffers are copied on both sides. Returns seconds of (the copies, the exchange) of one.
+    """
+    ring, element = _rings(model, cluster)[0], model.kernels.element
+    if ring.size == 1:
+        return 0.0, 0.0
+    latency = ring.latency_s * rank.layers
+    gathered = ring.gather(element * rank.parameters) + latency
+    reduced = ring.gather(4 * _trained(rank, model)[0]) + latency
+    first = 1 / max(1, rank.layers)
+    backward = rank.backward.total() + rank.recomputed.total()
+    seconds = _exposed(gathered, rank.forward.total(), first * gathered)
+    seconds += _exposed(gathered + reduced, backward, first * (gathered + reduced))
+    copies = model.kernels.memory(rank.parameters * (2 * 2 * element + element + 4))
+    return copies, seconds
+
+
+def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
+    """Bytes per updated parameter: gradient read for its norm, scaled and read again (16), main weight read and written
+    (8), moments read and written (AdamW 16, 8-bit 4, Muon 8), weight written (2); and every gradient is set to zero.
+    Muon has 5 iterations of 6 H FLOPs per parameter (Jordan 2024).
+    """
+    ordinary, experts = _trained(rank, model)
+    ring, expert_ring = _rings(model, cluster)
+    own = ordinary / ring.size + experts / expert_ring.size
+    moments = {"adamw": 16, "adamw_8bit": 4, "muon": 8}[model.work.optimizer]
+    moved = own * (26 + (0 if model.work.offload else moments))
+    zeroed = own if model.parallel.fsdp else ordinary + experts
+    seconds = model.kernels.memory(moved + 4 * zeroed)
+    if model.work.optimizer == "muon":
+        seconds += 30 * model.arch.hidden_size * own / model.kernels.rates[False]
+        seconds += ring.gather(4 * ordinary)
+    if model.work.offload:
+        seconds = max(seconds, 16 * own / (HOST_SHARE * cluster.part.host_gb_s * 1e9))
+    return seconds
+
+
+def _teacher(work: Workload, parallel: ParallelConfig, cluster: Cluster, kernels: Kernels) -> float:
+    assert work.teacher is not None
+    own = replace(work, architecture=work.teacher, teacher=None, recompute="none")
+    return max(rank.forward.total() for rank in _ranks(LayerModel(own, parallel, cluster, kernels)))

@@ -1,0 +1,127 @@
+"""The layouts of a model over a number of ranks, and the settings of a run that change its memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.errors import UsageError
+from isthmus.families.architecture import Architecture
+from isthmus.recipes.plan.layout_checks import check_layout, check_micro_batches
+
+_MOST_STAGES = 64
+_LEAST_TOKENS = 2048
+"""Of a context parallel rank: with fewer, splitting the tokens of a sequence costs more than it saves."""
+_MOST_TOKENS = 1 << 16
+"""Of a micro batch on a rank: GEMMs do not get faster with more."""
+_CHEAP = ("layernorm", "mlp_act", "moe_act", "rope")
+"""Recomputed without matmuls."""
+
+
+def layouts(
+    arch: Architecture, config: RunConfig, *, world_size: int, gpus_per_node: int, fixed: Collection[str]
+) -> Iterator[ParallelConfig]:
+    """Layouts that a run with ``config`` accepts; settings in ``fixed`` (``parallel.tp``) keep the value of ``config``.
+
+    Tensor parallelism stays within a node, sequence parallelism is on with it: it needs less memory at the same
+    communication.
+
+    Raises:
+        UsageError: no layout is possible; that of the first one that is not.
+    """
+    given = {name.removeprefix("parallel."): getattr(config.parallel, name.removeprefix("parallel."))
+             for name in fixed if name.startswith("parallel.")}  # fmt: skip
+    refused: UsageError | None = None
+    found = False
+    for sizes in _sizes(arch, config, world_size, gpus_per_node, given):
+        try:
+            layout = config.parallel.model_copy(update={"sp": given.get("sp")} | sizes)
+            check_layout(arch, layout)
+            layout.check_world_size(world_size)
+        except UsageError as error:
+            refused = refused or error
+            continue
+        found = True
+        yield layout
+    if not found:
+        raise refused or UsageError(
+            f"no layout of {world_size:,} ranks is possible with {', '.join(sorted(fixed))}. Leave one of them out."
+        )
+
+
+def _sizes(
+    arch: Architecture, config: RunConfig, world_size: int, gpus_per_node: int, given: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    def choices(name: str, of: int, most: int) -> list[int]:
+        return [given[name]] if name in given else [n for n in range(1, min(of, most) + 1) if of % n == 0]
+
+    experts = 1 if arch.moe is None else arch.moe.num_experts
+    for tp in choices("tp", gpus_per_node, gpus_per_node):
+        for pp in choices("pp", max(1, world_size // tp), min(arch.num_layers, _MOST_STAGES)):
+            left = max(1, world_size // (tp * pp))
+            for cp in choices("cp", left, max(1, config.data.seq_length // _LEAST_TOKENS)):
+                for vpp in choices("vpp", max(1, arch.num_layers // pp), 4 if pp > 1 else 1):
+                    for etp in [given["etp"]] if "etp" in given else [tp, 1] if experts > 1 and tp > 1 else [None]:
+                        for ep in choices("ep", experts, max(1, world_size // (pp * (etp or tp)))):
+                            sizes = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
+                            yield from _sharded(sizes, config, left // cp * cp, given)
+
+
+def _sharded(
+    sizes: dict[str, Any], config: RunConfig, replicas: int, given: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """With and without fsdp, where it is possible."""
+    sizes["etp"] = None if sizes["etp"] == sizes["tp"] else sizes["etp"]
+    if "fsdp" in given:
+        yield {**sizes, "fsdp": given["fsdp"]}
+        return
+    yield {**sizes, "fsdp": False}
+    alone = sizes["pp"] == sizes["ep"] == 1 and sizes["etp"] is None and replicas > 1
+    alone = alone and not config.lora.enabled and not config.optim.offload
+    if alone and config.train.precision in (None, "fp32", "bf16"):
+        yield {**sizes, "fsdp": True}
+
+
+def micro_batch_sizes(
+    config: RunConfig, parallel: ParallelConfig, world_size: int, fixed: Collection[str]
+) -> list[int]:
+    """Powers of two that the batch of a data parallel rank has room for; empty if the ranks do not divide the batch."""
+    train = config.train
+    sizes = [train.micro_batch_size]
+    if "train.micro_batch_size" not in fixed:
+        tokens = min([_MOST_TOKENS * parallel.cp, *config.data.length_buckets[-1:]])
+        most = max(1, tokens // config.data.seq_length)
+        sizes = [size for power in range(8) if (size := 1 << power) <= most]
+    found = []
+    for size in sizes:
+        if train.global_batch_size % size == 0:
+            try:
+                check_micro_batches(train.model_copy(update={"micro_batch_size": size}), parallel, world_size)
+            except UsageError:
+                continue
+            found.append(size)
+    return found
+
+
+def recompute_choices(
+    arch: Architecture, config: RunConfig, parallel: ParallelConfig, fixed: Collection[str]
+) -> list[dict[str, Any]]:
+    """From the least to the most recomputation, as settings of ``train``."""
+    if "train.recompute" in fixed:
+        return [{}]
+    stage_layers = -(-arch.num_layers // (parallel.pp * parallel.vpp))
+    full: dict[str, Any] = {"recompute": "full"}
+    half = [full | {"recompute_layers": stage_layers // 2}] if stage_layers > 1 else []
+    return [{}, {"recompute": "selective", "recompute_modules": _cheap_modules(arch, parallel)}, *half, full]
+
+
+def _cheap_modules(arch: Architecture, parallel: ParallelConfig) -> tuple[str, ...]:
+    """What a run may recompute without matmuls; see ``check_training``."""
+    is_moe = [arch.is_moe(layer) for layer in range(arch.num_layers)]
+    shared_heads = arch.qk_norm and arch.num_query_groups < parallel.tp
+    present = {
+        "layernorm": arch.has_norms_before_blocks, "mlp_act": not all(is_moe), "moe_act": any(is_moe),
+        "rope": arch.position == "rope" and arch.mla is None and not shared_heads,
+    }  # fmt: skip
+    return tuple(name for name in _CHEAP if present[name])

@@ -1,0 +1,206 @@
+"""Plans as a table, as formulae with numbers, and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from isthmus.config.schema import RunConfig
+from isthmus.recipes.plan.activation_estimate import activations
+from isthmus.recipes.plan.memory_estimate import DTYPES, estimate_ranks
+from isthmus.tools.planner.cost.step_time import FORMULAS
+from isthmus.tools.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION
+from isthmus.tools.planner.planning import Plans, describe
+from isthmus.tools.planner.search import Candidate, plan_of
+
+_LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "fsdp")
+_ALWAYS = ("tp", "pp", "micro_batch_size", "global_batch_size", "seq_length")
+_TRAIN = ("global_batch_size", "micro_batch_size", "recompute", "recompute_modules", "recompute_layers", "precision")
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings that a plan chooses, by dotted name; those with their default value are left out."""
+    sections: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        ("parallel", config.parallel, _LAYOUT), ("train", config.train, _TRAIN), ("optim", config.optim, ("offload",)),
+        ("data", config.data, ("seq_length",)),
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    for section, values, names in sections:
+        for name in names:
+            value, always = getattr(values, name), name in _ALWAYS
+            if always or value != type(values).model_fields[name].get_default(call_default_factory=True):
+                found[f"{section}.{name}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def as_words(config: RunConfig) -> str:
+    """The settings of a plan as words of a command line."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, bool):
+            return str(value).lower()
+        return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
+
+    return " ".join(shlex.quote(f"{name}={text(value)}") for name, value in settings_of(config).items())
+
+
+def memory_parts(candidate: Candidate) -> dict[str, int]:
+    """Bytes of the GPU that needs most, by part; of logits and layer buffers only the larger one counts."""
+    memory = candidate.memory
+    at_loss = memory.logits > memory.temporary
+    parts = {
+        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+        "teacher": memory.teacher, "activations": memory.activations, "fp8_weights": memory.quantized,
+        "logits": memory.logits if at_loss else 0, "layer_buffers": 0 if at_loss else memory.temporary,
+        "fragmentation": candidate.fragmentation, "context": CONTEXT_BYTES,
+    }  # fmt: skip
+    return {name: number for name, number in parts.items() if number or name in ("logits", "layer_buffers")}
+
+
+def as_json(plans: Plans) -> dict[str, Any]:
+    """Everything of a result."""
+
+    def described(candidate: Candidate) -> dict[str, Any]:
+        time = candidate.time
+        step = None if time is None else {
+            "seconds": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu, "bound_by": time.binds,
+            "parts_s": time.parts,
+        }  # fmt: skip
+        memory = {**memory_parts(candidate), "total": candidate.total_bytes}
+        host = {"host": candidate.memory.offloaded} if candidate.memory.offloaded else {}
+        return {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
+
+    machine = plans.machine
+    return {
+        "model": plans.model, "family": plans.plan.family.name, "parameters": plans.parameters,
+        "recipe": plans.config.recipe, "precision": plans.precision,
+        "gpus": machine.world_size, "gpu": None if machine.part is None else machine.part.name,
+        "gpu_memory_bytes": machine.memory_bytes, "evaluated": plans.evaluated,
+        "plans": [described(each) for each in plans.best],
+        "closest": None if plans.closest is None else described(plans.closest),
+        "suggestions": list(plans.suggestions),
+    }  # fmt: skip
+
+
+def as_text(plans: Plans, *, explained: bool) -> str:
+    """The table of plans, then memory, time and settings of the first one; or what is nearest."""
+    config, machine = plans.config, plans.machine
+    lines = [
+        f"{plans.model}: {plans.plan.family.name}, {plans.parameters:,} parameters; {config.recipe} in "
+        f"{plans.precision}, {config.train.global_batch_size} sequences of {config.data.seq_length:,} tokens a step, "
+        f"on {machine}",
+        "",
+    ]
+    if not plans.best:
+        return "\n".join([*lines, *_nearest(plans)])
+    best = plans.best[0]
+    lines += [*_table(plans), "", "memory of plan 1, GiB of the GPU that needs most:"]
+    lines += _columns({name.replace("_", " "): f"{_gib(number)}" for name, number in memory_parts(best).items()})
+    if best.memory.offloaded:
+        lines.append(f"  and {_gib(best.memory.offloaded)} of host memory for each GPU")
+    if best.time is not None:
+        share = {name: seconds for name, seconds in best.time.parts.items() if seconds >= 0.001 * best.time.total_s}
+        lines += ["", "step of plan 1, estimated seconds:", *_columns({name: f"{s:.3f}" for name, s in share.items()})]
+    else:
+        lines += ["", "no step times, because the GPU is not known: give --gpus, such as --gpus 8xH100"]
+    if explained:
+        lines += ["", *explain(plans, best)]
+    return "\n".join([*lines, "", "settings of plan 1:", f"  {as_words(best.config)}"])
+
+
+def _table(plans: Plans) -> list[str]:
+    heads = ["", "layout", "micro batch", "recompute", "GiB/GPU", "s/step", "tokens/s", "MFU", "bound by"]
+    rows = [heads]
+    for number, each in enumerate(plans.best, start=1):
+        train, time = each.config.train, each.time
+        layers = "" if train.recompute_layers is None else f" ({train.recompute_layers} layers)"
+        offload = " +offload" if each.config.optim.offload else ""
+        times = ["-"] * 4 if time is None else [
+            f"{time.total_s:.3f}", f"{time.tokens_per_s:,.0f}", f"{time.mfu:.1%}", time.binds,
+        ]  # fmt: skip
+        rows.append([
+            str(number), each.config.parallel.describe(plans.machine.world_size) + offload, str(train.micro_batch_size),
+            train.recompute + layers, _gib(each.total_bytes), *times,
+        ])  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _nearest(plans: Plans) -> Iterator[str]:
+    closest, machine = plans.closest, plans.machine
+    if closest is None:
+        yield (
+            f"no plan: {plans.config.train.global_batch_size} sequences a step cannot be divided over "
+            f"{machine.world_size:,} GPUs in any layout. Change train.global_batch_size or train.micro_batch_size."
+        )
+        return
+    needed, has = _gib(closest.total_bytes), _gib(machine.memory_bytes)
+    yield f"does not fit: at least {needed} GiB of a GPU are needed, and it has {has} GiB"
+    yield f"closest: {describe(closest, machine)}"
+    yield from _columns({name.replace("_", " "): _gib(number) for name, number in memory_parts(closest).items()})
+    if plans.suggestions:
+        yield "it fits"
+        yield from (f"  {text}" for text in plans.suggestions)
+    else:
+        yield "it does not fit on more GPUs, with shorter sequences or with LoRA either. Use a smaller model."
+
+
+def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
+    """The formulae of a plan's memory and time, with its numbers."""
+    config, precision = candidate.config, plans.precision
+    parallel, world = config.parallel, plans.machine.world_size
+    plan = plan_of(plans.plan, parallel, world)
+    ranks = estimate_ranks(plan, config, precision, gpu_bytes=plans.machine.memory_bytes, compiles=True)
+    rank = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
+    found, kept = ranks[rank], activations(plan, config, precision, on_gpu=True)[rank]
+    replicas, element = parallel.dp(world) * parallel.cp, DTYPES[precision].itemsize
+    trained = found.gradients // 4
+    yield f"memory of plan 1, on pipeline rank {rank}:"
+    if parallel.fsdp:
+        yield (
+            f"  weights: 4 bytes x {trained:,} parameters, a share of 1 / {replicas}, and {element} bytes x those of a "
+            f"layer, the embedding and the output layer, which are gathered = {_gib(found.weights)} GiB"
+        )
+    else:
+        yield f"  weights: {element} bytes x {found.parameters:,} parameters = {_gib(found.weights)} GiB"
+    yield f"  gradients: 4 bytes x {trained:,} trained parameters = {_gib(found.gradients)} GiB"
+    yield (
+        f"  optimizer ({config.optim.optimizer}): float32 weights and moments over {replicas} replicas "
+        f"(dp x cp; experts: over fewer) = {_gib(found.optimizer)} GiB"
+    )
+    yield (
+        f"  activations: {float(kept.in_flight):g} micro batches in flight x (layers + {_mib(kept.outside)} MiB "
+        f"outside) + {_mib(kept.once)} MiB of a recomputed layer = {_gib(found.activations)} GiB, with T = "
+        f"{kept.tokens:,} tokens of a micro batch on a rank (cp={parallel.cp}), H = {plan.architecture.hidden_size:,} "
+        f"and widths over tp={parallel.tp}"
+    )
+    for kind, count in kept.kept.items():
+        yield f"    {count} {kind} layers, each keeps {_mib(sum(kept.layers[kind].values()))} MiB of a micro batch:"
+        yield from (f"      {name}: {_mib(number)} MiB" for name, number in kept.layers[kind].items())
+    if kept.recomputed:
+        yield f"    {kept.recomputed} recomputed layers, each keeps its input, T H: {_mib(kept.input_bytes)} MiB"
+    yield f"  logits of a chunk with the gradient of the hidden states: {_gib(found.logits)} GiB, or"
+    yield f"  buffers of a layer's backward pass: {_gib(found.temporary)} GiB; the larger one counts"
+    yield f"  fragmentation: {FRAGMENTATION:.0%} of activations and buffers = {_gib(candidate.fragmentation)} GiB"
+    yield f"  context, kernels and communication buffers: {_gib(CONTEXT_BYTES)} GiB"
+    if candidate.time is not None:
+        time = candidate.time
+        yield f"step of plan 1: {time.micro_batches} micro batches of each data parallel rank"
+        yield from (f"  {name}: {seconds:.4f} s; {FORMULAS[name]}" for name, seconds in time.parts.items() if seconds)
+        yield (
+            f"  MFU: {time.tflops_per_device:.1f} TFLOP/s of a GPU (model FLOPs, causal attention) / peak of "
+            f"{time.peak_tflops:g} TFLOP/s = {time.mfu:.1%}"
+        )
+
+
+def _columns(values: dict[str, str]) -> list[str]:
+    return ["  " + ", ".join(f"{name} {value}" for name, value in values.items())]
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:,.1f}"
+
+
+def _mib(number: float) -> str:
+    return f"{number / 2**20:,.1f}"

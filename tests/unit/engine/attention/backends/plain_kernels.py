@@ -1,0 +1,64 @@
+"""Kernels of PyTorch that a CPU does not have, as plain operations with the documented meaning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.attention.backends import flex, varlen
+
+
+def plain_varlen_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.attention.varlen.varlen_attn``: the last query of a sample is aligned with its last key."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key)) == (len(query), len(value))
+    assert query.size(-1) == key.size(-1) == value.size(-1)
+    assert all(each.stride(-1) == 1 for each in (query, key, value))
+    assert enable_gqa or query.size(1) == key.size(1)
+    share = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    outputs = []
+    for (q_start, q_end), (k_start, k_end) in zip(
+        pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True
+    ):
+        queries, keys = q_end - q_start, k_end - k_start
+        assert 0 < queries <= max_q and queries <= keys <= max_k
+        own = torch.arange(queries)[:, None] + keys - queries
+        other = torch.arange(keys)[None, :]
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        if window_size[0] >= 0:
+            seen &= other >= own - window_size[0]
+        if window_size[1] >= 0:
+            seen &= other <= own + window_size[1]
+        scores = torch.einsum("tnd,snd->nts", query[q_start:q_end], key[k_start:k_end]) * scale
+        probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        outputs.append(torch.einsum("nts,snd->tnd", probabilities, value[k_start:k_end]))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """varlen_attn as plain operations; torch's own flex_attention, uncompiled, with the backward pass of its tests."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(varlen, "varlen_attn", lambda: plain_varlen_attn)
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *_: None, raising=False
+    )  # refuses gradients on a CPU
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    caches = (flex._kernel, flex._block_mask, varlen._calls)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()

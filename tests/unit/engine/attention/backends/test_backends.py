@@ -1,0 +1,166 @@
+"""Each attention backend against the formula of attention over packed samples: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.engine.attention.backends import flex
+from isthmus.engine.attention.backends.flex import flex_attention
+from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
+from isthmus.engine.attention.backends.row_ranges import row_ranges
+from isthmus.engine.attention.backends.sdpa import sdpa_attention
+from isthmus.engine.attention.backends.varlen import varlen_attention
+from isthmus.engine.parallel.context_parallel import Spans, local_tokens
+from unit.engine.attention.backends.plain_kernels import plain_kernels  # noqa: F401
+from unit.engine.attention.test_self_attention import reference
+from unit.engine.recorder import Recorder
+
+pytestmark = pytest.mark.usefixtures("plain_kernels")
+BACKENDS = pytest.mark.parametrize("attend", [varlen_attention, flex_attention, sdpa_attention])
+LENGTHS = (9, 1, 4, 130, 6)
+TOKENS = sum(LENGTHS)
+SPANS: dict[str, Spans | None] = {
+    "whole": None,
+    "parts": ((0, 3), (7, 30), (100, 148)),
+    "inside": ((20, 60),),
+    "whole samples": ((9, 14), (144, 150)),
+}
+
+
+def inputs(groups: int, value_width: int = 16) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = ((groups, 4 // groups, 16), (groups, 16), (groups, value_width))
+    return [torch.randn(TOKENS, *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
+
+
+def check(
+    attend: Callable[..., Tensor], given: list[Tensor], window: int | None, spans: Spans | None, **options: Any
+) -> None:
+    """Against the formula, whose rows are those of the whole sequence."""
+    sinks = [options["sinks"]] if "sinks" in options else []
+    own = {"spans": spans} if spans else {}
+    out = attend(local_tokens(given[0], spans), given[1], given[2], LENGTHS, window, **options, **own)
+    wanted = local_tokens(reference(*given, LENGTHS, window, **options), spans)
+    assert out.shape == wanted.shape and torch.allclose(out, wanted, rtol=0, atol=1e-12)
+    upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [*given, *sinks]
+    got = torch.autograd.grad(out, leaves, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+@BACKENDS
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_values_and_gradients(
+    attend: Callable[..., Tensor], groups: int, window: int | None, spans: Spans | None
+) -> None:
+    check(attend, inputs(groups), window, spans, scale=0.3)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("options", [{"softcap": 0.5}, {"sinks": 0}, {"softcap": 2.0, "sinks": 0, "scale": 0.3}])
+def test_softcap_and_sinks(options: dict[str, Any], window: int | None, spans: Spans | None) -> None:
+    given = dict(options)
+    if "sinks" in given:
+        given["sinks"] = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)
+    check(flex_attention, inputs(2), window, spans, **given)
+
+
+def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each packing has a new mask, lengths differ, and softcap and scale stay numbers that a kernel can contain."""
+    graphs = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch._dynamo.optimize(count, nopython=True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function))
+    options: dict[str, Any] = {"softcap": 2.0, "scale": 0.3, "sinks": torch.ones(4, dtype=torch.float64)}
+    for lengths in ((300,), (9, 500), (140, 1, 2), (256, 256), (1000, 24)):
+        random = torch.Generator().manual_seed(0)
+        shapes = ((2, 2, 16), (2, 16), (2, 16))
+        given = [torch.randn(sum(lengths), *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
+        out, wanted = (attend(*given, lengths, 70, **options) for attend in (flex_attention, packed_attention))
+        assert torch.allclose(out, wanted, rtol=0, atol=1e-12)
+    assert len(graphs) == 2
+
+
+@BACKENDS
+def test_values_narrower_than_keys(attend: Callable[..., Tensor]) -> None:
+    """As in latent attention."""
+    check(attend, inputs(4, value_width=8), None, SPANS["parts"])
+
+
+@BACKENDS
+def test_every_backend_equals_the_blocks_of_the_cpu(attend: Callable[..., Tensor]) -> None:
+    given = inputs(2)
+    assert torch.allclose(attend(*given, LENGTHS, 7), packed_attention(*given, LENGTHS, 7), rtol=0, atol=1e-12)
+
+
+@BACKENDS
+def test_wrong_lengths_are_refused(attend: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValueError, match="expected 150 queries and 150 keys"):
+        attend(*(each[1:] for each in inputs(2)), LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [(700,), (300, 1, 128, 128, 143), (64,) * 9, (1000, 24)])
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("spans", [None, ((100, 228), (300, 500))], ids=["whole", "parts"])
+def test_blocks_of_the_mask_are_those_of_torch(
+    lengths: tuple[int, ...], window: int | None, spans: Spans | None
+) -> None:
+    """Torch computes them from the mask of all pairs."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = flex._block_mask(lengths, window, spans, torch.device("cpu"))
+    wanted = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    kinds = ("kv", "full_kv", "q", "full_q")
+    for kind in kinds:
+        number, indices = (getattr(mask, f"{kind}_{part}") for part in ("num_blocks", "indices"))
+        theirs = getattr(wanted, f"{kind}_num_blocks")
+        extra = number - theirs
+        if spans is None or kind.startswith("full"):
+            assert torch.equal(number, theirs)
+            used = torch.arange(indices.size(-1)) < number[..., None]
+            assert torch.equal(indices[used], getattr(wanted, f"{kind}_indices")[used])
+        else:  # a block with queries of two spans has the blocks of keys between them too
+            assert (extra >= 0).all()
+
+
+def test_sdpa_makes_no_gradient_of_full_size_per_sample() -> None:
+    """Slices would allocate one for each sample and tensor."""
+    given = [torch.randn(480, *shape, requires_grad=True) for shape in ((2, 2, 16), (2, 16), (2, 16))]
+    with Recorder() as seen:
+        sdpa_attention(*given, (30,) * 16).sum().backward()
+    names = [name for name, _ in seen.taken]
+    assert "slice_backward" not in names and names.count("cat") == 4  # the output and three gradients
+
+
+def test_row_ranges_add_up_gradients_of_rows_that_they_share() -> None:
+    x = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    ranges = ((0, 4), (2, 7), (7, 8))
+    upstream = [torch.randn(end - start, 3, dtype=torch.float64) for start, end in ranges]
+    views = row_ranges(x, ranges)
+    assert all(view.data_ptr() == x[start:].data_ptr() for view, (start, _) in zip(views, ranges, strict=True))
+    (grad,) = torch.autograd.grad(views, x, upstream)
+    wanted = torch.zeros_like(x)
+    for (start, end), each in zip(ranges, upstream, strict=True):
+        wanted[start:end] += each
+    assert torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("ranges", [((0, 10),), ((0, 4), (4, 10))])
+def test_adjacent_row_ranges_need_no_sum(ranges: Spans) -> None:
+    x = torch.randn(10, 3, requires_grad=True)
+    with Recorder() as seen:
+        torch.cat(row_ranges(x, ranges)).sum().backward()
+    assert not {name for name, _ in seen.taken} & {"add_", "add", "slice_backward", "new_zeros", "zeros"}

@@ -1,0 +1,187 @@
+"""Memory estimates of published models, and what is refused; tests/ranks compares the estimate with real ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isthmus.config.schema import RunConfig
+from isthmus.errors import UsageError
+from isthmus.families.registry import family_for
+from isthmus.platforms.cpu import CpuPlatform
+from isthmus.recipes.plan.memory_estimate import MARGIN, MemoryEstimate, check_memory, estimate_memory, estimate_ranks
+from isthmus.recipes.plan.model_plan import ModelPlan
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
+DEEPSEEK_LITE = {
+    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "topk_method": "greedy", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def config(length: int = 8192, layout: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "recipe": "pretrain", "out": "o", "model": {"path": "m"}, "data": {"mock": True, "seq_length": length},
+            "train": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 128, **train},
+            "parallel": {"sp": False, **(layout or {})},
+        }
+    )  # fmt: skip
+
+
+def plan_of(hf: dict[str, Any], run: RunConfig, ranks: int = 8) -> ModelPlan:
+    family = family_for(hf)
+    return ModelPlan(None, None, family, family.to_architecture(hf), run.parallel, ranks)  # type: ignore[arg-type]
+
+
+def estimate(hf: dict[str, Any], **layout: Any) -> MemoryEstimate:
+    run = config(layout=layout)
+    return estimate_memory(plan_of(hf, run), run, "bf16")
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"fsdp": True}], ids=str)
+def test_a_teacher_has_weights_and_hidden_states(layout: dict[str, Any]) -> None:
+    run = config(layout=layout)
+    student, teacher = plan_of(LLAMA_8B, run), plan_of(LLAMA_70B, run)
+    teacher = replace(teacher, frozen=frozenset(teacher.family.placements(teacher.architecture)))
+    distill = {"teacher": "t", "teacher_dtype": "bfloat16"}
+    run = RunConfig.model_validate(run.model_dump() | {"recipe": "distill", "distill": distill})
+    both = estimate_memory(replace(student, teacher=teacher), run, "bf16")
+    alone = estimate_memory(student, run, "bf16")
+    share = 2 * 70_553_706_496 // (8 if "fsdp" in layout else 4)
+    gathered = 2 * (2 * 128256 * 8192 + 8192 + 855_654_400) if "fsdp" in layout else 0
+    assert both.teacher == pytest.approx(share + gathered, rel=0.02)
+    assert both.total - alone.total >= both.teacher and both.gradients == alone.gradients
+    # Of a micro batch of 16,384 tokens, with a pipeline of all 32 of a step on the last stage.
+    last = estimate_ranks(replace(student, teacher=teacher), run, "bf16")[-1]
+    hidden = last.activations - estimate_ranks(student, run, "bf16")[-1].activations
+    assert hidden == 2 * 8192 * 16384 * (32 if "pp" in layout else 1)
+
+
+@pytest.mark.parametrize(
+    ("hf", "published"),
+    [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (DEEPSEEK_LITE, 15_706_484_224)],
+)
+def test_published_sizes(hf: dict[str, Any], published: int) -> None:
+    whole = estimate(hf)
+    assert whole.parameters == published
+    assert whole.gradients == 4 * published and abs(whole.optimizer - 12 * published / 8) < 2**21
+    assert whole.weights == pytest.approx(2 * published, rel=1e-3)  # DeepSeek's routers are float32
+
+
+def test_layouts_reduce_the_estimate() -> None:
+    whole = estimate(LLAMA_8B)
+    embedding = 128256 * 4096
+    cut = estimate(LLAMA_8B, tp=8, sp=True)
+    assert cut.parameters * 8 == pytest.approx(whole.parameters, rel=1e-3)
+    assert cut.activations < whole.activations / 6
+    staged = estimate(LLAMA_8B, pp=2)
+    # The first stage has more micro batches in flight, so it needs most.
+    assert staged.parameters == (whole.parameters - 2 * embedding - 4096) // 2 + embedding
+    sharded = estimate(LLAMA_70B, fsdp=True)
+    assert sharded.persistent < estimate(LLAMA_70B).persistent / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
+    experts = estimate(DEEPSEEK_LITE, ep=8)
+    outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
+    assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408
+    run = config(recompute="full")
+    full = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
+    assert full.activations < whole.activations / 4
+
+
+def test_a_gpu_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer, or of the logits of a chunk, without compiled kernels with float32 copies."""
+    monkeypatch.setattr("isthmus.engine.compiled.find_compiler", lambda device: ("", "no Triton"))
+    run = config(layout={"pp": 2, "tp": 4})
+    first, _last = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
+    tokens, hidden = 2 * 8192, 4096
+    assert first.temporary == 2 * tokens * (2 * hidden + 2 * 14336 // 4)
+    run = config()
+    plain, on_gpu = (estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu) for gpu in (None, 80 << 30))
+    kept = plain.total - max(plain.temporary, plain.logits)
+    assert on_gpu.logits == on_gpu.total - kept == 10 * 2**28 + 2 * tokens * hidden
+    assert str(on_gpu).endswith("temporary 2.6")
+    # A CPU has the activation of the block and its gradient, and a smaller chunk with a block of float32 logits.
+    assert plain.temporary == 2 * tokens * (2 * hidden + 4 * 14336)
+    assert plain.logits == 2 * 2**25 + 4 * 2**20 + 2 * tokens * hidden
+    monkeypatch.setattr("isthmus.engine.compiled.find_compiler", lambda device: ("Triton", ""))
+    (compiled,) = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
+    assert compiled.total - kept == compiled.temporary == 2 * tokens * (2 * hidden + 2 * 14336)  # > logits
+    assert compiled.logits == 2 * 2**28 + 2 * tokens * hidden
+    elsewhere = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30, compiles=False)
+    assert elsewhere == on_gpu
+    deterministic = config(deterministic=True)
+    assert estimate_memory(plan_of(LLAMA_8B, run), deterministic, "bf16", gpu_bytes=80 << 30) == on_gpu
+
+
+def test_virtual_stages_have_more_layers_in_flight() -> None:
+    """2 * (pp - 1) + (vpp - 1) * pp + 1 chunks of the first rank (arXiv 2104.04473), here of 4 layers."""
+    plain, virtual = (estimate(LLAMA_8B, pp=4, vpp=vpp) for vpp in (1, 2))
+    assert virtual.activations / plain.activations == pytest.approx(11 / 8, rel=0.01)
+
+
+def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() -> None:
+    one, several = config(global_batch_size=16), config(global_batch_size=32)
+    found, bf16 = (estimate_memory(plan_of(LLAMA_8B, several), several, name) for name in ("fp8", "bf16"))
+    linear = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # without embedding, projection and norms
+    assert found.quantized == 2 * linear == found.total - bf16.total and "fp8 weights 13.0" in str(found)
+    assert estimate_memory(plan_of(LLAMA_8B, one), one, "fp8").quantized == 0
+    # Experts and the low-rank projections of latent attention stay in bfloat16.
+    attention, mlps = 2048 * 3072 + 512 * 4096 + 2048 * 2048, 3 * 2048 * (10944 + 26 * 2816)
+    found = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
+    assert found.quantized == 2 * (27 * attention + mlps)
+
+
+def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = config(layout={"ep": 4})
+    plan = plan_of(DEEPSEEK_LITE, plain)
+    offload = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
+    here, there = (estimate_memory(plan, each, "bf16") for each in (plain, offload))
+    assert there.offloaded == here.optimizer - there.optimizer > 0 and "of host memory" in str(there)
+    for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
+        monkeypatch.setattr("isthmus.recipes.plan.memory_estimate.free_bytes", lambda free=free: free)
+        with pytest.raises(UsageError, match=r"puts .* into host memory") if refused else nullcontext():
+            check_memory(plan, offload, Memory(str(2**50)), "bf16", ranks_here=8)
+    pairs = estimate_memory(plan, plain.model_copy(update={"recipe": "dpo"}), "bf16")
+    assert pairs.activations == 2 * here.activations and pairs.persistent == here.persistent
+
+
+class Memory(CpuPlatform):
+    """A machine of chosen size."""
+
+    def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
+        return int(self.reason) // ranks_here
+
+
+def test_only_clearly_too_large_runs_are_refused() -> None:
+    wide = {"micro_batch_size": 8}
+    plan = plan_of(LLAMA_8B | {"num_hidden_layers": 2}, config(), ranks=1)
+    needed = estimate_memory(plan, config(**wide), "bf16")
+
+    def check(memory: float, layout: dict[str, Any] | None = None, world_size: int = 1, **train: Any) -> str:
+        run = config(layout=layout, **wide, **train)
+        where = replace(plan, parallel=run.parallel, world_size=world_size)
+        return check_memory(where, run, Memory(str(int(memory))), "bf16", ranks_here=1)
+
+    assert f"{needed.parameters:,} parameters" in check(2 * needed.total)
+    assert check(needed.total / MARGIN + 1)
+    with pytest.raises(UsageError, match=r"Lower train.micro_batch_size; or set train.recompute=full; or raise"):
+        check(needed.total / MARGIN - 2)
+    with pytest.raises(UsageError, match=r"has 1,486,901,248 parameters a rank, .* state 16\.6, .* Set parallel.fsdp"):
+        check(needed.persistent - 1)
+    with pytest.raises(UsageError, match=r"Raise parallel.tp or parallel.pp over more ranks; or use a smaller model"):
+        check(1, {"pp": 2}, 2)
+    with pytest.raises(UsageError, match=r"Start more ranks to shard it over; or use a smaller model"):
+        check(1, {"fsdp": True}, 2)

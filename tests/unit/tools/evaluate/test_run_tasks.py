@@ -1,0 +1,43 @@
+"""The weights of an evaluated checkpoint are the Hugging Face tensors that it was converted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from isthmus.convert.checkpoint_source import CheckpointSource
+from isthmus.convert.open_model import Format
+from isthmus.convert.transfer import convert
+from isthmus.errors import UsageError
+from isthmus.tools.evaluate.run_tasks import evaluate_tasks, plan_of
+from isthmus.tools.evaluate.task_settings import TaskSettings
+from ranks.tiny import build_model_folder
+
+
+@pytest.mark.parametrize(
+    ("family", "to"),
+    [("qwen3", "torch_dist"), ("gpt2", "torch"), ("gpt_oss", "torch_dist")],
+)
+def test_tensors_equal_those_of_the_source(tmp_path: Path, family: str, to: Format) -> None:
+    folder = build_model_folder(tmp_path / "hf", family, num_hidden_layers=2)
+    convert(folder, tmp_path / "megatron", to)
+    source = plan_of(str(tmp_path / "megatron"), ())[1].weights.source
+    assert isinstance(source, CheckpointSource)
+    wanted = load_file(folder / "model.safetensors")
+    assert source.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (source.tensors[name].dtype, source.tensors[name].shape) == (tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(source.read(name), tensor), name
+    name, tensor = max(wanted.items(), key=lambda item: item[1].dim())
+    part = torch.empty_like(tensor[1:3])
+    assert torch.equal(source.read(name, (slice(1, 3),), into=part), tensor[1:3]) and torch.equal(part, tensor[1:3])
+
+
+def test_texts_longer_than_learned_positions(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")
+    folder = build_model_folder(tmp_path, "gpt2", num_hidden_layers=2)
+    with pytest.raises(UsageError, match=r"--max-length 100000 is more than the \d+ learned positions"):
+        evaluate_tasks(TaskSettings(model=str(folder), tasks=["any"], max_length=100000))
