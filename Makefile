@@ -51,7 +51,7 @@ demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 # cores, since tests of failures wait for timeouts.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile --no-loadscope-reorder -q
 
-test: $(STAMP)  ## The tests that run on a CPU, without further layouts and models (tests/thorough.txt) and benchmarks
+test: $(STAMP)  ## The tests that run on a CPU, without further layouts and models (marker thorough) and benchmarks
 	$(PYTEST) -m "not benchmarks and not thorough"
 
 test-all: $(STAMP)  ## Every test that runs on a CPU: before a release, and after a change of the engine

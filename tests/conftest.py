@@ -59,18 +59,32 @@ def shared_data() -> Path:
     return folder
 
 
-def thorough_tests() -> list[str]:
-    """The files, tests and cases in ``thorough.txt``, by node id."""
-    lines = (REPOSITORY / "tests" / "thorough.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+def mark_thorough_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that ``thorough_cases`` names as ``thorough``; a name without a case is an error.
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark ``thorough`` tests; skip ``gpu`` tests without a GPU: torch is imported only if such a test is collected."""
-    thorough = set(thorough_tests())
+    Names are not checked where the command selects single cases.
+    """
+    cases: dict[str, set[str]] = {}
     for item in items:
-        if thorough & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}:
+        if hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], set()).add(item.callspec.id)
+    for item in items:
+        marker = item.get_closest_marker("thorough_cases")
+        if marker is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        missing = set(marker.args) - cases.get(test, set())
+        if missing and not any("[" in argument for argument in config.args):
+            raise pytest.UsageError(
+                f"{test}: thorough_cases names {sorted(missing)}; the cases are {sorted(cases.get(test, ()))}"
+            )
+        if item.callspec.id in marker.args:
             item.add_marker(pytest.mark.thorough)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark ``thorough`` cases; skip ``gpu`` tests without a GPU: torch is imported only if such a test is collected."""
+    mark_thorough_cases(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

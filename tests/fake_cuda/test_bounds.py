@@ -11,6 +11,8 @@ from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import record
 from fake_cuda.world import build
 
+pytestmark = pytest.mark.thorough
+
 DENSE, EXPERTS = "untied, GQA, unrotated layers", "gated shared expert, qkv biases"
 # Trait, settings of the rank, and the largest number of kernels of a layer, forward and backward. A region that is
 # compiled counts once; the loss has its own test.

@@ -57,6 +57,7 @@ def count_regions() -> None:
     compiled._Region.__call__ = one_kernel  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough_cases("gemma2-23", "qwen3-23")
 @pytest.mark.parametrize(
     ("model_type", "bound"),
     [

@@ -8,6 +8,18 @@ from fake_cuda.runner import FakeCuda
 from fake_cuda.step_memory import RANKS, memory
 
 
+@pytest.mark.thorough_cases(
+    "70B, recomputed",
+    "8B, cp",
+    "8B, virtual stages",
+    "MLA",
+    "experts, etp",
+    "experts",
+    "fsdp",
+    "keys as values",
+    "norms of experts",
+    "shared keys, layer inputs",
+)
 @pytest.mark.parametrize("rank", RANKS)
 def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> None:
     found = fake_cuda.run(memory, **RANKS[rank])

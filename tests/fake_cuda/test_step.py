@@ -63,6 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough_cases("dpo", "fp16-tp2", "fsdp", "offload-dp2")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_the_host_reads_the_gpu_once_in_a_step(settings: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Losses, counts, gradient norm, overflow flag and expert load in one copy; nothing else waits."""

@@ -16,6 +16,24 @@ from fake_cuda.world import build
 Errors = dict[str, dict[str, str]]
 AMD = {trait: ("gfx942", "gfx950")[number % 2] for number, trait in enumerate(TRAITS)}
 """They have different FP8 types."""
+SLOW = {
+    "Mamba-1",
+    "attention beside Mamba-2, multipliers",
+    "delta nets with decays of channels",
+    "delta nets with full-rank gates, gates of heads",
+    "selected keys",
+    "short convolutions",
+    "xIELU",
+}
+QUICK_ON_AMD = {"tied, qk norm, window", "untied, GQA, unrotated layers"}
+"""One with each FP8 type; the other traits are traced on AMD devices by `make test-all`."""
+CASES = [
+    *(pytest.param(trait, "sm_90", marks=[pytest.mark.thorough] * (trait in SLOW)) for trait in TRAITS),
+    *(
+        pytest.param(trait, gpu, marks=[pytest.mark.thorough] * (trait not in QUICK_ON_AMD))
+        for trait, gpu in AMD.items()
+    ),
+]
 
 
 def train_steps(chosen: dict[str, list[tuple[str, str]]]) -> Errors:
@@ -53,7 +71,7 @@ def errors(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> Callable[[str
     return on
 
 
-@pytest.mark.parametrize(("trait", "gpu"), [(trait, gpu) for trait in TRAITS for gpu in ("sm_90", AMD[trait])])
+@pytest.mark.parametrize(("trait", "gpu"), CASES)
 def test_step(errors: Callable[[str], Errors], trait: str, gpu: str) -> None:
     found = errors(gpu)[trait]
     assert found and {case: error for case, error in found.items() if error} == {}

@@ -60,6 +60,7 @@ def test_killed_conversion_leaves_nothing_or_everything(model: Path, tmp_path: P
         assert not left.exists()
 
 
+@pytest.mark.thorough
 def test_terminated_conversion_removes_its_output(model: Path, tmp_path: Path) -> None:
     cases = {
         f"{target}-{number.name}-{point}": (target, number, point)

@@ -39,6 +39,7 @@ def test_missing_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_missing_rank_zero(isthmus: ForkServer, sft_args: list[str]) -> None:
     variables = rank_variables(2)
     line = error(isthmus.start_ranks([[([*sft_args, "parallel.join_timeout_s=1"], variables[1])]]).wait(), 76)
@@ -57,6 +58,7 @@ def test_wrong_variables_are_refused(isthmus: ForkServer, sft_args: list[str]) -
     assert "MASTER_PORT='x'" in refused(MASTER_PORT="x")
 
 
+@pytest.mark.thorough_cases("0", "1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_suspended_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path, victim: int) -> None:
     """Its connections stay open, as those of a machine that has lost its power; rank 0 serves the store."""
@@ -99,6 +101,7 @@ def test_second_ctrl_c_ends_a_rank_that_waits(isthmus: ForkServer, sft_args: lis
     assert completed[0].returncode == 130 and "rank 0: killed" in completed[0].errors[0], completed
 
 
+@pytest.mark.thorough_cases("load-1-last in loading the model", "save-0-rank 0 or its launcher")
 @pytest.mark.parametrize(
     ("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "last in loading the model")]
 )
@@ -115,6 +118,7 @@ def test_rank_that_is_lost_outside_of_steps(
     assert other.returncode == 76 and len(other.errors) == 1 and named in other.errors[0], other
 
 
+@pytest.mark.thorough_cases("1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank(isthmus: ForkServer, sft_args: list[str], tmp_path: Path, victim: int) -> None:
     ranks = running(isthmus, sft_args, tmp_path / "out")

@@ -166,6 +166,7 @@ def test_killed_rank_is_named(isthmus: ForkServer, stubbed: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last line")
 
 
+@pytest.mark.thorough
 def test_hanging_rank_is_killed_after_another_rank_fails(isthmus: ForkServer, stubbed: Path) -> None:
     started_s = time.monotonic()
     done = run_forked(isthmus, stubbed, "hang")
@@ -187,6 +188,7 @@ def test_usage_error_starts_nothing(stubbed: Path) -> None:
     assert not pids(stubbed)
 
 
+@pytest.mark.thorough_cases("1", "2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.usefixtures("default_sighup")
 def test_signal_saves_on_every_rank(stubbed: Path, number: signal.Signals) -> None:

@@ -11,6 +11,8 @@ from faults.command import rows, wait_for_step
 from faults.fork_server import ForkServer
 from faults.hosts import ADDRESSES, DEAD_ADDRESSES, cut_wire, rank_variables, two_hosts
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[tuple[str, str]]:

@@ -116,6 +116,7 @@ def translated(isthmus: ForkServer, folder: Path, name: str) -> list[str]:
     return start[1:]
 
 
+@pytest.mark.thorough
 def test_each_line_of_the_guide_trains(isthmus: ForkServer, folder: Path) -> None:
     losses, scales = {}, {}
     for name in LINES:

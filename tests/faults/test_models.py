@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from faults.command import rows
 from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
+
+pytestmark = pytest.mark.thorough
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 

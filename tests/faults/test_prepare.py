@@ -17,6 +17,8 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.data.prepare import prepare
 
+pytestmark = pytest.mark.thorough
+
 # The command line with small parts. The main process, or the worker that gets a given record, kills itself: a worker
 # that is killed from outside may be idle, and then nothing fails.
 KILLED = """

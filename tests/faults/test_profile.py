@@ -41,6 +41,7 @@ def trace(out: Path, rank: int = 0) -> set[str]:
         return {event.get("name") for event in json.load(file)["traceEvents"]}
 
 
+@pytest.mark.thorough_cases("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_table_sums_to_step_time_and_lists_largest_rows(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path, size: int
@@ -72,6 +73,7 @@ def test_table_sums_to_step_time_and_lists_largest_rows(
             assert all(name in line for name in largest)
 
 
+@pytest.mark.thorough
 def test_interrupted_profile_is_written_and_continued_on_resume(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:

@@ -51,6 +51,12 @@ def check(log: str, *, fp8: bool) -> None:
     assert ("precision fp8: train.precision, emulated" in log) == fp8 and ("fp8: " in log) == fp8
 
 
+@pytest.mark.thorough_cases(
+    "deepseek_v2-GEMM_TUNING=1 PR=fp8 MBS=4 AC=sel SEQ_LEN=4096 PAD_LEN=4096 TRAIN_ITERS=50 EP=1",
+    "llama2-TEE_OUTPUT=1 MBS=4 BS=256 TP=1 TE_FP8=0 SEQ_LENGTH=4096 MODEL_SIZE=7 TOTAL_ITERS=50",
+    "llama2-line5",
+    "llama3-line4",
+)
 @pytest.mark.parametrize(("script", "line"), ONE_RANK)
 def test_lines_for_one_rank(isthmus: ForkServer, script: str, line: str, tmp_path: Path) -> None:
     done = from_env(isthmus, script, f"{line} REHEARSE=1", tmp_path, "--run")
@@ -64,6 +70,10 @@ def test_lines_for_one_rank(isthmus: ForkServer, script: str, line: str, tmp_pat
     assert "throughput per GPU:" not in text
 
 
+@pytest.mark.thorough_cases(
+    "deepseek_v2-GEMM_TUNING=1 PR=bf16 MBS=4 AC=none SEQ_LEN=4096 PAD_LEN=4096 TRAIN_ITERS=50 EP=2-ep=2 dp=2",
+    "llama2-TEE_OUTPUT=1 MBS=4 BS=64 TP=2 TE_FP8=1 NO_TORCH_COMPILE=1 SEQ_LENGTH=4096-tp=2 +sp pp=1 dp=1",
+)
 @pytest.mark.parametrize(("script", "line", "layout"), TWO_RANKS)
 def test_lines_for_several_ranks(isthmus: ForkServer, script: str, line: str, layout: str, tmp_path: Path) -> None:
     printed = from_env(isthmus, script, line, tmp_path)
@@ -77,6 +87,7 @@ def test_lines_for_several_ranks(isthmus: ForkServer, script: str, line: str, la
     assert layout in log
 
 
+@pytest.mark.thorough
 def test_two_nodes_share_a_log_folder(isthmus: ForkServer, tmp_path: Path) -> None:
     """The two lines for NODE0 and NODE1, each through torchrun."""
     port = rank_variables(2)[0]["MASTER_PORT"]

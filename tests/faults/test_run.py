@@ -155,6 +155,7 @@ def test_finished_run_started_again_changes_nothing(isthmus: ForkServer, sft_arg
     assert not new
 
 
+@pytest.mark.thorough
 def test_more_steps_resume(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     isthmus(*sft_args)
     first = next(row["valid_loss"] for row in rows(tmp_path / "out") if "valid_loss" in row)
@@ -290,6 +291,7 @@ def test_truncated_checkpoint(isthmus: ForkServer, sft_args: list[str], tmp_path
     assert isthmus(*sft_args, "train.steps=6", named).result["steps"] == 6
 
 
+@pytest.mark.thorough_cases(".metadata")
 @pytest.mark.parametrize("file", ["common.pt", ".metadata", "metadata.json"])
 def test_checkpoint_with_a_damaged_part(isthmus: ForkServer, sft_args: list[str], tmp_path: Path, file: str) -> None:
     isthmus(*sft_args)
@@ -359,6 +361,7 @@ def test_pretraining(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -
     )
 
 
+@pytest.mark.thorough
 def test_context_parallel_ranks_count_tokens_once(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     """Padding of length buckets is not counted as tokens."""
     sft_args.append("data.packing=false")
@@ -412,6 +415,7 @@ def test_chat_settings_of_prepared_and_raw_data(
     assert "chat.override_system" in line and "set that too" in line
 
 
+@pytest.mark.thorough
 def test_fp16_run_without_an_update(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     run = [*sft_args, "train.precision=fp16", "train.initial_loss_scale=4294967296"]
     failed = isthmus(*run, "train.steps=8", "checkpoint.every=5")

@@ -104,6 +104,7 @@ def test_missing_script(isthmus: ForkServer) -> None:
     assert "no.py does not exist" in isthmus(*RUN, "no.py").error(66)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_stop_of_two_ranks(tmp_path: Path) -> None:
     lines = "import pathlib, os, time", "pathlib.Path('pid-' + os.environ['RANK']).touch()", "time.sleep(60)"

@@ -88,6 +88,7 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
     assert isthmus(*sft_args, f"train.steps={step + 2}").result["steps"] == step + 2
 
 
+@pytest.mark.thorough_cases("parallel.pp=1")
 @pytest.mark.parametrize("layout", [None, "parallel.pp=1", "parallel.pp=2"], ids=str)
 def test_long_step_is_abandoned_within_the_grace_period(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path, layout: str | None
@@ -167,6 +168,7 @@ def test_killed_rank_ends_the_run_and_the_run_resumes(isthmus: ForkServer, sft_a
     assert f"at step {saved[-1]}" in again.stderr and again.result["steps"] == saved[-1] + 3
 
 
+@pytest.mark.thorough
 def test_no_rank_outlives_a_killed_command(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     process = isthmus.start(*sft_args, "--nproc", "2", "parallel.tp=2", "train.steps=5000")
     wait_for_step(process, tmp_path / "out", 3)
@@ -180,6 +182,7 @@ def test_no_rank_outlives_a_killed_command(isthmus: ForkServer, sft_args: list[s
     assert len(checkpoints(tmp_path / "out")) == 1 and not list((tmp_path / "out").rglob(".tmp*"))
 
 
+@pytest.mark.thorough
 def test_bad_data_is_reported_once(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     data = tmp_path / "bad.json"
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
@@ -208,6 +211,7 @@ def test_full_disk_of_one_rank_is_reported_once(isthmus: ForkServer, sft_args: l
     assert "checkpoint" in line and not list((small_disk / "out" / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
 def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
     args = [*sft_args, "--out", str(small_disk / "out"), "checkpoint.async=true"]
@@ -225,6 +229,7 @@ def test_full_disk_in_the_background_ends_the_run(isthmus: ForkServer, sft_args:
     assert f"at step {step}" in again.stderr and again.result["steps"] == step + 1
 
 
+@pytest.mark.thorough
 def test_divergence_on_two_ranks(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     args = [*sft_args, "--nproc", "2", "parallel.tp=2", "optim.lr=1e30", "optim.clip_grad=0"]
     line = isthmus(*args).error(79)

@@ -43,11 +43,13 @@ def kills(campaign: Any, kind: str, number: int) -> None:
     assert row["lost"] is None, row
 
 
+@pytest.mark.thorough_cases("train")
 @pytest.mark.parametrize("kind", KILLED)
 def test_kills(campaign: Any, kind: str) -> None:
     kills(campaign, kind, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("kind", FURTHER)
 def test_further_kills(campaign: Any, kind: str, number: int) -> None:
@@ -61,6 +63,13 @@ def test_the_lock_of_a_killed_command_is_released(campaign: Any, kind: str) -> N
     assert lost is None and [file for file in files if file.endswith(".lock")], files
 
 
+@pytest.mark.thorough_cases(
+    "convert to legacy-open .*/model_optim_rng.pt-ENOSPC-73",
+    "merge-ftruncate .*/model.safetensors-ENOSPC-73",
+    "train-mkdir .*/tensorboard-EIO-0",
+    "train-open .*/tokenizer.json-EIO-74",
+    "train-write .*/common.pt-ENOSPC-73",
+)
 @pytest.mark.parametrize(
     ("kind", "call", "error", "code"),
     [

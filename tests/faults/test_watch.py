@@ -14,6 +14,8 @@ import termios
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from faults.command import environment, rows
 from faults.fork_server import ForkServer
 
@@ -78,6 +80,7 @@ def on_a_terminal(args: list[str], until: str) -> tuple[int, str]:
     return process.wait(60), text
 
 
+@pytest.mark.thorough
 def test_the_bar_of_two_ranks_and_ctrl_c(sft_args: list[str], tmp_path: Path) -> None:
     code, text = on_a_terminal(
         [*sft_args, "--nproc", "2", "train.steps=20000", "logging.ranks_every=1"], until="10/20000"

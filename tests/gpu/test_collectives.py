@@ -11,6 +11,8 @@ from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import build_model_folder
 
+pytestmark = pytest.mark.thorough
+
 gpu = pytest.mark.gpu
 
 

@@ -21,6 +21,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(folder, "qwen3", num_attention_heads=16, num_key_value_heads=8, **sizes)
 
 
+@pytest.mark.thorough_cases("fp32")
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=gpu)])
 def test_resume(precision: str, one: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
     run: dict[str, Any] = {"model": build_model_folder(tmp_path / "model", "qwen3"), "samples": samples}

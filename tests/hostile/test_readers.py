@@ -20,6 +20,7 @@ def folder(reader: Reader, tmp_path: Path) -> Path:
     return Path(shutil.copytree(reader.seed, tmp_path / "seed"))
 
 
+@pytest.mark.thorough_cases("arrow-state", "arrow")
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_inputs_are_read_or_refused(reader: Reader, folder: Path) -> None:
     assert attempt(reader, (SEEDS / reader.file).read_bytes(), folder) == "read"

@@ -22,6 +22,8 @@ from parity.tasks import disregard_family
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 
+pytestmark = pytest.mark.thorough
+
 LENGTHS = [40, 3]
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"head_dim": 8, "use_qkv_bias": True, "qk_layernorm": False}),

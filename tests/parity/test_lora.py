@@ -17,6 +17,15 @@ TOKENS = torch.arange(3, 27)[None] % VOCAB
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
+@pytest.mark.thorough_cases(
+    "deepseek_v3-rslora",
+    "llama",
+    "mamba2-tp2",
+    "multimodal-tp2",
+    "qwen3-dora-plus",
+    "swapped-experts-ep2",
+    "transposed-experts-tp2-etp1",
+)
 @pytest.mark.parametrize(
     ("family", "model", "lora", "layout"),
     [

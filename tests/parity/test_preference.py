@@ -11,6 +11,7 @@ from ranks.test_layouts import max_relative_difference
 from ranks.tiny import build_model_folder, build_pairs
 
 
+@pytest.mark.thorough_cases("0.2-0.5")
 @pytest.mark.parametrize(("smoothing", "sft_weight"), [(0.0, 0.0), (0.2, 0.5)])
 def test_five_steps_equal_plain_transformers(
     smoothing: float, sft_weight: float, one: RankPool, tmp_path: Path

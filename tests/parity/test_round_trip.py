@@ -115,6 +115,7 @@ def test_bf16_weights_keep_dtype_and_bytes(precision: str, two: RankPool, tmp_pa
     assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
 
 
+@pytest.mark.thorough_cases("kimi_linear-4", "mamba-8")
 @pytest.mark.parametrize(
     ("family", "count"), [("qwen3_5_text", 4), ("kimi_linear", 4), ("falcon_h1", 12), ("mamba", 8)]
 )

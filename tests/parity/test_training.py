@@ -49,6 +49,7 @@ def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_pat
     assert max(found.values()) < 2e-5
 
 
+@pytest.mark.thorough_cases("llama-tied", "mistral-window-of-5", "qwen2-untied")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -71,6 +72,7 @@ def test_twenty_steps_equal_plain_transformers(
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
 
 
+@pytest.mark.thorough_cases("gemma2")
 @pytest.mark.parametrize(
     ("family", "settings", "layout"),
     [

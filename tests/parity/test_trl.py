@@ -131,6 +131,7 @@ def _loss_and_margin(found: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Tens
     return loss, torch.tensor(float(metrics["rewards/margins"]))
 
 
+@pytest.mark.thorough_cases("robust-0.1-more1")
 @pytest.mark.parametrize(
     ("loss", "smoothing", "more"),
     [

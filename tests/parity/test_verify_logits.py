@@ -266,6 +266,7 @@ def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None
         assert 0 < json.loads(done["out"])["logits_max_abs"] < 1e-5
 
 
+@pytest.mark.thorough
 def test_layerwise_memory_is_one_layer(tmp_path: Path) -> None:
     deep = {"num_hidden_layers": 40, "hidden_size": 128, "intermediate_size": 3072, "head_dim": 32}
     large, small = pair(tmp_path / "big", "llama", dtype=torch.bfloat16, **deep), pair(tmp_path / "small", "llama")

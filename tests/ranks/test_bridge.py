@@ -51,6 +51,7 @@ def test_plain_loop(model: Path, one: RankPool, two: RankPool, tmp_path: Path) -
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
 
 
+@pytest.mark.thorough_cases("deepseek_v3")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt2"])
 def test_plain_loop_updates_replicated_parameters_alike(
     family: str, one: RankPool, two: RankPool, tmp_path: Path
@@ -68,6 +69,7 @@ def test_plain_loop_updates_replicated_parameters_alike(
         assert {name for name, tensor in wanted.items() if (got[name] - tensor).abs().max() > 2e-6} == set()
 
 
+@pytest.mark.thorough
 def test_parallel_loop(model: Path, one: RankPool, four: RankPool, tmp_path: Path) -> None:
     name = "train_loop_parallel.py"
     losses = one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "one"])

@@ -56,6 +56,7 @@ def halves(
     return make
 
 
+@pytest.mark.thorough_cases("dp2-bf16", "pp2-fp32")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -123,6 +124,7 @@ TP2_BF16: tuple[int, dict[str, Any]] = (2, {"tp": 2, "precision": "bf16"})
 TP2_DP2: tuple[int, dict[str, Any]] = (4, {"tp": 2})
 
 
+@pytest.mark.thorough_cases("pp2-to-dp2", "tp2-dp2-to-one", "tp2-to-pp2")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -150,6 +152,9 @@ def test_resume_in_another_layout(
     assert max(differences.values()) < TOLERANCE
 
 
+@pytest.mark.thorough_cases(
+    "jamba", "kimi_linear", "nemotron_h-bf16", "nemotron_h-same", "nemotron_h", "qwen3_5_text-same"
+)
 @pytest.mark.parametrize(
     ("family", "writer", "reader"),
     [
@@ -192,6 +197,7 @@ def test_learning_rate_comes_from_the_config(
     assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
 
 
+@pytest.mark.thorough_cases("dp2-bf16-lora", "fsdp2", "pp2-8bit")
 @pytest.mark.parametrize(
     "layout",
     [

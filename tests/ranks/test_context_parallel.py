@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.thorough_cases("latent attention and experts", "position embeddings")
 @pytest.mark.parametrize("name", MODELS)
 def test_context_parallel_trains_as_single_process(
     name: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
@@ -81,6 +82,7 @@ def test_sequence_of_one_sample(one: RankPool, two: RankPool, models: dict[str, 
     assert_same(two.run("ranks.tasks.train", **run, cp=2), one.run("ranks.tasks.train", **run))
 
 
+@pytest.mark.thorough
 def test_context_parallel_with_recompute(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run: dict[str, Any] = {"model": model, "samples": samples, "steps": 2, "evaluate": True}
@@ -89,6 +91,7 @@ def test_context_parallel_with_recompute(one: RankPool, two: RankPool, samples: 
         assert_same(two.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
 
 
+@pytest.mark.thorough
 def test_resume_with_another_cp(
     one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +116,7 @@ def test_export_equals_single_process(
     assert all(torch.allclose(sharded[name], whole[name], rtol=0, atol=1e-5) for name in whole)
 
 
+@pytest.mark.thorough
 def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     """No tensor has the size of all logits, and each of two ranks needs little more than half the memory.
 

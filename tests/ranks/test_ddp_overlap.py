@@ -11,6 +11,8 @@ from ranks.rank_pool import RankPool
 from ranks.test_layouts import CURVES, max_relative_difference
 from ranks.tiny import add_mtp_layers, build_model_folder
 
+pytestmark = pytest.mark.thorough
+
 TASK = "ranks.data_parallel_tasks.train_in_buckets"
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 RECOMPUTE = {"recompute": "selective", "more": {"recompute_modules": ["layernorm", "mlp_act", "rope"]}}

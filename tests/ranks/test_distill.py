@@ -59,6 +59,7 @@ def test_layout_trains_as_single_process(
         assert max_relative_difference(*curves) < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_a_teacher_with_fewer_tokens_and_a_softcap(
     one: RankPool, two: RankPool, run: dict[str, Any], teachers: dict[str, str]
 ) -> None:

@@ -35,6 +35,7 @@ def metric(result: dict[str, Any], name: str) -> list[float]:
     return [step[name] for step in result["metrics"]]
 
 
+@pytest.mark.thorough_cases("pp2-vpp2-dp2", "pp2", "tp2-sp")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -76,6 +77,7 @@ def test_dpo_moe_aux_loss_equals_single_process(one: RankPool, two: RankPool, pa
     assert result["load"][0]["seq_aux_loss"] == pytest.approx(truth["load"][0]["seq_aux_loss"], rel=TOLERANCE)
 
 
+@pytest.mark.thorough_cases("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_dpo_resumes_bitwise_and_in_another_layout(
     precision: str, one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path

@@ -29,6 +29,7 @@ def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one.run(TRAIN, **run, evaluate=True))
 
 
+@pytest.mark.thorough_cases("tp2-pp2-recomputed")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -66,6 +67,7 @@ def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str
         )
 
 
+@pytest.mark.thorough_cases("tp2")
 @pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"precision": "bf16"}], ids=["tp2", "dp2"])
 def test_recomputed_and_resumed_runs_are_bitwise_identical(
     layout: dict[str, Any], two: RankPool, run: dict[str, Any], tmp_path: Path

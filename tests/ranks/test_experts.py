@@ -60,6 +60,7 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> N
         assert mine == pytest.approx(theirs, rel=TOLERANCE)
 
 
+@pytest.mark.thorough_cases("tp2-ep2-etp2")
 @pytest.mark.parametrize(
     ("family", "ranks", "layout"),
     [

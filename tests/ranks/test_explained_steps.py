@@ -19,6 +19,7 @@ def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
     return {"model": models["qwen3-tied"], "samples": samples}
 
 
+@pytest.mark.thorough_cases("cp2", "dp2", "fsdp2", "pp2-recompute")
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [
@@ -46,6 +47,7 @@ def test_the_first_tensor_and_its_sample(
         assert found in ([result["sample"]], []) if "pp" in layout else found == [result["sample"]]
 
 
+@pytest.mark.thorough
 def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None:
     weight = "decoder.layers.3.self_attention.linear_qkv.weight"
     result = two.run(FIND, **run, pp=2, where=weight, kind="weight")
@@ -56,6 +58,7 @@ def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None
     assert clean["found"] == [] == clean["losses"]
 
 
+@pytest.mark.thorough_cases("cp2", "fsdp2-bf16", "pp2-recompute", "tp2-sp-dropout")
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -79,6 +82,7 @@ def check(world: RankPool, case: dict[str, Any]) -> None:
     assert all(ours == theirs for ours, theirs in measured["loss_tokens"])
 
 
+@pytest.mark.thorough
 def test_losses_of_pairs_answers_and_experts(two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     pairs, answers = build_pairs(tmp_path / "pairs"), build_answers(tmp_path / "answers")
     check(two, run | {"samples": pairs, "dpo": {"beta": 0.3, "length_normalized": True}, "cp": 2})

@@ -27,6 +27,7 @@ def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dic
     assert_same(two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run))
 
 
+@pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -43,6 +44,7 @@ def test_fsdp_on_four_ranks(
     assert_same(four.run(TRAIN, fsdp=True, **run | layout), one.run(TRAIN, **run))
 
 
+@pytest.mark.thorough
 def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
     """Sharded checkpoints resume without FSDP, and the other way round."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)

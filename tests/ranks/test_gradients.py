@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough_cases("mamba", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
 @pytest.mark.parametrize("family", MODELS)
 def test_tensor_parallel_gradients(family: str, one: RankPool, two: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **MODELS[family])

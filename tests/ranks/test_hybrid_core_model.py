@@ -11,6 +11,7 @@ from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
 
 
+@pytest.mark.thorough_cases("2-log_unexpected")
 @pytest.mark.parametrize(("tp", "strict"), [(1, "raise_all"), (2, "log_unexpected")])
 def test_the_mamba_model_of_megatron_core_loads_it(
     tp: int, strict: str, worlds: dict[int, RankPool], tmp_path: Path

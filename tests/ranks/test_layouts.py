@@ -59,6 +59,7 @@ BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough_cases("qwen2-untied-tp2-pp2", "qwen3-tied-pp2", "qwen3-tied-tp2-pp2", "qwen3-tied-tp2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     # Untied embeddings matter with several stages and a sharded vocabulary.
@@ -86,6 +87,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.thorough_cases("deepseek_v3-tp2-sp", "gpt_oss-tp2", "qwen2_moe-pp2")
 @pytest.mark.parametrize(
     ("family", "layout"), [(family, layout) for family, (_, layouts) in EXPERTS.items() for layout in layouts]
 )
@@ -117,6 +119,7 @@ def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Pa
         assert max(max_relative_difference(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
 
 
+@pytest.mark.thorough_cases("tp4-of-two-groups")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -141,6 +144,7 @@ def test_first_steps_on_four_ranks(
     assert_same(run, alone[name])
 
 
+@pytest.mark.thorough_cases("4-layout1")
 @pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (4, {"tp": 2})])
 def test_bf16_follows_fp32(
     ranks: int,
@@ -180,6 +184,7 @@ def test_without_packing(one: RankPool, two: RankPool, models: dict[str, Path], 
     assert_same(two.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
 
 
+@pytest.mark.thorough_cases("full")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_is_bitwise_identical(
     recompute: str, one: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]

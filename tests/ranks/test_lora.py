@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough_cases("qwen3-tp2-sp-recomputed")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts_train_as_one_process(
     model: str, layout: str, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]

@@ -22,6 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_cases("mamba1-tp2", "norm-before-gate-tp2", "own-groups-tp2", "shared-group-tp4")
 @pytest.mark.parametrize(
     ("family", "settings", "layout"),
     [
@@ -45,6 +46,7 @@ def test_logits_and_gradients_in_float64(
     assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.thorough
 def test_steps_of_ranks_that_share_a_group(
     one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_mtp_loss_equals_the_paper(model: Path, alone: dict[str, Any], one: Rank
     assert max(differences.values()) < TOLERANCE
 
 
+@pytest.mark.thorough_cases("tp2-sp-pp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -81,6 +82,7 @@ def test_layers_without_copies_in_files(
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == (built / "model.safetensors").read_bytes()
 
 
+@pytest.mark.thorough_cases("{'tp': 2, 'pp': 2}")
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_one_tied_embedding_for_lookups_and_both_heads(
     layout: dict[str, Any], one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
@@ -141,6 +143,7 @@ def test_separate_mtp_embedding_is_refused(two: RankPool, model: Path, samples: 
     assert "model.layers.2.embed_tokens.weight differs from the model's own tensor" in refused["text"]
 
 
+@pytest.mark.thorough_cases("hy_v3", "mimo", "nemotron_h")
 @pytest.mark.parametrize("family", ["mimo", "hy_v3", "nemotron_h"])
 def test_layers_of_other_families_in_layouts(
     family: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path

@@ -17,6 +17,7 @@ OPTIM: dict[str, Any] = {"optimizer": "muon"}
 GROUPS = {"muon_lr": 2e-3, "lr_multipliers": {"lm_head.*": 0.5, "*.o_proj.*": 0.1}}
 
 
+@pytest.mark.thorough_cases("jamba-fp32")
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is new in torch 2.9")
 @pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16"), ("jamba", "fp32")])
 def test_weights_equal_those_of_torch(
@@ -42,6 +43,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(folder, "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=2, num_experts=4)
 
 
+@pytest.mark.thorough_cases("tp2-bf16")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -78,6 +80,7 @@ def test_tensors_have_their_own_learning_rates(one: RankPool, models: dict[str, 
     assert found["decoder.layers.0.input_layernorm.weight"] == pytest.approx(3e-3, rel=1e-2)
 
 
+@pytest.mark.thorough_cases("fsdp", "tp2-bf16")
 @pytest.mark.parametrize("layout", [{"tp": 2, "precision": "bf16"}, {"fsdp": True}], ids=["tp2-bf16", "fsdp"])
 def test_8bit_adamw_resumes(layout: dict[str, Any], worlds: dict[int, RankPool], samples: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")

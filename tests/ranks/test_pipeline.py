@@ -69,6 +69,14 @@ def single_process(one: RankPool, folders: dict[str, Path], samples: Path) -> Si
     return SingleProcessRuns(one, folders, samples)
 
 
+@pytest.mark.thorough_cases(
+    "five-layers-pp4",
+    "latent-v2-tp2",
+    "latent-v3-tp2-sp-pp2-vpp2",
+    "tied-pp2-vpp2-dp2-slow-rank",
+    "tied-pp4-vpp2-recomputed",
+    "untied-tp2-pp2-vpp2",
+)
 @pytest.mark.parametrize(
     ("name", "ranks", "steps", "layout"),
     [
@@ -110,6 +118,7 @@ def test_pipeline_trains_as_single_process(
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
 
 
+@pytest.mark.thorough_cases("virtual-with-experts")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -166,6 +175,7 @@ def test_checkpoints_are_independent_of_stages(
     assert max(max_relative_difference(back[curve], whole[curve][3:]) for curve in CURVES) < TOLERANCE
 
 
+@pytest.mark.thorough_cases("virtual-with-experts")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
     [

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import add_mtp_layers, build_model_folder
+
+pytestmark = pytest.mark.thorough
 
 FP16 = {"precision": "fp16", "more": {"initial_loss_scale": 256.0}}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

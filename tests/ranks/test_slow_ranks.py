@@ -17,6 +17,7 @@ def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
     return {"model": models["qwen3-tied"], "samples": samples, "every": 6}
 
 
+@pytest.mark.thorough_cases("cp2", "fsdp2", "pp2", "tp2-sp")
 @pytest.mark.parametrize(
     "layout",
     [

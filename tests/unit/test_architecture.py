@@ -96,11 +96,3 @@ def test_names_of_classes_are_unique(repository: Path) -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []
-
-
-def test_thorough_tests_exist() -> None:
-    lines = (Path(__file__).parents[1] / "thorough.txt").read_text().splitlines()
-    for line in lines[1:]:
-        path, _, test = line.partition("::")
-        assert not test or f"\ndef {test.partition('[')[0]}(" in (Path(__file__).parents[2] / path).read_text(), line
-        assert (Path(__file__).parents[2] / path).is_file(), line

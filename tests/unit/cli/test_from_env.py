@@ -153,6 +153,7 @@ def test_fine_tuning_variables_are_translated(model: Path, capsys: pytest.Captur
     assert code == 2 and "isthmus convert old old-hf --to hf, then set HF_MODEL_DIR=old-hf" in error
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_fine_tuning_scripts_start_from_a_megatron_checkpoint(model: Path) -> None:
     """Both scripts of a model: the chats are tokenized, the checkpoint is converted, and two ranks train."""

@@ -63,6 +63,7 @@ def start(line: str, folder: Path, hub: HubServer) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", "-c", line], text=True, env=environment, cwd=folder, **pipes)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_data_sets_are_downloaded_and_tokenized(hub: HubServer, tmp_path: Path) -> None:
     llama, deepseek = (f"bash {ROOT}/examples/{name}/prepare_dataset.sh" for name in ("llama", "deepseek_v2"))

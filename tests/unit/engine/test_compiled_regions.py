@@ -151,6 +151,9 @@ def results(case: str, length: int, device: str = "cpu", dtype: torch.dtype = to
     return [*outputs, *torch.autograd.grad(weighted, [*inputs, *weights])]
 
 
+@pytest.mark.thorough_cases(
+    "convolution", "gate of a sum", "norm of a gated sum over ranks", "norm of a gated sum", "xielu"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_equals_eager_for_any_length(case: str) -> None:
     lengths = (5, 7, WIDTH)

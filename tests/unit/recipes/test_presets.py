@@ -104,6 +104,15 @@ def test_benchmark_presets_have_the_published_settings() -> None:
     }
 
 
+@pytest.mark.thorough_cases(
+    "deepseek-v3.2-lora",
+    "glm-5-lora",
+    "gpt-oss-120b-lora",
+    "ling-mini-2.0-sft",
+    "mimo-v2-flash-lora",
+    "minimax-m2.5-lora",
+    "qwen3.5-122b-a10b-lora",
+)
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-sft", "-lora"))])
 def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
     """As a run estimates it before it starts; benchmarks have the settings of their publication."""

@@ -74,6 +74,7 @@ def test_mlflow_continues_the_run_after_a_resume(tmp_path: Path, monkeypatch: py
     assert json.loads(answers.read_text())[0] == {"prompt": "2 + 2?", "answer": "It is 4."}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="Weights & Biases is not installed (extra: wandb)")
