@@ -61,7 +61,6 @@ FEW, MANY = [256], [16] * 16
 )  # fmt: skip
 def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu: str, model: str, kernel: str) -> None:
     found = fake_cuda.run(steps, gpu=gpu, model=model, lengths=[FEW, MANY])
-    print(found["line"])
     few, many = (each["kernels"] for each in found["steps"])
     assert attention_of(few) == attention_of(many) == {kernel: 2, f"{kernel}_backward": 2}
     assert Counter(many) - Counter(few) == Counter(few) - Counter(many) == Counter()

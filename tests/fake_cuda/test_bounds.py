@@ -44,7 +44,6 @@ def test_a_layer_starts_few_kernels_and_blocks_nothing(fake_cuda: FakeCuda, name
     trait, settings, most = LAYERS[name]
     few, more = fake_cuda.run(steps, trait=trait, **settings)
     kernels = (more["kernels"] - few["kernels"]) / 2
-    print(f"{name}: {kernels:g} kernels a layer")
     assert 0 < kernels <= most
     # With ep, the host waits for the number of routed tokens of each layer, while the GPU is at work.
     waits = [sum(sync.startswith("wait ") for sync in found["syncs"]) for found in (few, more)]

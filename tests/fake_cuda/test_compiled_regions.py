@@ -70,7 +70,6 @@ def count_regions() -> None:
 )
 def test_kernels_of_a_layer(fake_cuda: FakeCuda, model_type: str, bound: int) -> None:
     found = fake_cuda.run(layer_kernels, model_type=model_type)
-    print(found)
     assert sum(found.values()) <= bound
 
 

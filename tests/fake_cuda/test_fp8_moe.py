@@ -59,7 +59,6 @@ def experts_step(size: int = 1, moe: dict[str, Any] | None = None, **parallel: A
     rank = build(EXPERTS, size=size, sections={"moe": losses | (moe or {})}, **parallel)
     with record() as trace:
         rank.stepper.train_step([rank.batch(20, 44), rank.batch(64)])
-    print(*trace.syncs, sep="\n")
     return dict(Counter(sync.partition(":")[0].replace(" at ", " in ") for sync in trace.syncs_in(*FILES)))
 
 

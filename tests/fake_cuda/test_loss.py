@@ -129,7 +129,6 @@ def test_distillation(fake_cuda: FakeCuda) -> None:
     chunks = -(-TOKENS * VOCAB * CHUNK_SHARE // CHUNK_ELEMENTS)
     assert not found["syncs"] and found["kernels"]["addmm"] == chunks, found
     used = (found["bytes"] - grad_hidden) / (TOKENS * VOCAB / chunks)
-    print(f"{used:.1f} bytes for each logit of a chunk")
     assert used <= 2 + 2 + TEMPORARY_BYTES
     sharded = fake_cuda.run(distillation_of_a_micro_batch, tp=8, beta=0.0)
     assert not sharded["syncs"] and sharded["total"] - sharded["regions"] <= 45 * sharded["kernels"]["addmm"]

@@ -24,8 +24,6 @@ from fake_cuda.step_memory import RANKS, memory
 def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> None:
     found = fake_cuda.run(memory, **RANKS[rank])
     estimate = found["estimate"]
-    print(f"{found['seconds']:.1f} s, {found['text']}")
-    print({name: estimate[other] / found[name] for name, other in (("persistent", "persistent"), ("peak", "total"))})
     assert found["seconds"] < 15
     if rank != "fsdp":  # whose estimate has the gathered weights, which are not there between steps
         assert estimate["persistent"] == pytest.approx(found["persistent"], rel=0.02)

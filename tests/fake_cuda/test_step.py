@@ -84,7 +84,6 @@ def memory_of_optimizer_state(*, offload: bool) -> dict[str, int]:
 def test_optimizer_state_is_never_twice_on_the_gpu(fake_cuda: FakeCuda) -> None:
     """Neither when it is built, with and without offload, nor in the state of a checkpoint."""
     plain, offloaded = (fake_cuda.run(memory_of_optimizer_state, offload=offload) for offload in (False, True))
-    print(plain, offloaded)
     parameters = plain["parameters"]
     assert plain["live"] - offloaded["live"] == 8 * parameters
     for numbers in (plain, offloaded):

@@ -10,6 +10,5 @@ def test_layers_and_micro_batches_add_no_synchronization(fake_cuda: FakeCuda) ->
     few, more = (fake_cuda.run(kernels, model="preset:qwen3-0.6b", tokens=256, layers=layers) for layers in (1, 2))
     for micro_batches in ("1", "2"):
         layer = [b - a for a, b in zip(few[micro_batches], more[micro_batches], strict=True)]
-        print(layer)
         assert layer[0] > 0 and layer[1] > 0 and layer[2] == 0
     assert few["2"][2] == few["1"][2]  # nor does another micro batch

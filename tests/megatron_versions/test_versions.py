@@ -67,7 +67,6 @@ def test_reads_checkpoints_of_all_versions(
     for writer, (_, runs) in written.items():
         for family, run in runs.items():
             read = found[writer][family]
-            print(writer, reader, family, read)
             assert read["loss"] == run["loss"][10:] and read["digest"] == run["digest"]
             assert read["max_difference"] == 0 and read["exported"] and read["converted"] and read["saved"]
 

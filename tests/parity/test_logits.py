@@ -217,7 +217,6 @@ def test_logits_equal_transformers(case: str, one: RankPool, tmp_path: Path) -> 
     model = build_model_folder(tmp_path / "model", family, **settings)
     other = None if off is None else build_model_folder(tmp_path / "other", family, **{**_plain(settings), **off})
     found = one.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
-    print(case, found)
     assert found["theirs"] < 1e-4
     assert found["packed"] < 1e-5
     assert off is None or found["other"] > 1e-2
@@ -231,7 +230,6 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)
     found = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
-    print(family, found)
     assert found["ours"] < 1.5 * found["theirs"]
 
 
@@ -246,7 +244,6 @@ def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Pa
     ours = torch.tensor(two.run("ranks.tasks.logits_of", model=model, tokens=tokens, tp=2))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([tokens])).logits[0]
-    print(case, length, (ours - theirs).abs().max().item())
     assert ours.shape == (length, SIZES["vocab_size"])
     assert (ours - theirs).abs().max() < 1e-4
 
@@ -274,7 +271,6 @@ def test_rotary_settings_over_weights(
     config = own.to_hf_config(own.to_architecture(found.config), found.config)
     (exported / "config.json").write_text(json.dumps(config))
     result = one.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
-    print(result)
     assert result["theirs"] < 1e-4 and result["other"] > 1e-3
     assert config["max_position_embeddings"] == keys.get("max_position_embeddings", 128)
     theta = keys.get("rope_theta", 10000.0)

@@ -71,7 +71,6 @@ def test_twenty_steps_and_the_exported_adapter_equal_peft(
     reference |= {"lr_ratio": lora.get("lr_ratio", 1.0), "weight_decay": decay}
     theirs = one.run("parity.tasks.train", **reference, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(family, differences, ours["loss"][0], ours["loss"][-1])
     assert max(differences.values()) < 1e-5
     assert ours["loss"][-1] < ours["loss"][0] - 0.1
     _check_exports(base, tmp_path)

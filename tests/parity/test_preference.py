@@ -25,7 +25,6 @@ def test_five_steps_equal_plain_transformers(
     reference = {"beta": 0.3, "smoothing": smoothing, "sft_weight": sft_weight}
     theirs = one.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **reference)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(differences)
     assert max(differences.values()) < 1e-5
     # In the first step both rewards are equal, and rounding decides the accuracy.
     assert [step["rewards/accuracies"] for step in ours["metrics"]][1:] == theirs["rewards/accuracies"][1:]

@@ -44,7 +44,6 @@ def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_pat
     arch = all_families()[family].to_architecture(config)
     placements = all_families()[family].placements(arch).values()
     expected = {placed.canonical for placed in placements if placed.rule.trained and not placed.rule.alias}
-    print(len(found), max(found.values()))
     assert found.keys() == expected
     assert max(found.values()) < 2e-5
 
@@ -67,7 +66,6 @@ def test_twenty_steps_equal_plain_transformers(
     ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(family, differences)
     assert max(differences.values()) < 1e-5
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
 
@@ -121,7 +119,6 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     ours = two.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
     theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(family, differences)
     assert max(differences.values()) < 1e-5
 
 
@@ -142,5 +139,4 @@ def test_dropout_is_where_transformers_has_it(
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4}
     model = build_model_folder(tmp_path / "model", family, **sizes, **rates)
     found = one.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
-    print(family, found)
     assert max(found["logits"], found["gradient"]) < 2e-5 and found["without"] > 0.05

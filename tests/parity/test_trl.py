@@ -158,5 +158,4 @@ def test_losses_equal_trl(loss: str, smoothing: float, more: dict[str, Any], one
         loss_of = dpo_loss(policy, reference, tmp_path / "trl", loss=loss, smoothing=smoothing)
     theirs = train_pairs(policy.train(), loss_of, samples=pairs, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(loss, differences)
     assert max(differences.values()) < 1e-5

@@ -57,7 +57,6 @@ def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
     batches = UnpairedBatches(open_samples(samples), settings)
     theirs = train_steps(policy.train(), loss_of, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(loss, differences)
     assert max(differences.values()) < 1e-5
     if loss == "kto":
         divergences = [metrics["kl"] for metrics in ours["metrics"]]

@@ -58,5 +58,4 @@ def test_losses_equal_trl(one: RankPool, tmp_path: Path) -> None:
 
     theirs = train_steps(network.train(), loss_of, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
-    print(differences)
     assert max(differences.values()) < 1e-5

@@ -164,7 +164,6 @@ def clean(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
 @pytest.mark.parametrize("name", FAULT_CASES)
 def test_injected_fault_is_detected(name: str, injected: Done) -> None:
     fault, done = FAULTS[name], injected[name]
-    print(done["err"])
     assert done["code"] == 1 and done["err"].count("\n") == 1
     assert "their logits differ by" in done["err"]
     message = f"the first layer after which hidden states differ is {fault.layer} (of 0 to 3)"
@@ -178,7 +177,6 @@ def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
     done = clean[family]
     assert done["code"] == 0, done["err"]
     result = json.loads(done["out"])
-    print(family, result)
     assert result["formats"] == ["hf", "torch_dist"]
     assert 0 < result["logits_max_abs"] < 1e-5 and 0 <= result["logits_mean_kl_nats"] < 1e-9
     assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in result["logits_run"]
@@ -285,5 +283,4 @@ def test_layerwise_memory_is_one_layer(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *small, *large], capture_output=True, text=True, check=True)
     peak = int(done.stdout.splitlines()[-1])
-    print(f"{size >> 20} MiB of weights, {peak >> 20} MiB more at the peak")
     assert peak < size / 4

@@ -111,7 +111,6 @@ def test_checkpoints_need_little_memory(
     """No rank copies its optimizer state, or gathers that of others."""
     settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
     for rank in two.run("ranks.data_parallel_tasks.memory_of_checkpoints", **settings, **layout):
-        print(rank)
         assert max(rank["saving"], rank["loading"]) < rank["state"] / 2  # most of it are messages of torch
 
 
@@ -148,7 +147,6 @@ def test_resume_in_another_layout(
     rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings)
     assert rest["lr"] == whole["lr"][HALF:]
     differences = {curve: max_relative_difference(rest[curve], whole[curve][HALF:]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
 
 
@@ -353,7 +351,6 @@ def test_damaged_checkpoint_is_refused_on_every_rank(
     refused = two.run(
         "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=damaged, timeout_s=60
     )
-    print(refused)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert names in refused["text"] and str(damaged) in refused["text"] and "another checkpoint" in refused["text"]
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
@@ -458,7 +455,6 @@ def test_checkpoint_of_another_model_is_refused(
     _, saved = halves(1)
     other = build_model_folder(tmp_path / "other", family, tie_word_embeddings=True, **settings)
     refused = one.run("ranks.tasks.refusal", task="train", model=other, samples=samples, resume=saved)
-    print(refused)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
 

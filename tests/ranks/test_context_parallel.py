@@ -25,7 +25,6 @@ def test_context_parallel_attention_equals_single_process(four: RankPool) -> Non
         for recompute in (False, True)
     ]
     for differences in four.run("ranks.context_tasks.attend", cases=cases):
-        print(differences)
         assert max(differences.values()) < 1e-13
 
 
@@ -34,7 +33,6 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
     assert run["loss_tokens"] == truth["loss_tokens"][:steps]
     for curve in ("loss", "grad_norm"):
         difference = max(abs(a - b) / abs(b) for a, b in zip(run[curve], truth[curve][:steps], strict=True))
-        print(curve, difference)
         assert difference < TOLERANCE
     for key in ("valid_before", "valid_after")[: 2 if steps == len(truth["loss"]) else 1]:
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
@@ -73,7 +71,6 @@ def test_context_parallel_trains_as_single_process(
     truth = one.run("ranks.tasks.train", **run, steps=steps)
     for layout in layouts:
         ranks, sizes = LAYOUTS[layout]
-        print(layout)
         assert_same(worlds[ranks].run("ranks.tasks.train", **run, **sizes, steps=steps if ranks == 2 else 4), truth)
 
 
@@ -128,7 +125,6 @@ def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, sampl
     run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
     whole = one.run("ranks.context_tasks.memory_of_a_step", **run)
     sharded = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
-    print(whole, sharded)
     assert whole[1]["peak"] < 4.2 * whole[0]["peak"]
     for step_bytes in (whole, sharded):
         assert step_bytes[1]["largest"] < 4 * 8192 * 8192 / 8

@@ -48,7 +48,6 @@ def test_layout_has_the_masks_of_a_single_process(
 ) -> None:
     found = worlds[ranks].run(TRAIN, **run | layout)
     differences = {curve: max_relative_difference(found[curve], alone[curve]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
 
 
@@ -60,7 +59,6 @@ def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str
     assert max_relative_difference(other["loss"], alone["loss"][:1]) > 1e-4
     for place in ("attention_dropout", "hidden_dropout", "neftune_alpha"):
         one_kind = one.run(TRAIN, **run | {"steps": 1, "more": NOISE | {place: 0.0}})["loss"]
-        print(place, one_kind, alone["loss"][0], without["loss"][0])
         assert (
             min(max_relative_difference(one_kind, other[:1]) for other in (alone["loss"], without["loss"]))
             > 10 * TOLERANCE

@@ -54,7 +54,6 @@ def settings(family: str, model: Path, samples: Path) -> dict[str, Any]:
 
 def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> None:
     differences = {curve: max_relative_difference(run[curve], truth[curve][first:]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     for mine, theirs in zip(run["load"], truth["load"][first:], strict=True):
         assert mine == pytest.approx(theirs, rel=TOLERANCE)

@@ -83,7 +83,6 @@ def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str
     run |= {"steps": 8}
     sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
     differences = {curve: max_relative_difference(sharded[curve], truth[curve]) for curve in CURVES}
-    print(differences)
     # FSDP rounds the gradient of each micro batch to bfloat16 before summing.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02

@@ -31,6 +31,5 @@ def test_tensor_parallel_gradients(family: str, one: RankPool, two: RankPool, tm
     for sp in (False, True):
         found = two.run("ranks.gradient_tasks.gradients", tp=2, sp=sp, **settings)
         worst = max(found, key=lambda name: found[name])
-        print(family, sp, worst, found[worst])
         assert len(found) > 20
         assert found[worst] < 1e-12

@@ -29,5 +29,4 @@ def test_the_mamba_model_of_megatron_core_loads_it(
         strict=strict,
         tp=tp,
     )
-    print(found)
     assert found["max_difference"] == 0 and found["tensors"] == 2 * 9 + 3 + 3 + 3

@@ -35,7 +35,6 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
     assert run["loss_tokens"] == truth["loss_tokens"][:steps]
     assert run["lr"] == truth["lr"][:steps]
     differences = {curve: max_relative_difference(run[curve], truth[curve][:steps]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     for key in ("valid_before", "valid_after")[: 1 if steps < TOTAL_STEPS else 2]:
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
@@ -165,7 +164,6 @@ def test_bf16_follows_fp32(
     )
     truth = alone["qwen3-tied"]
     differences = {curve: max_relative_difference(run[curve], truth[curve][:8]) for curve in CURVES}
-    print(differences)
     # 8 bits of mantissa; a missing or doubled gradient would differ by tenths.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02

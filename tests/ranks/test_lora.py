@@ -47,7 +47,6 @@ def alone(one: RankPool, folders: dict[str, Path], samples: Path) -> dict[str, d
 def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> None:
     """The curves of a run that begins at step ``first``."""
     differences = {curve: max_relative_difference(run[curve], truth[curve][first:]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
 
 

@@ -42,7 +42,6 @@ def test_logits_and_gradients_in_float64(
     run = {"model": model, "lengths": LENGTHS, "file": tmp_path / "alone.pt"}
     worlds[1].run("ranks.mamba_tasks.save_float64", **run)
     found = worlds[layout["tp"]].run("ranks.mamba_tasks.differences_from_float64", **run, **layout)
-    print(len(found), max(found.values()))
     assert max(found.values()) < 1e-12, found
 
 

@@ -43,7 +43,6 @@ def test_mtp_loss_equals_the_paper(model: Path, alone: dict[str, Any], one: Rank
     settings = {"model": model, "samples": samples, "lr": alone["lr"], "mtp_loss_weight": WEIGHT}
     theirs = one.run("parity.mtp.train", **settings)
     differences = {curve: max_relative_difference(alone[curve], theirs[curve]) for curve in ALL}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
 
 
@@ -62,7 +61,6 @@ def test_mtp_in_every_layout(
     settings = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
     run = worlds[ranks].run("ranks.tasks.train", **settings, mtp_loss_weight=WEIGHT, **layout)
     differences = {curve: max_relative_difference(run[curve], alone[curve]) for curve in ALL}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     assert run["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
 
@@ -76,7 +74,6 @@ def test_layers_without_copies_in_files(
     run = two.run("ranks.tasks.train", **settings, micro_batch_size=2, steps=STEPS, **layout)
     theirs = one.run("parity.mtp.train", **settings, lr=run["lr"])
     differences = {curve: max_relative_difference(run[curve], theirs[curve]) for curve in ALL}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     two.run("ranks.tasks.export", model=built, destination=tmp_path / "export", **layout)
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == (built / "model.safetensors").read_bytes()
@@ -95,7 +92,6 @@ def test_one_tied_embedding_for_lookups_and_both_heads(
     world = worlds[layout.get("tp", 1) * layout["pp"]]
     split = world.run("ranks.tasks.train", **settings, **layout, evaluate=True, save_at=[2], root=tmp_path / "root")
     differences = {curve: max_relative_difference(split[curve], alone[curve]) for curve in ALL}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     assert split["valid_after"] == pytest.approx(alone["valid_after"], rel=TOLERANCE)
     rest = one.run("ranks.tasks.train", **settings, resume=tmp_path / "root" / "iter_0000002")
@@ -159,7 +155,6 @@ def test_layers_of_other_families_in_layouts(
     for layout in layouts:
         run = worlds[2].run("ranks.tasks.train", **shared, **layout)
         differences = {curve: max_relative_difference(run[curve], alone[curve]) for curve in ALL}
-        print(layout, differences)
         assert max(differences.values()) < TOLERANCE
     if family == "mimo":  # the hidden state comes first in the inputs of the layer
         theirs = one.run("parity.mtp.train", model=model, samples=samples, lr=alone["lr"], mtp_loss_weight=WEIGHT)

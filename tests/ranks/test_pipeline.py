@@ -112,7 +112,6 @@ def test_pipeline_trains_as_single_process(
     truth = single_process.of(name, steps)
     assert run["loss_tokens"] == truth["loss_tokens"]
     differences = {curve: max_relative_difference(run[curve], truth[curve]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     for key in ("valid_before", "valid_after"):
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
@@ -138,7 +137,6 @@ def test_equal_lengths_change_no_result(
     assert plain["shapes"] > 0 and padded["shapes"] == 0
     assert padded["tokens"] > plain["tokens"] and padded["loss_tokens"] == plain["loss_tokens"]
     differences = {curve: max_relative_difference(padded[curve], plain[curve]) for curve in CURVES}
-    print(differences)
     assert max(differences.values()) < TOLERANCE
     for without, with_padding in zip(plain["load"], padded["load"], strict=True):
         assert (without or {}) == pytest.approx(with_padding or {}, rel=TOLERANCE)

@@ -55,7 +55,6 @@ def differences(run: dict[str, Any], truth: dict[str, Any]) -> tuple[float, floa
         max_relative_difference(run["loss"], truth["loss"]),
         max_relative_difference(run["grad_norm"], truth["grad_norm"]),
     )
-    print(found)
     return found
 
 
@@ -185,19 +184,18 @@ RECOMPUTE_MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_formula(found: dict[str, int]) -> None:
+def assert_formula(saved: dict[str, int], case: str) -> None:
     """The formula omits less than 1%: float32 norm weights and position embeddings."""
-    assert found["measured"] == pytest.approx(found["expected"], rel=0.01)
+    assert saved["measured"] == pytest.approx(saved["expected"], rel=0.01), case
 
 
 def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, samples: Path) -> None:
     shared = {"task": "saved_activations", "model": wide, "samples": samples, "micro_batch_size": 4}
     cases = one.run("ranks.tasks.run_cases", cases=list(RECOMPUTE_MODES.values()), **shared)
-    print(cases)
-    for found in cases:
-        assert_formula(found)
+    for mode, saved in zip(RECOMPUTE_MODES, cases, strict=True):
+        assert_formula(saved, mode)
     nothing, core_attn, mlp, norms, activations, rope, elementwise, one_layer, all_layers = (
-        found["measured"] for found in cases
+        saved["measured"] for saved in cases
     )
     assert nothing == core_attn > mlp > one_layer > all_layers
     assert nothing - elementwise == sum(nothing - alone for alone in (norms, activations, rope))
@@ -209,14 +207,13 @@ def test_activation_formula_for_layer_types(one: RankPool, samples: Path, tmp_pa
     families = ("llama", "gpt2", "gemma2", "olmo2", "cohere", "gpt_neox", "nemotron", "hunyuan_v1_dense")
     cases = [{"model": build_model_folder(tmp_path / family, family, **sizes)} for family in families]
     shared = {"task": "saved_activations", "samples": samples, "micro_batch_size": 4}
-    for family, found in zip(families, one.run("ranks.tasks.run_cases", cases=cases, **shared), strict=True):
-        print(family, found)
-        assert_formula(found)
+    for family, saved in zip(families, one.run("ranks.tasks.run_cases", cases=cases, **shared), strict=True):
+        assert_formula(saved, family)
 
 
 def test_activation_formula_over_ranks(two: RankPool, wide: Path, samples: Path) -> None:
     shared = {"model": wide, "samples": samples, "micro_batch_size": 4, "precision": "bf16", "tp": 2}
-    found = two.run("ranks.tasks.run_cases", task="saved_activations", cases=[{"sp": False}, {"sp": True}], **shared)
-    print(found)
-    for each in found:
-        assert_formula(each)
+    cases = [{"sp": False}, {"sp": True}]
+    results = two.run("ranks.tasks.run_cases", task="saved_activations", cases=cases, **shared)
+    for layout, saved in zip(("tp2", "tp2-sp"), results, strict=True):
+        assert_formula(saved, layout)

@@ -99,7 +99,6 @@ def layer(tokens: int, recipe: Fp8Recipe, *, width: int = 64, outputs: int = 48)
 def test_matmuls_and_gradients(tokens: int, scaling: Scaling, gradients: torch.dtype) -> None:
     found = layer(tokens, Fp8Recipe(scaling, E4M3, gradients))
     errors = {name: error(*pair) for name, pair in found.items()}
-    print(errors)
     # An operand is off by a uniform share of up to 2^-4 (2^-3 in e5m2), of which the root mean square is 0.6 at most.
     backward = 0.05 if gradients == E4M3 else 0.08
     assert 0 < errors["out"] < 0.05

@@ -121,7 +121,6 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
         loss = linear_cross_entropy(hidden, weight, labels, grad_scale=factor) * factor
         found = torch.autograd.grad(loss, (hidden, weight))
         errors[scale] = [error(mine.float() / scale, theirs) for mine, theirs in zip(found, wanted, strict=True)]
-    print(errors)
     assert all(scaled < 2**-9 for scaled in errors[4096.0])
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]

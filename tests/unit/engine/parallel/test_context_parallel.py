@@ -63,7 +63,6 @@ def test_attention_work_is_balanced(lengths: tuple[int, ...], ranks: int) -> Non
     """A token costs as many keys as it sees; the sum over a rank's tokens is at most a tenth above the mean."""
     seen = torch.cat([torch.arange(1, length + 1) for length in lengths])
     work = torch.tensor([local_tokens(seen, spans).sum() for spans in partition(len(seen), ranks)]).double()
-    print(work / work.mean())
     assert work.max() <= 1.1 * work.mean()
 
 
