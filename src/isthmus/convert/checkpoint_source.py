@@ -27,23 +27,23 @@ class CheckpointSource:
             for name, parts in self._parts.items()
         }
         self._canonical: tuple[str, Tensor] | None = None
-        self._whole: tuple[str, Tensor] | None = None
+        self._last: tuple[str, Tensor] | None = None
 
     def __str__(self) -> str:
         return str(self._model.path)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        if self._whole is None or self._whole[0] != name:
-            self._whole = (name, self._assembled(name))
-        part = self._whole[1][index or ...]
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._assembled(name))
+        part = self._last[1][index or ...]
         return part.clone() if into is None else into.detach().copy_(part)
 
     def _assembled(self, name: str) -> Tensor:
         spec = self.tensors[name]
-        found = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
         for placement, piece in self._parts[name]:
-            found[piece.hf] = piece.view(self._read(placement)).to(spec.dtype)
-        return found
+            tensor[piece.hf] = piece.view(self._read(placement)).to(spec.dtype)
+        return tensor
 
     def _read(self, placement: Placement) -> Tensor:
         """A whole canonical tensor; a fused one forms several Hugging Face tensors, in succession."""

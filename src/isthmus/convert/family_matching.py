@@ -42,7 +42,7 @@ def match_family(arch: Architecture, first: str | None = None) -> tuple[Family, 
     if not matching:
         close = ""
         if nearest is not None:
-            listed = first_few([f"{name}={one} and not {other}" for name, one, other in nearest[1]])
+            listed = first_few([f"{name}={ours} and not {theirs}" for name, ours, theirs in nearest[1]])
             close = f" The nearest is {nearest[0]}, except for {listed}."
         raise UsageError(f"no family can express the model that Megatron-LM's args describe.{close}")
     (family, expressed), *others = matching
@@ -60,21 +60,25 @@ def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:
         return None
 
 
-def differing_fields(ours: Architecture, theirs: Architecture) -> list[tuple[str, Any, Any]]:
+def differing_fields(first: Architecture, second: Architecture) -> list[tuple[str, Any, Any]]:
     """(path, value in ours, value in theirs) of fields that differ, except for family and ``init_std``."""
-    one, other = _flat(ours), _flat(theirs)
-    names = sorted(one.keys() | other.keys())
-    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
+    first_fields, second_fields = _flat(first), _flat(second)
+    names = sorted(first_fields.keys() | second_fields.keys())
+    return [
+        (name, first_fields.get(name), second_fields.get(name))
+        for name in names
+        if first_fields.get(name) != second_fields.get(name)
+    ]
 
 
 def _flat(arch: Architecture) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in asdict(arch).items():
         if isinstance(value, dict):
-            found |= {f"{name}.{inner}": number for inner, number in value.items() if number is not None}
+            values |= {f"{name}.{inner}": number for inner, number in value.items() if number is not None}
         elif name not in ("family", "init_std") and value is not None:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _normalized(arch: Architecture) -> Architecture:

@@ -88,23 +88,23 @@ class MergedWeights:
         """Reads this slice of the base and the factors of its module only."""
         if name not in self._parts and name not in self._replaced:
             return self._base(name, index, into)
-        found = self._base(name, index) if name not in self._parts else self._merged(name, index)
+        tensor = self._base(name, index) if name not in self._parts else self._merged(name, index)
         # Round first, so that values do not depend on the target's dtype.
-        rounded = found.to(self.tensors[name].dtype)
+        rounded = tensor.to(self.tensors[name].dtype)
         return rounded if into is None else into.detach().copy_(rounded)
 
     def _merged(self, name: str, index: Index | None) -> Tensor:
-        found, part = self._sum(name, index), self._parts[name]
+        tensor, part = self._sum(name, index), self._parts[name]
         magnitude = self._adapter.factors(part.linear, part.linear.expert).magnitude
         if magnitude is None:
-            return found
+            return tensor
         if name not in self._norms:  # of whole rows, of which a slice can be a part
             shape = bounds_of((part.linear.out, part.linear.inputs), None)
             norms = [self._row_norms(name, slice(*rows)) for (rows, _), _ in row_chunks(shape, 4, _CHUNK_BYTES)]
             self._norms[name] = torch.cat(norms)
         factor = (magnitude / self._norms[name])[_full(index, self.tensors[name].shape)[part.transposed]]
-        found *= factor if part.transposed else factor[:, None]
-        return found
+        tensor *= factor if part.transposed else factor[:, None]
+        return tensor
 
     def _row_norms(self, name: str, rows: slice) -> Tensor:
         if self._parts[name].transposed:
@@ -114,14 +114,14 @@ class MergedWeights:
     def _sum(self, name: str, index: Index | None) -> Tensor:
         """The base plus ``scale * B @ A``, in float32."""
         part, full = self._parts[name], _full(index, self.tensors[name].shape)
-        found = self._base(name, full).float()
+        tensor = self._base(name, full).float()
         rows, columns = part.rows_and_columns(full)
-        for expert, matrix in part.matrices(found, full):
+        for expert, matrix in part.matrices(tensor, full):
             factors = self._adapter.factors(part.linear, expert)
             delta = factors.b[rows] @ factors.a[:, columns]
             delta *= factors.scale * self._factor
             matrix += delta
-        return found
+        return tensor
 
     def _base(self, name: str, index: Index | None, into: Tensor | None = None) -> Tensor:
         if name not in self._replaced:
@@ -153,7 +153,7 @@ def _parts(
     """The tensors that an adapter changes, and those that tensors of ``modules_to_save`` replace."""
     placements = family.placements(arch)
     rules = {name: placed.rule for placed in placements.values() for name in placed.hf if not placed.rule.alias}
-    of_experts = {
+    expert_parts = {
         placements[canonical].hf[part]: _Part(linear, part, linear.transposed, placements[canonical].rule.stacked)
         for canonical, linears in all_linears(family, arch).items()
         for linear in linears
@@ -163,11 +163,11 @@ def _parts(
     parts: dict[str, _Part] = {}
     replaced: dict[str, tuple[str, _Part | None]] = {}
     for name, shape in shapes.items():
-        here = of_experts.get(name)
-        if here is not None and here.linear.module in adapter.modules:
-            parts[name] = here
-        elif here is not None and not here.stacked and here.linear.module in adapter.saved:
-            replaced[name] = (here.linear.module, here)
+        part = expert_parts.get(name)
+        if part is not None and part.linear.module in adapter.modules:
+            parts[name] = part
+        elif part is not None and not part.stacked and part.linear.module in adapter.saved:
+            replaced[name] = (part.linear.module, part)
         # Files of older versions have the names of the base's files.
         for path in (module_path(family, name), name.removesuffix(".weight")):
             if path in adapter.modules and name not in parts and len(shape) == 2:
@@ -188,20 +188,20 @@ def linears_with_adapter(
     UsageError if others that the model has are adapted, such as embeddings; DataError if the adapter belongs to another
     base. Tensors of ``modules_to_save`` are not checked.
     """
-    found = {
+    adapted = {
         canonical: tuple(linear for linear in linears if linear.module in adapter.modules)
         for canonical, linears in all_linears(family, arch).items()
     }
-    found = {canonical: linears for canonical, linears in found.items() if linears}
-    trained = {linear.module for linears in found.values() for linear in linears}
+    adapted = {canonical: linears for canonical, linears in adapted.items() if linears}
+    trained = {linear.module for linears in adapted.values() for linear in linears}
     modules = {module_path(family, name) for name in family.hf_shapes(replace(arch, tie_embeddings=False))}
     if others := [module for module in adapter.modules if module in modules - trained]:
         raise UsageError(
             f"{adapter} adapts {others[0]}, which cannot have an adapter in training. Merge it first: isthmus merge "
             f"BASE {adapter} OUT"
         )
-    _check([linear for linears in found.values() for linear in linears], None, adapter, _experts(arch), base)
-    return found
+    _check([linear for linears in adapted.values() for linear in linears], None, adapter, _experts(arch), base)
+    return adapted
 
 
 def _check(
@@ -210,28 +210,28 @@ def _check(
     """Raise DataError unless the adapter has these linear layers, no others, and tensors of these shapes."""
     modules = {linear.module: linear for linear in linears}
     unexpected = [module for module in adapter.modules if module not in modules]
-    wanted: dict[str, Shape] = {}
+    expected: dict[str, Shape] = {}
     if saved is not None:
         unexpected += [name for name in adapter.saved if name not in saved]
-        wanted |= saved
+        expected |= saved
     for module, linear in modules.items():
         tensors = adapter.modules[module]
         width = tensors.rank * (1 if linear.expert is None else experts)
         inputs, out = (linear.out, linear.inputs) if linear.swapped else (linear.inputs, linear.out)
-        wanted |= {tensors.a: (width, inputs), tensors.b: (out, width)}
+        expected |= {tensors.a: (width, inputs), tensors.b: (out, width)}
         if tensors.magnitude is not None:
-            wanted[tensors.magnitude] = (linear.out,)
+            expected[tensors.magnitude] = (linear.out,)
     problems = describe_problems(
         unexpected=unexpected,
         misshapen=[
             f"{name} is {list(adapter.shape(name))}, not {list(shape)}"
-            for name, shape in wanted.items()
+            for name, shape in expected.items()
             if adapter.shape(name) != shape
         ],
     )
     if problems:
-        named = adapter.config.base_model_name_or_path
-        hint = f"It was trained on {named}." if named else "Give the base that it was trained on."
+        base_name = adapter.config.base_model_name_or_path
+        hint = f"It was trained on {base_name}." if base_name else "Give the base that it was trained on."
         raise DataError(f"{adapter} is not an adapter of {base}: {problems}. {hint}")
 
 

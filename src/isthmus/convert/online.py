@@ -113,7 +113,7 @@ def export_weights(
         with SafetensorsWriter(plan, folder, written) as writer:
             for placement in placements:
                 tensor = _final(placement.canonical, live, merge)
-                for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
+                for name, index, values in _local_slices(placement, tensor, arch, layout) if writes else ():
                     num_bytes += writer.write(name, index, values)
     finally:
         for placement in placements:  # after a failure, other ranks still wait in these all-gathers
@@ -152,23 +152,23 @@ def full_weights(
             dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
             incomplete[name] = torch.zeros(shapes[name], dtype=dtype, device=device)
         if placement.canonical in live:
-            tensor = _final(placement.canonical, live, merge)
-            for name, index, values in _own_slices(placement, tensor, arch, layout) if writes else ():
+            part = _final(placement.canonical, live, merge)
+            for name, index, values in _local_slices(placement, part, arch, layout) if writes else ():
                 incomplete[name][index] = values.to(incomplete[name].dtype)
         for name in names:
             missing[name] -= 1
             if not missing[name]:
-                whole = incomplete.pop(name)
-                if sum_bytes(whole, rank0_only=rank0_only):
-                    yield name, whole
+                tensor = incomplete.pop(name)
+                if sum_bytes(tensor, rank0_only=rank0_only):
+                    yield name, tensor
 
 
 def _final(name: str, live: Mapping[str, Tensor], merge: MergeTensor | None) -> Tensor:
-    whole = full_tensor(live[name])
-    return whole if merge is None else merge(name, whole)
+    tensor = full_tensor(live[name])
+    return tensor if merge is None else merge(name, tensor)
 
 
-def _own_slices(
+def _local_slices(
     placement: Placement, tensor: Tensor, arch: Architecture, layout: Layout
 ) -> list[tuple[str, tuple[slice, ...], Tensor]]:
     """(name, index, values) of this rank's elements of Hugging Face tensors; over all tp ranks each appears once."""

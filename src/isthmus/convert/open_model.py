@@ -91,7 +91,7 @@ def open_model(
     if trained is not None:
         source = merged = MergedWeights(source, family, arch, trained)
         arch, notes = merged.arch, (*notes, *merged.notes)
-    towers = Towers.of_source(source, family)
+    towers = Towers.from_source(source, family)
     return OpenedModel(path, "hf", family, arch, HfWeights(source, family, arch), folder, notes, towers)
 
 
@@ -147,7 +147,7 @@ def _open_checkpoint(
             ChecksumVerifier().check(family_file)
         family = family_for(hf_folder.config, family_file)
         arch = family.to_architecture(hf_folder.config)
-    towers = None if hf_folder is None else Towers.of_checkpoint(hf_folder, family)
+    towers = None if hf_folder is None else Towers.from_checkpoint(hf_folder, family)
     opened = partial(OpenedModel, path, family=family, arch=arch, hf_folder=hf_folder, notes=notes, towers=towers)
     if isinstance(folder, LegacyFolder):
         return opened("torch", weights=LegacyWeights(folder, family, arch))
@@ -174,9 +174,10 @@ def _from_args(
         ) from error
     also = f"; {', '.join(others)} would also fit" if others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
-    return family, arch, (
+    notes = (
         f"the checkpoint has no config: by its args its family is {family.name}{also}. "
         "Choose another with --hf-like DIR.",
         *notes,
         f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
-    )  # fmt: skip
+    )
+    return family, arch, notes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from isthmus.errors import DataError
 
 _MOST_LEVELS = 100
-"""Of tuples in tuples: the hash of a key follows them on the C stack."""
+"""Limit of tuples in tuples: the hash of a key follows them on the C stack."""
 _MOST_ELEMENTS, _MOST_ELEMENTS_PER_BYTE = 1_000_000, 50
-"""Of all tuples with those in them, each as often as it is used: the hash of a key visits all of them each time."""
+"""Limits of the elements of all tuples, nested ones counted at each use: the hash of a key visits them each time."""
 _SIZED = {**dict.fromkeys(b"UC\x8a\x8c", 1), **dict.fromkeys(b"TBX\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
 """Operations with an argument behind its length, and the bytes of that."""
 _FIXED = {**dict.fromkeys(range(256), 0), **dict.fromkeys(b"Khq\x80\x82", 1), **dict.fromkeys(b"M\x83", 2)}
@@ -41,7 +41,7 @@ def _follow(raw: bytes) -> None:
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
-    at, left = 0, _MOST_ELEMENTS + _MOST_ELEMENTS_PER_BYTE * len(raw)
+    at, remaining = 0, _MOST_ELEMENTS + _MOST_ELEMENTS_PER_BYTE * len(raw)
     while (code := raw[at]) != _STOP:
         start = at + 1
         at = start + _FIXED[code]
@@ -57,7 +57,7 @@ def _follow(raw: bytes) -> None:
             memo[place] = stack[-1]
         elif code in _GET:
             stack.append(memo.get(_place(raw[start:at], code), 0) if start < at else stack[-1])
-            left -= stack[-1] >> _LEVEL_BITS
+            remaining -= stack[-1] >> _LEVEL_BITS
         elif code == _MARK:
             marks.append(len(stack))
         elif code == _POP and marks and marks[-1] == len(stack):
@@ -66,10 +66,10 @@ def _follow(raw: bytes) -> None:
             stack += () if code in _NEITHER else (0,)
         else:
             first = len(stack) - _TAKES[code] if _TAKES[code] else marks.pop()
-            made = _tuple(stack[first:]) if code in _TUPLES else 0
-            left -= made >> _LEVEL_BITS
-            stack[first:] = () if code in _PUSHES_NONE else (made,)
-        if left < 0:
+            nested = _tuple(stack[first:]) if code in _TUPLES else 0
+            remaining -= nested >> _LEVEL_BITS
+            stack[first:] = () if code in _PUSHES_NONE else (nested,)
+        if remaining < 0:
             raise DataError(f"its pickle of {len(raw)} bytes has too many tuples in tuples")
 
 

@@ -29,10 +29,10 @@ _NOT_IMPORTED = ("megatron.", "numpy.", "transformer_engine.", "signal", "types"
 
 def _flat_tuple(*items: Any) -> tuple[Any, ...]:
     """``tuple`` for pickles; its argument hides what it nests from :func:`check_pickle`."""
-    found = tuple(*items)
-    if any(isinstance(item, tuple) for item in found):
+    result = tuple(*items)
+    if any(isinstance(item, tuple) for item in result):
         raise DataError("it makes a tuple of tuples from another collection")
-    return found
+    return result
 
 
 PLAIN_TYPES: dict[tuple[str, str], Any] = {
@@ -131,10 +131,10 @@ class _Window(io.FileIO):
 
     def read(self, size: int | None = -1) -> bytes:
         at = self.tell()
-        left = max(0, self._end - at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        self._verifier.check(self._path, at, at + wanted, tensor=self._tensor)
-        return super().read(wanted)
+        remaining = max(0, self._end - at)
+        num_bytes = remaining if size is None or size < 0 else min(size, remaining)
+        self._verifier.check(self._path, at, at + num_bytes, tensor=self._tensor)
+        return super().read(num_bytes)
 
 
 class _TensorUnpickler(pickle.Unpickler):

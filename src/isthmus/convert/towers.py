@@ -32,23 +32,23 @@ class Towers:
 
     def __init__(self, source: WeightSource, family: Family) -> None:
         self._source = source
-        apart = family.tensors_apart(source.tensors)
+        copied = family.tensors_apart(source.tensors)
         self.tensors: dict[str, TensorSpec | TensorInfo] = {
-            name: meta for name, meta in source.tensors.items() if name in apart
+            name: meta for name, meta in source.tensors.items() if name in copied
         }
 
     def __str__(self) -> str:
         return str(self._source)
 
     @classmethod
-    def of_source(cls, source: WeightSource, family: Family) -> Towers | None:
-        """Those of a model folder; None if it has none, and the family is not that of a multimodal model."""
-        found = cls(source, family)
-        return found if found.tensors or family.nested is not None else None
+    def from_source(cls, source: WeightSource, family: Family) -> Towers | None:
+        """Towers of a model folder; None if it has none, and the family is not that of a multimodal model."""
+        towers = cls(source, family)
+        return towers if towers.tensors or family.nested is not None else None
 
     @classmethod
-    def of_checkpoint(cls, folder: ModelFolder, family: Family) -> Towers | None:
-        """Those that were converted with a checkpoint, or of the model folder that describes it; None without any."""
+    def from_checkpoint(cls, folder: ModelFolder, family: Family) -> Towers | None:
+        """Towers converted with a checkpoint, or those of the model folder that describes it; None without any."""
         if family.nested is None and not (family.passed_through or family.passed_layers):
             return None
         stored = folder.path / FOLDER
@@ -56,8 +56,8 @@ class Towers:
             return cls(ModelFolder(stored, {}), family)
         if not folder.has_weights:
             return None
-        found = cls(open_weights(folder, family).source, family)
-        return found if found.tensors else None
+        towers = cls(open_weights(folder, family).source, family)
+        return towers if towers.tensors else None
 
     @property
     def num_bytes(self) -> int:

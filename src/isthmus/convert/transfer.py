@@ -66,7 +66,7 @@ class _Plan:
     """The source model, with the family and architecture to write."""
     format: Format
     tensors: dict[str, TensorSpec]
-    """By canonical name."""
+    """Dtype and shape of each tensor by canonical name."""
     layout: LegacyLayout
     spelling: LiveSpelling
     unsupported: list[str]

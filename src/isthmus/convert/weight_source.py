@@ -23,14 +23,14 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def copied_dtype(rule: Rule, source: Callable[[], torch.dtype], wanted: torch.dtype | None) -> torch.dtype:
+def copied_dtype(rule: Rule, source: Callable[[], torch.dtype], requested: torch.dtype | None) -> torch.dtype:
     """The dtype of a copy of a tensor whose dtype is that of ``source``; None keeps it.
 
     Tensors that Megatron-Core has in float32 are not narrowed.
     """
-    if wanted is None:
+    if requested is None:
         return source()
-    return wanted if rule.dtype is None else torch.promote_types(source(), wanted)
+    return requested if rule.dtype is None else torch.promote_types(source(), requested)
 
 
 class WeightSource(Protocol):
@@ -48,14 +48,14 @@ class PartOfWeights:
 
     def __init__(self, source: WeightSource, family: Family, arch: Architecture, part: Architecture) -> None:
         self._source = source
-        whole, own = family.hf_shapes(arch), family.hf_shapes(part)
+        shapes, part_shapes = family.hf_shapes(arch), family.hf_shapes(part)
         self.tensors: dict[str, TensorSpec | TensorInfo] = {}
         for name, meta in source.tensors.items():
-            if name not in whole:  # check_coverage names it
+            if name not in shapes:  # check_coverage names it
                 self.tensors[name] = meta
-            elif name in own:
-                cut = tuple(meta.shape) == whole[name] != own[name]
-                self.tensors[name] = TensorSpec(meta.dtype, own[name]) if cut else meta
+            elif name in part_shapes:
+                cut = tuple(meta.shape) == shapes[name] != part_shapes[name]
+                self.tensors[name] = TensorSpec(meta.dtype, part_shapes[name]) if cut else meta
 
     def __str__(self) -> str:
         return str(self._source)
@@ -72,8 +72,10 @@ class WithScoreHead:
         dtype = next(iter(source.tensors.values())).dtype
         self._source, self._head = source, RandomWeights(family, arch, seed, dtype)
         self._name = SCORE.parts[0].name
-        kept = {name: meta for name, meta in source.tensors.items() if name not in family.output_names}
-        self.tensors: Mapping[str, TensorSpec | TensorInfo] = kept | {self._name: self._head.tensors[self._name]}
+        language_tensors = {name: meta for name, meta in source.tensors.items() if name not in family.output_names}
+        self.tensors: Mapping[str, TensorSpec | TensorInfo] = language_tensors | {
+            self._name: self._head.tensors[self._name]
+        }
 
     def __str__(self) -> str:
         return str(self._source)

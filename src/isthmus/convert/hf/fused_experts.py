@@ -33,11 +33,11 @@ class SplitExperts:
             height = rows // len(leaves)
             for expert in range(experts):
                 for number, leaf in enumerate(leaves):
-                    own = f"{fused[name]['owner']}.{expert}.{leaf}.weight"
-                    if own in source.tensors:
-                        raise DataError(f"{source} has both {name} and {own}. Keep the tensors of one form.")
-                    self.tensors[own] = TensorSpec(meta.dtype, (height, columns))
-                    self._parts[own] = (name, expert, number * height)
+                    part_name = f"{fused[name]['owner']}.{expert}.{leaf}.weight"
+                    if part_name in source.tensors:
+                        raise DataError(f"{source} has both {name} and {part_name}. Keep the tensors of one form.")
+                    self.tensors[part_name] = TensorSpec(meta.dtype, (height, columns))
+                    self._parts[part_name] = (name, expert, number * height)
 
     def __str__(self) -> str:
         return str(self._source)
@@ -60,7 +60,7 @@ def split_experts(source: WeightSource, family: Family) -> SplitExperts | None:
         for part in rule.parts
         if part.name.endswith((".gate_proj.weight", ".up_proj.weight", ".down_proj.weight"))
     }
-    found = {
+    fused = {
         name: match
         for name, meta in source.tensors.items()
         if (match := _FUSED.fullmatch(name))
@@ -68,4 +68,4 @@ def split_experts(source: WeightSource, family: Family) -> SplitExperts | None:
         and len(meta.shape) == 3
         and meta.shape[1] % len(_PARTS[match["leaf"]]) == 0
     }
-    return SplitExperts(source, found) if found else None
+    return SplitExperts(source, fused) if fused else None

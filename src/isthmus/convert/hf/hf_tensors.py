@@ -31,21 +31,21 @@ class HfWeights(CanonicalWeights):
 
     def dtype(self, canonical: str) -> torch.dtype:
         """A UsageError if the Hugging Face tensors that form it differ in dtype."""
-        found = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
-        if len(set(found.values())) > 1:
-            dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in found.items())
-            raise UsageError(f"{self}: {dtypes}, and they become one tensor. Convert the model with --dtype.")
-        return next(iter(found.values()))
+        dtypes = {name: self.source.tensors[name].dtype for name in self._placements[canonical].hf}
+        if len(set(dtypes.values())) > 1:
+            text = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            raise UsageError(f"{self}: {text}, and they become one tensor. Convert the model with --dtype.")
+        return next(iter(dtypes.values()))
 
     def read(self, canonical: str, rows: slice) -> Tensor:
         """In a dtype that has all values of its parts."""
         placed = self._placements[canonical]
         height = rows.stop - rows.start
         dtype = functools.reduce(torch.promote_types, (self.source.tensors[name].dtype for name in placed.hf))
-        found = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=dtype)
+        tensor = torch.empty((height, *placed.rule.canonical_shape(self._arch)[1:]), dtype=dtype)
         for piece in hf_slices(placed.rule, self._arch, (rows,), (slice(0, height),), placed.expert):
-            self.source.read(placed.hf[piece.part], piece.hf, into=piece.view(found))
-        return found
+            self.source.read(placed.hf[piece.part], piece.hf, into=piece.view(tensor))
+        return tensor
 
 
 class HfWriter(Destination):

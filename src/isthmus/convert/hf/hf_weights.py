@@ -143,25 +143,25 @@ class BinWeights:
         if not has_bin(folder):
             raise MissingInput(f"{folder} has no {_BIN_FILE}. Omit --bin, or give the folder that has it.")
         single = (folder / _BIN_FILE).is_file()
-        self._found = _open_bin(folder / _BIN_FILE) if single else {}
+        self._infos = _open_bin(folder / _BIN_FILE) if single else {}
         weight_map = {} if single else read_weight_map(folder / _BIN_INDEX)
         for file in dict.fromkeys(weight_map.values()):
-            found = _open_bin(folder / file)
-            if twice := found.keys() & self._found.keys():
+            infos = _open_bin(folder / file)
+            if twice := infos.keys() & self._infos.keys():
                 raise DataError(f"{folder / file} has {min(twice)}, which another file has too.")
-            if absent := [name for name, where in weight_map.items() if where == file and name not in found]:
+            if absent := [name for name, where in weight_map.items() if where == file and name not in infos]:
                 raise DataError(f"{folder / _BIN_INDEX} places {absent[0]} in {file}, which does not have it.")
-            self._found |= found
+            self._infos |= infos
         self.tensors = {
             name: TensorSpec(info.span.dtype if isinstance(info, StridedTensor) else info.dtype, info.shape)
-            for name, info in self._found.items()
+            for name, info in self._infos.items()
         }
 
     def __str__(self) -> str:
         return str(self._folder)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        info = self._found[name]
+        info = self._infos[name]
         if isinstance(info, TensorInfo):
             return self._reader.read(info, index, into=into, name=name)
         part = self._reader.read(info.span, name=name).as_strided(info.shape, info.strides)[index or ...]
@@ -169,9 +169,9 @@ class BinWeights:
 
 
 def _open_bin(path: Path) -> dict[str, TensorInfo | StridedTensor]:
-    found: Any = read_torch_pickle(path, strided=True)
-    if not isinstance(found, dict) or not all(
-        isinstance(value, TensorInfo | StridedTensor) for value in found.values()
+    tensors: Any = read_torch_pickle(path, strided=True)
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, TensorInfo | StridedTensor) for value in tensors.values()
     ):
         raise DataError(f"{path} has content that is not tensors by name. Give the file of a model's weights.")
-    return found
+    return tensors

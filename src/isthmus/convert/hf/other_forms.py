@@ -20,13 +20,13 @@ def other_names(source: WeightSource, family: Family, config: Mapping[str, Any])
     if not family.other_names:
         return {}
     expected = family.hf_shapes(family.to_architecture(config, source.tensors or None))
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in source.tensors:
         candidates = (name.replace(*pair) for pair in family.other_names.items() if name not in expected)
         new = next((new for new in candidates if new in expected and new not in source.tensors), None)
-        if new is not None and new not in found.values():
-            found[name] = new
-    return found
+        if new is not None and new not in names.values():
+            names[name] = new
+    return names
 
 
 class RecutRows:
@@ -52,14 +52,14 @@ class RecutRows:
         before, group = self._places[name]
         (low, high), *others = bounds_of(self.tensors[name].shape, index)
         columns = tuple(slice(*bounds) for bounds in others)
-        edges = accumulate((self._source.tensors[each].shape[0] for each in group), initial=0)
+        edges = accumulate((self._source.tensors[part].shape[0] for part in group), initial=0)
         pieces = []
-        for each, (start, end) in zip(group, pairwise(edges), strict=True):
+        for part, (start, end) in zip(group, pairwise(edges), strict=True):
             first, last = max(before + low, start), min(before + high, end)
             if first < last:
-                pieces.append(self._source.read(each, (slice(first - start, last - start), *columns)))
-        whole = torch.cat(pieces)
-        return whole if into is None else into.detach().copy_(whole)
+                pieces.append(self._source.read(part, (slice(first - start, last - start), *columns)))
+        tensor = torch.cat(pieces)
+        return tensor if into is None else into.detach().copy_(tensor)
 
 
 def recut_rows(source: WeightSource, family: Family, arch: Architecture) -> RecutRows | None:
@@ -72,10 +72,10 @@ def recut_rows(source: WeightSource, family: Family, arch: Architecture) -> Recu
     for placed in family.placements(arch).values():
         if not placed.rule.recut or not all(name in source.tensors for name in placed.hf):
             continue
-        own = dict(zip(placed.hf, (shape[0] for shape in placed.rule.part_shapes(arch)), strict=False))
-        theirs = [tuple(source.tensors[name].shape) for name in own]
+        rows = dict(zip(placed.hf, (shape[0] for shape in placed.rule.part_shapes(arch)), strict=False))
+        theirs = [tuple(source.tensors[name].shape) for name in rows]
         same_columns = len({shape[1:] for shape in theirs}) == 1 and all(theirs)
-        if same_columns and [shape[0] for shape in theirs] != [*own.values()]:
-            if sum(shape[0] for shape in theirs) == sum(own.values()):
-                groups.append(own)
+        if same_columns and [shape[0] for shape in theirs] != [*rows.values()]:
+            if sum(shape[0] for shape in theirs) == sum(rows.values()):
+                groups.append(rows)
     return RecutRows(source, groups) if groups else None

@@ -29,8 +29,8 @@ class TransposedExperts:
         if name not in self._names:
             return self._source.read(name, index, into=into)
         first, rows, columns = (*(index or ()), *[slice(None)] * 3)[:3]
-        found = self._source.read(name, (first, columns, rows)).mT
-        return found.contiguous() if into is None else into.detach().copy_(found)
+        tensor = self._source.read(name, (first, columns, rows)).mT
+        return tensor.contiguous() if into is None else into.detach().copy_(tensor)
 
 
 def transposed_experts(source: WeightSource, family: Family, arch: Architecture) -> TransposedExperts | None:
@@ -42,14 +42,14 @@ def transposed_experts(source: WeightSource, family: Family, arch: Architecture)
         for name in placed.hf
     }
     expected = family.hf_shapes(arch) if names else {}
-    found = {
+    swapped = {
         name
         for name in names & source.tensors.keys()
         if len(shape := tuple(source.tensors[name].shape)) == 3
         and shape != tuple(expected[name])
         and _swapped(shape) == tuple(expected[name])
     }
-    return TransposedExperts(source, found) if found else None
+    return TransposedExperts(source, swapped) if swapped else None
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

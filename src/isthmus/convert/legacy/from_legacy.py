@@ -46,8 +46,8 @@ class LegacyFolder:
     def __init__(self, path: Path) -> None:
         """Derive the layout from the args, and check that the files of all ranks exist."""
         self.path = path
-        found = {folder.name: _model_file(folder) for folder in sorted(path.glob("mp_rank_*"))}
-        opened = {name: _open(file) for name, file in found.items() if file is not None}
+        files = {folder.name: _model_file(folder) for folder in sorted(path.glob("mp_rank_*"))}
+        opened = {name: _open(file) for name, file in files.items() if file is not None}
         some = next(iter(opened.values()))
         chunks = [state for key, state in some.items() if str(key).startswith("model")]
         self.pre_core_names = frozenset(
@@ -59,17 +59,17 @@ class LegacyFolder:
         if self.args is None and not (self.pre_core_names and len(opened) == 1):
             raise DataError(f"{path} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
         self.layout = self._read_layout(len(chunks))
-        files = {self.layout.folder(file): file for file in self.layout.files()}
-        if missing := [name for name in files if name not in opened]:
-            raise DataError(f"{path}: {first_few(missing)} of {len(files)} ranks missing. Fetch them.")
-        if more := [name for name in opened if name not in files]:
+        expected_files = {self.layout.folder(file): file for file in self.layout.files()}
+        if missing := [name for name in expected_files if name not in opened]:
+            raise DataError(f"{path}: {first_few(missing)} of {len(expected_files)} ranks missing. Fetch them.")
+        if more := [name for name in opened if name not in expected_files]:
             raise DataError(f"{path}: {first_few(more)} are not part of {self.layout}. Remove them.")
         self.ranks: dict[RankFile, list[dict[str, RankTensor]]] = {
             file: [
                 rank_tensors(opened[name].get(self.layout.chunk_key(number)), self.layout.ep)
                 for number in range(self.layout.vpp)
             ]
-            for name, file in files.items()
+            for name, file in expected_files.items()
         }
 
     def _read_layout(self, vpp: int) -> LegacyLayout:
@@ -87,12 +87,12 @@ class LegacyFolder:
 
     def layers(self) -> list[list[int]]:
         """Number of layers in the files of each chunk of each stage."""
-        found = [[0] * self.layout.vpp for _ in range(self.layout.pp)]
+        num_layers = [[0] * self.layout.vpp for _ in range(self.layout.pp)]
         for file, chunks in self.ranks.items():
             for number, names in enumerate(chunks):
                 counts = [int(layer[1]) + 1 for name in names if (layer := _LAYER.match(name))]
-                found[file.pp][number] = max([found[file.pp][number], *counts])
-        return found
+                num_layers[file.pp][number] = max([num_layers[file.pp][number], *counts])
+        return num_layers
 
 
 class LegacyWeights(CanonicalWeights):
@@ -138,21 +138,21 @@ class LegacyWeights(CanonicalWeights):
 
     def read(self, canonical: str, rows: slice) -> Tensor:
         shape = self._placements[canonical].rule.canonical_shape(self._arch)
-        found = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=self.dtype(canonical))
+        tensor = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=self.dtype(canonical))
         seen: set[tuple[tuple[int | None, int | None], ...]] = set()
         for piece, slices in self._parts[canonical]:
-            for whole, local in slices:
-                where = tuple((cut.start, cut.stop) for cut in whole)
-                if where in seen or (shared := intersect_rows(whole, local, rows)) is None:
+            for canonical_index, local in slices:
+                where = tuple((cut.start, cut.stop) for cut in canonical_index)
+                if where in seen or (shared := intersect_rows(canonical_index, local, rows)) is None:
                     continue  # another rank has the same values
                 seen.add(where)
                 in_rows, in_file = shared
-                target = found[in_rows]
+                target = tensor[in_rows]
                 if piece.transposed:
                     in_file = (in_file[1] if len(in_file) > 1 else slice(None), in_file[0])
                     target = target.mT
                 self._reader.read(piece.info, in_file, into=target, name=canonical)
-        return found
+        return tensor
 
     def _add_part(self, placed: Placement, file: RankFile, tensor: RankTensor) -> list[str]:
         """Returns a message if the shape of the shard differs from the expected one."""
@@ -166,7 +166,7 @@ class LegacyWeights(CanonicalWeights):
         at = 0
         for piece in tensor.pieces:
             rows = slice(at, at + piece.shape[0])
-            inside = [intersect_rows(local, whole, rows) for whole, local in slices]
+            inside = [intersect_rows(local, canonical_index, rows) for canonical_index, local in slices]
             self._parts[placed.canonical].append((piece, [(there, here) for here, there in filter(None, inside)]))
             at = rows.stop
         return []
@@ -174,8 +174,8 @@ class LegacyWeights(CanonicalWeights):
 
 def _model_file(folder: Path) -> Path | None:
     """A rank's file; None if the folder has only a part of a distributed optimizer."""
-    named = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-    return None if named is None and (folder / "optim.pt").is_file() else named or folder / FILE
+    model_file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    return None if model_file is None and (folder / "optim.pt").is_file() else model_file or folder / FILE
 
 
 def _open(path: Path) -> dict[str, Any]:

@@ -63,17 +63,17 @@ class LegacyLayout:
         Megatron-Core numbers the ranks of a stage with tp fastest for attention, and with etp, then ep, for experts.
         File names contain only tp and ep.
         """
-        found: dict[tuple[int, int, int], RankFile] = {}
+        rank_files: dict[tuple[int, int, int], RankFile] = {}
         for pp in range(self.pp):
             for rank in range(math.lcm(self.tp, self.ep * self.expert_tp)):
                 etp, ep = rank % self.expert_tp, rank // self.expert_tp % self.ep
                 file = RankFile(rank % self.tp, pp, ep, etp)
-                if found.setdefault((file.tp, pp, file.ep), file) != file:
+                if rank_files.setdefault((file.tp, pp, file.ep), file) != file:
                     raise UsageError(
                         f"tp={self.tp}, ep={self.ep}, etp={self.expert_tp}: legacy files are named by tp and ep, "
                         "so two ranks with different parts of an expert would share one. Use an etp that divides tp."
                     )
-        return list(found.values())
+        return list(rank_files.values())
 
     def folder(self, file: RankFile) -> str:
         stage = f"_{file.pp:03d}" if self.pp > 1 else ""

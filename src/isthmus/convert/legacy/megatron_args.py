@@ -192,12 +192,12 @@ def model_args(arch: Architecture) -> dict[str, Any]:
 
 def _has_biases(arch: Architecture) -> bool | None:
     """True if all linear layers have biases, False if none except perhaps QKV, None otherwise."""
-    found = {arch.proj_bias} | ({arch.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
+    biases = {arch.proj_bias} | ({arch.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
     if arch.moe is not None:
-        found |= {arch.moe.expert_mlp_bias, arch.moe.router_bias}
-    if found == {True}:
+        biases |= {arch.moe.expert_mlp_bias, arch.moe.router_bias}
+    if biases == {True}:
         return True if arch.qkv_bias else None
-    return False if found == {False} else None
+    return False if biases == {False} else None
 
 
 def _activation_args(arch: Architecture) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def _vocabulary(args: ArgsReader, requested: int | None) -> tuple[int, list[str]
 
 
 def _rotary(args: ArgsReader, num_layers: int, *, latent: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rotary_base": float(args.get("rotary_base", 10000)),
         "rotary_percent": float(args.get("rotary_percent", 1.0)),
         "rotary_interleaved": latent or bool(args.get("rotary_interleaved", False)),
@@ -131,11 +131,11 @@ def _rotary(args: ArgsReader, num_layers: int, *, latent: bool) -> dict[str, Any
                 f"Megatron-LM's args have rope_scaling_factor={factor:g}, which no release passes to the model: "
                 f"it uses {ROPE_SCALING.factor:g}."
             )
-        found["rope_scaling"] = ROPE_SCALING
+        fields["rope_scaling"] = ROPE_SCALING
     factor = float(args.get("rotary_scaling_factor", 1.0))
     if latent and args.get("rope_type", "yarn") == "yarn" and factor > 1:
-        found["rope_scaling"] = _yarn(args, factor)
-    return found
+        fields["rope_scaling"] = _yarn(args, factor)
+    return fields
 
 
 def _yarn(args: ArgsReader, factor: float) -> RopeScaling:
@@ -145,7 +145,7 @@ def _yarn(args: ArgsReader, factor: float) -> RopeScaling:
     if mscale and mscale_all_dim:
         scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
     elif (mscale, mscale_all_dim) != (1.0, 0.0):
-        factors = [0.1 * each * math.log(factor) + 1.0 for each in (mscale, mscale_all_dim)]
+        factors = [0.1 * scale * math.log(factor) + 1.0 for scale in (mscale, mscale_all_dim)]
         scales = {"mscale_all_dim": mscale_all_dim or None, "attention_factor": factors[0] / factors[1]}
     return RopeScaling(
         kind="yarn",

@@ -23,22 +23,22 @@ _WITHOUT_EFFECT = ("use_legacy_models", "moe_router_load_balancing_type")
 
 def current_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """The args under the names of core_v0.16.1."""
-    given = {name: value for name, value in args.items() if value is not None and name not in _WITHOUT_EFFECT}
-    found = {_RENAMED.get(name, name): value for name, value in given.items()}
-    if found.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    elif found.get("add_position_embedding") is False and found.get("position_embedding_type") != "rope":
+    known = {name: value for name, value in args.items() if value is not None and name not in _WITHOUT_EFFECT}
+    renamed = {_RENAMED.get(name, name): value for name, value in known.items()}
+    if renamed.get("use_rotary_position_embeddings"):
+        renamed["position_embedding_type"] = "rope"
+    elif renamed.get("add_position_embedding") is False and renamed.get("position_embedding_type") != "rope":
         raise not_supported("add_position_embedding=False")
-    if isinstance(hidden := found.get("hidden_size"), int):
-        found.setdefault("ffn_hidden_size", 4 * hidden)
+    if isinstance(hidden := renamed.get("hidden_size"), int):
+        renamed.setdefault("ffn_hidden_size", 4 * hidden)
     if _has_megablocks(args):
-        ranks, experts = 1, int(found["num_experts"])
+        ranks, experts = 1, int(renamed["num_experts"])
         if shards_experts_over_dp(args):
-            sizes = [int(found.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
-            ranks = int(found.get("data_parallel_size") or int(found["world_size"]) // (sizes[0] * sizes[1]))
+            sizes = [int(renamed.get(f"{kind}_model_parallel_size") or 1) for kind in ("tensor", "pipeline")]
+            ranks = int(renamed.get("data_parallel_size") or int(renamed["world_size"]) // (sizes[0] * sizes[1]))
         ep = min(ranks, experts)
-        found |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": ranks // ep}
-    return found
+        renamed |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": ranks // ep}
+    return renamed
 
 
 def shards_experts_over_dp(args: Mapping[str, Any]) -> bool:

@@ -78,19 +78,19 @@ def rank_tensors(state: Any, ep: int) -> dict[str, RankTensor]:
     infos = dict(flat_tensors(state))
     if is_pre_core(state):
         infos = {_core_name(name): info for name, info in infos.items()}
-    found: dict[str, RankTensor] = {}
+    tensors: dict[str, RankTensor] = {}
     for name, info in sorted(infos.items(), key=lambda item: item[0].endswith(".v1")):  # after w1
         if (all_experts := _ALL_EXPERTS.fullmatch(name)) is None:
-            whole = replace(info, shape=info.shape[-1:]) if name.endswith("mlp.output_bias") else info  # [1, 1, H]
-            found[name] = RankTensor((Piece(whole),))
+            stored = replace(info, shape=info.shape[-1:]) if name.endswith("mlp.output_bias") else info  # [1, 1, H]
+            tensors[name] = RankTensor((Piece(stored),))
             continue
         prefix, kind = all_experts.groups()
         router = infos.get(prefix.replace("experts.", "router.") + "weight")
         number = info.shape[0] if len(info.shape) == 3 else (router.shape[0] // ep if router is not None else 1)
         for expert, piece in enumerate(_expert_pieces(kind, info, number)):
-            own = f"{prefix}linear_fc{kind[-1]}.weight{expert}"
-            found[own] = RankTensor((*(found[own].pieces if own in found else ()), piece))
-    return found
+            expert_name = f"{prefix}linear_fc{kind[-1]}.weight{expert}"
+            tensors[expert_name] = RankTensor((*(tensors[expert_name].pieces if expert_name in tensors else ()), piece))
+    return tensors
 
 
 def flat_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, TensorInfo]]:

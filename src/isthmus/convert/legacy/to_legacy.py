@@ -62,8 +62,8 @@ class LegacyWriter(Destination):
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         done = 0
         for info, slices in self._parts[canonical]:
-            for whole, local in slices:
-                if (shared := intersect_rows(whole, local, rows)) is not None:
+            for canonical_index, local in slices:
+                if (shared := intersect_rows(canonical_index, local, rows)) is not None:
                     done += self.writer.write_at(info, shared[1], chunk[shared[0]])
         return done
 

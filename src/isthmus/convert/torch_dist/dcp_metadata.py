@@ -124,14 +124,14 @@ _PLANS = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name)) or _OTHER_TYPES.get((module, name))
-        if found is None and module == "torch":
-            found = DTYPES_BY_NAME.get(name)
+        known = _CLASSES.get((module, name)) or _OTHER_TYPES.get((module, name))
+        if known is None and module == "torch":
+            known = DTYPES_BY_NAME.get(name)
         if (module, name) in _PLANS:
-            found = UnknownObject
-        if found is None:
+            known = UnknownObject
+        if known is None:
             raise UnsafeInput(f"it names {module}.{name}, which no checkpoint needs")
-        return found
+        return known
 
 
 def load_metadata(path: Path) -> Metadata:
@@ -139,14 +139,14 @@ def load_metadata(path: Path) -> Metadata:
     try:
         raw = path.read_bytes()
         check_pickle(raw)
-        found = _Unpickler(io.BytesIO(raw)).load()
+        metadata = _Unpickler(io.BytesIO(raw)).load()
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} is refused: {error}. Do not use this checkpoint.") from None
     except Exception as error:  # a damaged pickle can cause any exception
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}). Fetch it again.") from None
-    if not isinstance(found, Metadata):
-        raise DataError(f"{path} is not checkpoint metadata but a {type(found).__name__}. Fetch it again.")
-    return found
+    if not isinstance(metadata, Metadata):
+        raise DataError(f"{path} is not checkpoint metadata but a {type(metadata).__name__}. Fetch it again.")
+    return metadata
 
 
 def save_metadata(metadata: Metadata, path: Path) -> None:

@@ -76,13 +76,13 @@ class TorchDistFolder:
         if (place := self._storage.get(dcp.MetadataIndex(COMMON_OBJECT))) is None:
             return None
         file = self.path / place.relative_path
-        found = read_torch_pickle(file, place.offset, place.length, verifier=self._verifier, tensor=COMMON_OBJECT)
-        return args_in(found[0]) if isinstance(found, list) and found else None
+        values = read_torch_pickle(file, place.offset, place.length, verifier=self._verifier, tensor=COMMON_OBJECT)
+        return args_in(values[0]) if isinstance(values, list) and values else None
 
     def read(self, place: CheckpointSlot, rows: slice) -> Tensor:
         meta, depth = self.tensors[place.key], len(place.index)
         tail = tuple(meta.size)[depth + 1 :]
-        found = torch.empty((rows.stop - rows.start, *tail), dtype=meta.properties.dtype)
+        tensor = torch.empty((rows.stop - rows.start, *tail), dtype=meta.properties.dtype)
         for chunk in self._chunks_at(place):
             starts, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             low, high = max(rows.start, starts[depth]), min(rows.stop, starts[depth] + sizes[depth])
@@ -90,22 +90,22 @@ class TorchDistFolder:
                 continue
             inner = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))[depth + 1 :]
             slices = (slice(low - rows.start, high - rows.start), *inner)
-            target = found[slices]
+            target = tensor[slices]
             before = [at - start for at, start in zip(place.index, starts, strict=False)]
             index = (*(slice(at, at + 1) for at in before), slice(low - starts[depth], high - starts[depth]))
             self._reader.read(self._info(place.key, chunk), index, into=target[(None,) * depth], name=place.key)
-        return found
+        return tensor
 
     def _chunks_at(self, place: CheckpointSlot) -> list[dcp.ChunkStorageMetadata]:
         """The chunks that overlap the index (layer, expert) of the slot."""
         which = place.key, len(place.index)
         if which not in self._chunks:
-            found: dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]] = {}
+            chunks: dict[tuple[int, ...], list[dcp.ChunkStorageMetadata]] = {}
             for chunk in self.tensors[place.key].chunks:
                 axes = list(zip(chunk.offsets, chunk.sizes, strict=True))[: len(place.index)]
                 for index in itertools.product(*(range(start, start + size) for start, size in axes)):
-                    found.setdefault(index, []).append(chunk)
-            self._chunks[which] = found
+                    chunks.setdefault(index, []).append(chunk)
+            self._chunks[which] = chunks
         return self._chunks[which][place.index]
 
     def _info(self, key: str, chunk: dcp.ChunkStorageMetadata) -> TensorInfo:
@@ -135,8 +135,8 @@ class TorchDistFolder:
                 )
             size = (self.path / name).stat().st_size if (self.path / name).is_file() else -1
             if size < (end := max(stop for _, stop in spans)):
-                found = "is missing" if size < 0 else f"has {size} bytes"
-                raise DataError(f"{self.path / name} {found}, {end} are needed. Fetch it again.")
+                problem = "is missing" if size < 0 else f"has {size} bytes"
+                raise DataError(f"{self.path / name} {problem}, {end} are needed. Fetch it again.")
             for (_, stop), (start, _) in itertools.pairwise(sorted(spans)):
                 if start < stop:
                     raise DataError(
@@ -203,23 +203,23 @@ class TorchDistWeights(CanonicalWeights):
         slots = self._places[canonical]
         if slots[0].rows is None:
             return self.source.read(slots[0], rows)
-        found = []
+        pieces = []
         for slot in slots:
             first, end = slot.rows or (0, 0)
             if (low := max(rows.start, first)) < (high := min(rows.stop, end)):
-                found.append(self.source.read(slot, slice(low - first, high - first)))
-        return torch.cat(found)
+                pieces.append(self.source.read(slot, slice(low - first, high - first)))
+        return torch.cat(pieces)
 
     def _differences(
         self, slot: CheckpointSlot, expected: tuple[int, ...], spelling: Spelling, *, padded: bool
     ) -> Iterator[str]:
         """What is wrong with the shape of a tensor; ``padded`` ones may have more rows."""
         size = tuple(self.source.tensors[slot.key].size)
-        outer, found = size[: len(slot.index)], size[len(slot.index) :]
+        outer, shape = size[: len(slot.index)], size[len(slot.index) :]
         if slot.rows is not None:
             expected = (slot.rows[1] - slot.rows[0], *expected[1:])
         if outer != slot.sizes:
             counted = " and ".join(["layers", "experts"][: len(outer)] if spelling.homogeneous else ["experts"])
             yield f"{slot.key} has {'x'.join(map(str, outer))} {counted}, not {'x'.join(map(str, slot.sizes))}"
-        if found != expected and not (padded and found > expected and found[1:] == expected[1:]):
-            yield f"{slot.key} is {list(found)}, not {list(expected)}"
+        if shape != expected and not (padded and shape > expected and shape[1:] == expected[1:]):
+            yield f"{slot.key} is {list(shape)}, not {list(expected)}"

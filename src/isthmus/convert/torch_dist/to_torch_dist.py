@@ -53,7 +53,7 @@ class TorchDistWriter(Destination):
         self._folder = folder
         self._metadata = dcp.Metadata({}, {})
         self._infos: dict[str, list[tuple[TensorInfo, int]]] = {}
-        """With the first row of the canonical tensor."""
+        """The files' parts of each canonical tensor, with the first row of each."""
         self._sizes = [0] * NUM_FILES
         self._around: list[list[tuple[int, bytes]]] = [[] for _ in range(NUM_FILES)]
         placements, spelling = unique_placements(family, arch), spelling_of(arch)
@@ -87,8 +87,8 @@ class TorchDistWriter(Destination):
             low, high = max(rows.start, first), min(rows.stop, first + info.shape[depth])
             if low < high:
                 index = (*(slice(0, 1) for _ in range(depth)), slice(low - first, high - first))
-                own = chunk[low - rows.start : high - rows.start]
-                done += self.writer.write_at(info, index, own[(None,) * depth])
+                values = chunk[low - rows.start : high - rows.start]
+                done += self.writer.write_at(info, index, values[(None,) * depth])
         return done
 
     def _add_slot(self, slot: CheckpointSlot, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[TensorInfo, int]:
@@ -106,8 +106,8 @@ class TorchDistWriter(Destination):
         self._around[file] += [(start, before), (data + info.nbytes, after)]
         self._sizes[file] = data + info.nbytes + len(after)
         chunk = dcp.ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), torch.Size(chunk_shape))
-        whole = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size((*place.sizes, *shape)), [])
-        entry = self._metadata.state_dict_metadata.setdefault(place.key, whole)
+        metadata = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size((*place.sizes, *shape)), [])
+        entry = self._metadata.state_dict_metadata.setdefault(place.key, metadata)
         assert isinstance(entry, dcp.TensorStorageMetadata)
         entry.chunks.append(chunk)
         self._add_storage(dcp.MetadataIndex(place.key, chunk.offsets), file, start)

@@ -40,7 +40,7 @@ class ModelComparison:
     num_tensors: int
     num_bytes: int
     checksums: tuple[bool, ...]
-    """For each model, whether its folder has checksums; what is read is checked then."""
+    """Whether the folder of each model has checksums; reads are checked if so."""
     logits: LogitsDifference | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def compare_models(
     if bin and not has_bin(first) and not has_bin(second):
         raise MissingInput(f"neither {first} nor {second} has pytorch_model*.bin. Omit --bin.")
     a, b = _open_both(first, second, hf_like, bin)
-    config_differences = [f"{name}={one} and {other}" for name, one, other in differing_fields(a.arch, b.arch)]
+    config_differences = [f"{name}={ours} and {theirs}" for name, ours, theirs in differing_fields(a.arch, b.arch)]
     if a.family is not b.family:
         config_differences = [f"family {a.family.name} and {b.family.name}"]
     problems = [f"they are not the same model: {'; '.join(config_differences)}"] if config_differences else []
@@ -147,12 +147,12 @@ def _tower_differences(a: OpenedModel, b: OpenedModel) -> list[str]:
     if a.towers is not None and b.towers is not None:
         names = a.towers.differences(b.towers)
         return [f"their towers differ in {len(names)} tensors: {first_few(names)}"] if names else []
-    found = next((model for model in (a, b) if model.towers is not None and model.towers.tensors), None)
-    if found is None or found.towers is None:
+    multimodal = next((model for model in (a, b) if model.towers is not None and model.towers.tensors), None)
+    if multimodal is None or multimodal.towers is None:
         return []
     return [
-        f"only {found.path} has towers, {len(found.towers.tensors)} tensors. Name the folder of the whole model with "
-        "--hf-like to compare the language models"
+        f"only {multimodal.path} has towers, {len(multimodal.towers.tensors)} tensors. Name the folder of the whole "
+        "model with --hf-like to compare the language models"
     ]
 
 

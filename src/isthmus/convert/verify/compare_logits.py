@@ -86,7 +86,7 @@ def compare_logits(
     differing: list[int] = []
 
     def run(side: OpenedModel, size: int, inspect: Callable[[tuple[int, int], Tensor], None]) -> list[Tensor]:
-        found = []
+        logits = []
         with open_network(side, by_layer=by_layer, trust_remote_code=check.trust_remote_code) as network:
             step = size / (len(network.layers) + 1)
             for number, sample in enumerate(samples):
@@ -97,8 +97,8 @@ def compare_logits(
                     done += step
                     progress(round(done), total)
 
-                found.append(run_layers(network, sample, seen, by_layer=by_layer))
-        return found
+                logits.append(run_layers(network, sample, seen, by_layer=by_layer))
+        return logits
 
     def store(key: tuple[int, int], hidden: Tensor) -> None:
         states[key] = hidden.clone()
@@ -109,8 +109,8 @@ def compare_logits(
             differing.append(key[1])
 
     pairs = list(zip(run(a, nbytes[0], store), run(b, nbytes[1], compare), strict=True))
-    max_abs = torch.stack([(one - other).abs().max() for one, other in pairs]).max().item()
-    kl = sum(_kl(one, other) for one, other in pairs) / sum(sample.numel() for sample in samples)
+    max_abs = torch.stack([(first - second).abs().max() for first, second in pairs]).max().item()
+    kl = sum(_kl(first, second) for first, second in pairs) / sum(sample.numel() for sample in samples)
     tokens = " and ".join(str(length) for length in dict.fromkeys(lengths))
     how = f"fp32, {runner_names(a, b)}, 2 samples of {tokens} tokens, {why}{not_reached}"
     where = "" if max_abs <= check.tolerance else _first_difference(differing, a.arch.num_layers)
@@ -154,17 +154,17 @@ def random_samples(vocab_size: int, lengths: tuple[int, int]) -> list[Tensor]:
     return [torch.cat(samples)] if lengths[0] == lengths[1] else samples
 
 
-def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+def _differ(first: Tensor, second: Tensor, tolerance: float) -> bool:
     """Whether hidden states differ, relative to the largest, which can be in the thousands."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return True
-    return not (one - other).abs().max().item() <= tolerance * max(1.0, one.abs().max().item())
+    return not (first - second).abs().max().item() <= tolerance * max(1.0, first.abs().max().item())
 
 
-def _kl(one: Tensor, other: Tensor) -> float:
+def _kl(first: Tensor, second: Tensor) -> float:
     """KL divergence in nats of logits [T, V], summed over T."""
     total = 0.0
-    for p, q in zip(one.split(_KL_ROWS), other.split(_KL_ROWS), strict=True):
+    for p, q in zip(first.split(_KL_ROWS), second.split(_KL_ROWS), strict=True):
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
         total += (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).sum().item()
     return total

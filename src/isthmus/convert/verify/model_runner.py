@@ -45,10 +45,10 @@ def open_network(side: OpenedModel, *, by_layer: bool, trust_remote_code: bool =
     placements = unique_placements(side.family, side.arch)
 
     def read(name: str) -> Tensor:
-        found = torch.empty(placements[name].rule.canonical_shape(side.arch))
-        for rows in row_slices(tuple(found.shape), found.itemsize):
-            found[rows] = side.weights.read(name, rows)
-        return found
+        tensor = torch.empty(placements[name].rule.canonical_shape(side.arch))
+        for rows in row_slices(tuple(tensor.shape), tensor.itemsize):
+            tensor[rows] = side.weights.read(name, rows)
+        return tensor
 
     with single_process_groups():
         with empty:
@@ -104,8 +104,8 @@ def run_layers(network: DecoderRunner, input_ids: Tensor, seen: Seen, *, by_laye
 
 
 def runner_names(a: OpenedModel, b: OpenedModel) -> str:
-    one, other = ("transformers" if side.format == "hf" else "Megatron-Core" for side in (a, b))
-    return f"both in {one}" if one == other else f"{one} and {other}"
+    first, second = ("transformers" if side.format == "hf" else "Megatron-Core" for side in (a, b))
+    return f"both in {first}" if first == second else f"{first} and {second}"
 
 
 def float32_bytes(side: OpenedModel) -> dict[int | None, int]:
