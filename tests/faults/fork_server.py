@@ -179,18 +179,19 @@ def _run_rank(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    names = (
-        "recipes.sft",
-        "recipes.dpo",
-        "recipes.pretrain",
-        "engine.megatron_model",
-        "engine.optim.optimizer",
-        "engine.step",
-        "engine.checkpoint.save_load",
-        "launch.local_launcher",
-    )
-    for name in ("cli.main", "cli.process", *names):
-        importlib.import_module(f"isthmus.{name}")
+    for name in (
+        "isthmus.cli.main",
+        "isthmus.cli.process",
+        "isthmus.recipes.sft",
+        "isthmus.recipes.dpo",
+        "isthmus.recipes.pretrain",
+        "isthmus.engine.decoder.decoder",
+        "isthmus.engine.optim.optimizer",
+        "isthmus.engine.step",
+        "isthmus.engine.checkpoint.save_load",
+        "isthmus.launch.local_launcher",
+    ):
+        importlib.import_module(name)
     for name in ("torch.distributed.launcher.api", "torch._dynamo"):  # optimizers import the latter
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them

@@ -174,10 +174,10 @@ def _from_args(
         ) from error
     also = f"; {', '.join(others)} would also fit" if others else ""
     tokenizer = args.get("tokenizer_model") or args.get("tokenizer_type") or "of the training"
-    notes = (
+    lines = (
         f"the checkpoint has no config: by its args its family is {family.name}{also}. "
         "Choose another with --hf-like DIR.",
         *notes,
         f"the checkpoint has no tokenizer: copy the one it was trained with ({tokenizer}).",
     )
-    return family, arch, notes
+    return family, arch, lines
