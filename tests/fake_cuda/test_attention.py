@@ -46,7 +46,12 @@ def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, An
 
 
 def attention_of(kernels: dict[str, int]) -> dict[str, int]:
-    return {name: number for name, number in kernels.items() if "attention" in name or "varlen" in name}
+    """Attention kernels, without the compiled regions of ``engine.attention``."""
+    return {
+        name: number
+        for name, number in kernels.items()
+        if ("attention" in name or "varlen" in name) and not name.startswith("region ")
+    }
 
 
 FEW, MANY = [256], [16] * 16
