@@ -19,7 +19,7 @@ Environment = dict[str, str]
 
 
 def check_cells(runs: Sequence[tuple[RunConfig, int]]) -> Iterator[tuple[Environment, str | None]]:
-    """For each config with its number of ranks: the environment, and why its run would be refused, None if it is not.
+    """Environment of each config with its number of ranks, and why its run would be refused, None if it is not.
 
     The checks are those of ``--dry-run``. They are made in another process, which gives back its GPU memory.
     """
@@ -51,16 +51,16 @@ def _environment(chosen: str) -> Environment:
     from isthmus.recipes.plan.run_record import speed_variables, versions
 
     # Before detect sets those of the platform; the command line has set these two, by its options and the load.
-    own = ("TORCH_CPP_LOG_LEVEL", "OMP_WAIT_POLICY")
-    variables = {name: value for name, value in speed_variables().items() if name not in own}
-    found = detect(chosen)
+    set_by_isthmus = ("TORCH_CPP_LOG_LEVEL", "OMP_WAIT_POLICY")
+    variables = {name: value for name, value in speed_variables().items() if name not in set_by_isthmus}
+    platform = detect(chosen)
     commit = git_commit(Path(isthmus.__file__).parents[2])
     return {
         **versions(),
         **({"commit": commit} if commit else {}),
-        "platform": found.name,
+        "platform": platform.name,
         "runtime": str(torch.version.hip or torch.version.cuda or "none"),
-        "device": found.describe(),
+        "device": platform.describe(),
         **variables,
     }
 

@@ -59,8 +59,8 @@ def check_settings(settings: Sequence[str]) -> None:
 def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps: int, out: Path) -> RunConfig:
     """The config of the run that measures a cell; raises UsageError as :func:`load_config`."""
     flags = {"model": model, "out": out}
-    given = load_settings(recipe, cell.file, cell.settings, check=False).given
-    if (name := recipe or given.get("recipe")) in _WITHOUT_MOCK:
+    settings = load_settings(recipe, cell.file, cell.settings, check=False).given
+    if (name := recipe or settings.get("recipe")) in _WITHOUT_MOCK:
         raise UsageError(
             f"isthmus bench trains on mock data, which has single texts, and the recipe is {name}. Measure the model "
             "and layout with recipe sft."
@@ -70,8 +70,8 @@ def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps
 
 def pasteable_yaml(cell: BenchCell, *, recipe: str | None, model: str | None) -> str:
     """The settings that the user gave for a cell, with those of its file, as a config file."""
-    given = load_settings(recipe, cell.file, cell.settings, {"model": model}, check=False).given
-    return write_mapping({"recipe": recipe, **given} if recipe else given)
+    settings = load_settings(recipe, cell.file, cell.settings, {"model": model}, check=False).given
+    return write_mapping({"recipe": recipe, **settings} if recipe else settings)
 
 
 def fingerprint(config: RunConfig, *, nproc: int, warmup: int) -> str:

@@ -32,7 +32,7 @@ class BenchCell:
     settings: tuple[str, ...]
     """As on the command line of a run; later ones win."""
     varied: tuple[str, ...]
-    """Those of the settings that have another value in another cell."""
+    """Settings that have another value in another cell."""
     nproc: int
 
     def __str__(self) -> str:
@@ -57,8 +57,10 @@ def make_cells(configs: Sequence[str], settings: Sequence[str], nproc: Sequence[
     names = [setting.partition("=")[0] for setting in settings]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{twice} is given twice. Give all its values at once, such as {twice}=1,2.")
-    axes = [[f"{name}={value}" for value in split_values(name, setting.partition("=")[2])]
-            for name, setting in zip(names, settings, strict=True)]  # fmt: skip
+    axes = [
+        [f"{name}={value}" for value in split_values(name, setting.partition("=")[2])]
+        for name, setting in zip(names, settings, strict=True)
+    ]
     rows = [row for config in configs for row in _rows(config, words)] or [("", None, [])]
     count = len(rows) * len(nproc) * math.prod(map(len, axes))
     if count > MAX_CELLS:
@@ -92,7 +94,7 @@ def split_values(name: str, text: str) -> list[str]:
             value = ""
         else:
             value += character
-    values = [each.strip() for each in (*values, value)]
+    values = [part.strip() for part in (*values, value)]
     if len(values) > 1 and "" in values:
         raise UsageError(f"{name}={text} has an empty value. Write values as {name}=1,2 or {name}=[a,b],[c].")
     return values
@@ -124,10 +126,10 @@ def _rows(config: str, words: Words) -> list[tuple[str, Path | None, list[str]]]
     rows = table_rows(path)
     if rows is None:
         return [(config, config_path(config), [])]
-    found: list[tuple[str, Path | None, list[str]]] = []
+    cells: list[tuple[str, Path | None, list[str]]] = []
     for row in rows:
         files, settings = words(shlex.split(row))
         if len(files) != 1:
             raise UsageError(f"{path}: the row {row!r} has {len(files)} configs, expected one. Correct it.")
-        found.append((row, config_path(files[0]), settings))
-    return found
+        cells.append((row, config_path(files[0]), settings))
+    return cells

@@ -18,8 +18,10 @@ _UNSTEADY = 0.05
 
 def bench_table(rows: Sequence[Row]) -> Table:
     """A line per cell; columns with the same value in all of them are left out."""
-    table = Table(caption="TFLOP/s count causal attention; memory is the peak of the rank with most; ± is the "
-                  "interquartile range of the step times.")  # fmt: skip
+    table = Table(
+        caption="TFLOP/s count causal attention; memory is the peak of the rank with most; ± is the "
+        "interquartile range of the step times."
+    )
     names = [setting.partition("=")[0] for setting in max((row["varied"] for row in rows), key=len, default=[])]
     several = {key: len({row[key] for row in rows}) > 1 for key in ("name", "nproc")}
     for column in ["config"] * several["name"] + ["ranks"] * several["nproc"] + names:

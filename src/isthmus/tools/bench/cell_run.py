@@ -117,9 +117,9 @@ def _kill(pid: int) -> None:
     """End a process and its ranks, which have sessions of their own."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for each in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                member.kill()
 
 
 def _steps_done(metrics: Path) -> int:
@@ -129,9 +129,9 @@ def _steps_done(metrics: Path) -> int:
 def _error(log: Path, exit_code: int) -> str:
     """What the command printed as its error."""
     text = log.read_bytes()[-_LARGEST_LOG:].decode("utf-8", "replace").strip()
-    _, found, error = text.rpartition("\nisthmus: ")
-    if found or text.startswith("isthmus: "):
-        return " ".join((error if found else text.removeprefix("isthmus: ")).split())
+    _, separator, error = text.rpartition("\nisthmus: ")
+    if separator or text.startswith("isthmus: "):
+        return " ".join((error if separator else text.removeprefix("isthmus: ")).split())
     ended = f"was ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     hint = ". The system may have run out of memory" if exit_code == -signal.SIGKILL else ""
     last = text.splitlines()[-1:] or ["nothing"]

@@ -24,7 +24,7 @@ RESULTS_FILE = "bench.json"
 Row = dict[str, Any]
 """A cell, its status, and its figures or the reason why it has none."""
 _STATUS = {"not finished after": "timeout", "out of memory": "out of memory"}
-"""Of a failed run, by words of its error."""
+"""Status of a failed run by words of its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class CheckedCell:
     environment: Environment | None = None
 
     def row(self, status: str, **values: Any) -> Row:
-        found = {**self.cell.as_dict(), "status": status, **values}
-        return found | {"fingerprint": self.key, "environment": self.environment}
+        result = {**self.cell.as_dict(), "status": status, **values}
+        return result | {"fingerprint": self.key, "environment": self.environment}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Bench:
     """Steps before the measured ones, at least 1."""
     steps: int
     timeout_s: float
-    """Of a cell."""
+    """Limit of a cell."""
     retry: bool
     """Measure cells again that failed in an earlier call."""
     command: Command
@@ -73,21 +73,21 @@ class Bench:
         with locked_folder(self.out):
             recorded = self._recorded()
             checked = self._check(cells)
-            refused = {each.cell: each.row("refused", reason=each.refusal) for each in checked if each.key is None}
+            refused = {cell.cell: cell.row("refused", reason=cell.refusal) for cell in checked if cell.key is None}
             certificate = {
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "command": command_line,
                 "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-                "environment": next((each.environment for each in checked if each.environment), {}),
+                "environment": next((cell.environment for cell in checked if cell.environment), {}),
             }
             rows, number = [], 0
-            for each in checked:
-                if each.key is not None:
+            for cell in checked:
+                if cell.key is not None:
                     number += 1
-                    recorded[each.key] = self._result(each, recorded, f"{number}/{len(checked) - len(refused)}  ")
-                rows.append(refused[each.cell] if each.key is None else recorded[each.key])
-                found = {"certificate": certificate, "cells": [*recorded.values(), *refused.values()]}
-                write_atomic(self.out / RESULTS_FILE, json.dumps(found, indent=1) + "\n")
+                    recorded[cell.key] = self._result(cell, recorded, f"{number}/{len(checked) - len(refused)}  ")
+                rows.append(refused[cell.cell] if cell.key is None else recorded[cell.key])
+                results = {"certificate": certificate, "cells": [*recorded.values(), *refused.values()]}
+                write_atomic(self.out / RESULTS_FILE, json.dumps(results, indent=1) + "\n")
         return {"certificate": certificate, "cells": rows}
 
     def _recorded(self) -> dict[str, Row]:
@@ -118,8 +118,8 @@ class Bench:
         if not valid:
             raise next(iter(invalid.values()))
         checked = {cell: CheckedCell(cell, None, " ".join(str(error).split())) for cell, error in invalid.items()}
-        for each in checked.values():
-            self.log(describe_row(each.row("refused", reason=each.refusal)))
+        for refused in checked.values():
+            self.log(describe_row(refused.row("refused", reason=refused.refusal)))
         checks = check_cells([(config, cell.nproc) for cell, config in valid.items()])
         for (cell, config), (environment, refusal) in zip(valid.items(), checks, strict=True):
             name = None if refusal else Path(config.out).name
@@ -176,5 +176,5 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
     best: dict[str, Row] = {}
     for row in rows:
         if row["status"] == "ok":
-            best[row["name"]] = max(row, best.get(row["name"], row), key=lambda each: each["tokens_per_s"])
+            best[row["name"]] = max(row, best.get(row["name"], row), key=lambda candidate: candidate["tokens_per_s"])
     return list(best.values())

@@ -34,8 +34,8 @@ def split_entries(entries: Sequence[DocEntry]) -> tuple[list[DocEntry], list[Doc
 
 def mentions(text: str, names: Collection[str]) -> bool:
     """Whether the text contains one of the dotted names, or an attribute of it."""
-    for found in re.findall(r"\w+(?:\.\w+)+", text):
-        parts = found.split(".")
+    for name in re.findall(r"\w+(?:\.\w+)+", text):
+        parts = name.split(".")
         if any(".".join(parts[:end]) in names for end in range(2, len(parts) + 1)):
             return True
     return False
@@ -43,18 +43,18 @@ def mentions(text: str, names: Collection[str]) -> bool:
 
 def make_questions(entries: Iterable[DocEntry]) -> list[Question]:
     """Up to three questions per entry: its kind, its module and its number of parameters."""
-    found: list[Question] = []
+    questions: list[Question] = []
     for entry in entries:
         number = stable_hash(entry.unit + entry.name)
         if entry.kind != "method" or number % _METHOD_QUESTIONS_ONE_IN == 0:
-            found.append(Question("kind", f"What kind of object is {entry.reference}?", entry.kind))
+            questions.append(Question("kind", f"What kind of object is {entry.reference}?", entry.kind))
         if number % 5 < 3:
             text = f"Which module defines {entry.reference}?"
-            found.append(Question("module", text, f"It is defined in {entry.module}."))
+            questions.append(Question("module", text, f"It is defined in {entry.module}."))
         if entry.parameters and number % 3 < 2:
             text = f"How many parameters has {entry.name}({', '.join(entry.parameters)})?"
-            found.append(Question("parameters", text, str(len(entry.parameters))))
-    return found
+            questions.append(Question("parameters", text, str(len(entry.parameters))))
+    return questions
 
 
 def exact_match(questions: Sequence[Question], answers: Sequence[str]) -> float:

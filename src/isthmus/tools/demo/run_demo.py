@@ -38,7 +38,7 @@ class DemoResult:
     sft_loss: tuple[float, float]
     """Loss on the validation questions, before and after."""
     exact_match: dict[str, dict[str, float]]
-    """By topic and for all validation questions: exact match before and after fine-tuning, and chance level."""
+    """Scores by topic and for all validation questions: exact match before and after fine-tuning, and chance level."""
     examples: list[tuple[str, str, str]]
     """(validation question, model's answer, correct answer)"""
     tokens_per_s: float

@@ -19,7 +19,7 @@ from isthmus.tools.doctor.machine import Machine
 from isthmus.tools.doctor.timed_checks import run_checks, subject_of
 
 _SECONDS = 120.0
-"""For a check; the first use of a GPU may compile kernels."""
+"""Limit of a check; the first use of a GPU may compile kernels."""
 _AFTER_A_HANG = 1 / 12
 """Share of it for each check after one that did not end: with a driver that hangs, most do not."""
 
@@ -29,15 +29,15 @@ def run_in_child(checks: Sequence[Check]) -> list[Finding]:
 
     A check that ends the process is an error, and the others run in a new one.
     """
-    found, left = [], list(checks)
-    while left:
-        lines, problem = _run(left)
+    findings, remaining = [], list(checks)
+    while remaining:
+        lines, problem = _run(remaining)
         started = [line["check"] for line in lines if "check" in line]
-        found += [Finding(**line) for line in lines if "check" not in line]
+        findings += [Finding(**line) for line in lines if "check" not in line]
         if not problem:
             break
-        ended = left[max(0, len(started) - 1)]
-        found.append(
+        ended = remaining[max(0, len(started) - 1)]
+        findings.append(
             error(
                 subject_of(ended),
                 f"the check {problem}",
@@ -46,8 +46,8 @@ def run_in_child(checks: Sequence[Check]) -> list[Finding]:
                 f"{ended.__module__}.{ended.__name__}",
             )
         )
-        left = left[max(1, len(started)) :]
-    return found
+        remaining = remaining[max(1, len(started)) :]
+    return findings
 
 
 def _run(checks: Sequence[Check]) -> tuple[list[dict[str, Any]], str]:
@@ -56,8 +56,10 @@ def _run(checks: Sequence[Check]) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "isthmus.tools.doctor.child_process", str(_SECONDS), *names],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+        )
         try:
             code = child.wait(_SECONDS * len(checks) + 30)
             problem = f"ended its process with {_ending(code)}" if code else ""
@@ -79,17 +81,17 @@ def _ending(code: int) -> str:
 
 
 def _main(seconds: float, names: Sequence[str]) -> None:
-    own = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no finding
     machine = Machine()
     for name in names:
         module, _, function = name.partition(":")
-        print(json.dumps({"check": name}), file=own, flush=True)
+        print(json.dumps({"check": name}), file=output, flush=True)
         hangs = any(thread.name.startswith("check_") for thread in threading.enumerate())
         limit = seconds * _AFTER_A_HANG if hangs else seconds
         for finding in run_checks((getattr(importlib.import_module(module), function),), machine, limit):
-            print(json.dumps(asdict(finding)), file=own, flush=True)
-    own.flush()
+            print(json.dumps(asdict(finding)), file=output, flush=True)
+    output.flush()
     os._exit(0)  # a check that hangs has a thread, and the runtime of a broken GPU may hang at exit
 
 

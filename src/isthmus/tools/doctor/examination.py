@@ -62,11 +62,11 @@ def examine(machine: Machine, *, quick: bool = False, more: Sequence[Check] = ()
     """
     if quick and machine.run_tool is run_tool:
         machine = replace(machine, run_tool=partial(run_tool, seconds=QUICK_TOOL_SECONDS))
-    found = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
+    findings = run_checks(QUICK, machine, QUICK_SECONDS if quick else THOROUGH_SECONDS)
     if not quick:
-        found += run_in_child(WITH_TORCH)
-        found += run_checks(THOROUGH, machine, THOROUGH_SECONDS)
+        findings += run_in_child(WITH_TORCH)
+        findings += run_checks(THOROUGH, machine, THOROUGH_SECONDS)
     for check in more:
-        found += run_checks((check,), machine, MEASUREMENT_SECONDS)
-    subjects = list(dict.fromkeys(finding.subject for finding in found))
-    return Examination(tuple(sorted(found, key=lambda finding: subjects.index(finding.subject))))
+        findings += run_checks((check,), machine, MEASUREMENT_SECONDS)
+    subjects = list(dict.fromkeys(finding.subject for finding in findings))
+    return Examination(tuple(sorted(findings, key=lambda finding: subjects.index(finding.subject))))

@@ -86,8 +86,8 @@ def amd_use(machine: Machine) -> GpuUse:
     while readers:
         read = readers.pop()
         try:
-            if (found := read(machine)).gpus:
-                return found
+            if (use := read(machine)).gpus:
+                return use
         except ToolFailed as failure:
             failures.append(str(failure))
             if isinstance(failure, ToolTimedOut):  # the other tool asks the same driver
@@ -105,19 +105,19 @@ def _amd_smi(machine: Machine) -> GpuUse:
         use.gpus.append(GpuMemory(str(gpu["gpu"]), "", total or 0, used or 0, errors))
     for gpu in _json_rows(machine.run_tool(AMD_PROCESSES)):
         for entry in gpu["process_list"]:
-            one = entry["process_info"]
-            if isinstance(one, dict):  # else the text that there are none
-                own = one.get("memory_usage", {}).get("vram_mem", one.get("mem_usage", "N/A"))
+            process = entry["process_info"]
+            if isinstance(process, dict):  # else the text that there are none
+                memory = process.get("memory_usage", {}).get("vram_mem", process.get("mem_usage", "N/A"))
                 use.processes.append(
-                    GpuProcess(int(one["pid"]), str(one.get("name", "?")), _bytes(own, "B"), str(gpu["gpu"]))
+                    GpuProcess(int(process["pid"]), str(process.get("name", "?")), _bytes(memory, "B"), str(gpu["gpu"]))
                 )
     return use
 
 
 def _json_rows(text: str) -> list[dict[str, Any]]:
     """A list, or since ROCm 7 an object with it; warnings may come first."""
-    found = _json(text)
-    return list(found["gpu_data"] if isinstance(found, dict) else found)
+    rows = _json(text)
+    return list(rows["gpu_data"] if isinstance(rows, dict) else rows)
 
 
 def _json(text: str) -> Any:
@@ -135,12 +135,12 @@ def _bytes(value: Any, unit: str) -> int | None:
 
 
 def _rocm_smi(machine: Machine) -> GpuUse:
-    use, found = GpuUse("rocm-smi"), _json(machine.run_tool(ROCM_SMI))
-    for name in sorted((key for key in found if re.fullmatch(r"card\d+", key)), key=lambda key: int(key[4:])):
-        card = {key.lower(): value for key, value in found[name].items()}  # "Card series" became "Card Series"
+    use, cards = GpuUse("rocm-smi"), _json(machine.run_tool(ROCM_SMI))
+    for name in sorted((key for key in cards if re.fullmatch(r"card\d+", key)), key=lambda key: int(key[4:])):
+        card = {key.lower(): value for key, value in cards[name].items()}  # "Card series" became "Card Series"
         total, used = int(card["vram total memory (b)"]), int(card["vram total used memory (b)"])
         use.gpus.append(GpuMemory(name[4:], card.get("card series", ""), total, used))
-    for key, text in found.get("system", {}).items():
+    for key, text in cards.get("system", {}).items():
         # "PID4711": "python3, 8, 1234567, 0, unknown": name, number of GPUs, bytes, ...
         words = [word.strip() for word in text.split(",")]
         if re.fullmatch(r"PID\d+", key) and len(words) > 2:
@@ -157,8 +157,11 @@ def _driver_files(machine: Machine) -> GpuUse:
             use.gpus.append(GpuMemory(gpu.address, name, int(total), int(used)))
     folder = KFD.removesuffix("topology/nodes") + "proc"
     for pid in filter(str.isdigit, machine.names(folder)):
-        sizes = [machine.read(f"{folder}/{pid}/{name}") for name in machine.names(f"{folder}/{pid}")
-                 if name.startswith("vram_")]  # fmt: skip
+        sizes = [
+            machine.read(f"{folder}/{pid}/{name}")
+            for name in machine.names(f"{folder}/{pid}")
+            if name.startswith("vram_")
+        ]
         name = machine.read(f"/proc/{pid}/comm") or "a process outside this container"
         use.processes.append(GpuProcess(int(pid), name, sum(map(_number, sizes))))
     return use

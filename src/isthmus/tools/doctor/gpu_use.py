@@ -111,7 +111,7 @@ def _memory(use: GpuUse) -> Iterator[Finding]:
             f"{len(free)} of {len(use.gpus)} GPUs are free{f' ({names})' if names else ''}, each with "
             f"{least / 2**30:.0f} GiB or more",
             use.source,
-        )  # fmt: skip
+        )
 
 
 def _memory_errors(use: GpuUse) -> Iterator[Finding]:

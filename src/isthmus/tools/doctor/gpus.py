@@ -21,7 +21,7 @@ _CLASSES = (_DISPLAY, "0x0302", "0x0380", "0x1200")
 class Gpu:
     vendor: Vendor
     address: str
-    """Of PCI, such as ``0000:0c:00.0``."""
+    """PCI address, such as ``0000:0c:00.0``."""
     for_display: bool
     """A card for desktops, or a GPU in a processor."""
     arch: str = ""
@@ -36,7 +36,7 @@ class Gpu:
 def find_gpus(machine: Machine) -> list[Gpu]:
     """In the order of their PCI addresses."""
     archs = {_address(node): arch_name(int(node.get("gfx_target_version", 0))) for node in _compute_nodes(machine)}
-    found = []
+    gpus = []
     for address in machine.names(PCI):
         folder = f"{PCI}/{address}"
         vendor = _VENDORS.get(machine.read(f"{folder}/vendor") or "")
@@ -45,8 +45,8 @@ def find_gpus(machine: Machine) -> list[Gpu]:
             continue
         node = machine.read(f"{folder}/numa_node") or ""
         numa = int(node) if re.fullmatch(r"-?\d+", node) else -1
-        found.append(Gpu(vendor, address, pci_class == _DISPLAY, archs.get(address, ""), numa))
-    return found
+        gpus.append(Gpu(vendor, address, pci_class == _DISPLAY, archs.get(address, ""), numa))
+    return gpus
 
 
 def gpu_files(machine: Machine, vendor: Vendor) -> list[str]:
@@ -55,8 +55,8 @@ def gpu_files(machine: Machine, vendor: Vendor) -> list[str]:
         return [f"/dev/{name}" for name in machine.names("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
     present = [name for name in machine.names("/dev/dri") if name.startswith("renderD")]
     # GPUs of other vendors have such files, too.
-    own = {f"renderD{node['drm_render_minor']}" for node in _compute_nodes(machine) if "drm_render_minor" in node}
-    return [f"/dev/dri/{name}" for name in present if not own or name in own]
+    amd_nodes = {f"renderD{node['drm_render_minor']}" for node in _compute_nodes(machine) if "drm_render_minor" in node}
+    return [f"/dev/dri/{name}" for name in present if not amd_nodes or name in amd_nodes]
 
 
 def _compute_nodes(machine: Machine) -> Iterator[dict[str, str]]:
@@ -81,8 +81,10 @@ def count_by_vendor(gpus: list[Gpu]) -> str:
     """Such as ``8 AMD GPUs (gfx942)``."""
     parts = []
     for vendor in ("AMD", "NVIDIA"):
-        own = [gpu for gpu in gpus if gpu.vendor == vendor]
-        archs = ", ".join(sorted({gpu.arch for gpu in own} - {""}))
-        if own:
-            parts.append(f"{len(own)} {vendor} GPU{'s' * (len(own) > 1)}{f' ({archs})' if archs else ''}")
+        vendor_gpus = [gpu for gpu in gpus if gpu.vendor == vendor]
+        archs = ", ".join(sorted({gpu.arch for gpu in vendor_gpus} - {""}))
+        if vendor_gpus:
+            parts.append(
+                f"{len(vendor_gpus)} {vendor} GPU{'s' * (len(vendor_gpus) > 1)}{f' ({archs})' if archs else ''}"
+            )
     return " and ".join(parts) or "no GPU"

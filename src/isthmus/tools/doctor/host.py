@@ -63,9 +63,9 @@ def _governor(machine: Machine) -> Iterator[Finding]:
     if governor is None:
         return  # a virtual machine
     # These drivers choose the clock themselves, by the preference; "powersave" is their normal governor.
-    own = driver.startswith("intel_pstate") or driver == "amd-pstate-epp"
-    slow = preference in ("power", "balance_power") if own else governor in ("powersave", "conservative")
-    setting = f"energy preference {preference}" if own and preference else f"governor {governor}"
+    chooses_clock = driver.startswith("intel_pstate") or driver == "amd-pstate-epp"
+    slow = preference in ("power", "balance_power") if chooses_clock else governor in ("powersave", "conservative")
+    setting = f"energy preference {preference}" if chooses_clock and preference else f"governor {governor}"
     source = f"{folder}/scaling_governor"
     if slow:
         yield warning(
@@ -73,7 +73,7 @@ def _governor(machine: Machine) -> Iterator[Finding]:
             f"{setting} ({driver or 'unknown driver'}) keeps the clock low, which slows training on CPUs and GPUs",
             "Set it: sudo cpupower frequency-set -g performance.",
             source,
-        )  # fmt: skip
+        )
     else:
         yield ok("processor", f"{setting} ({driver or 'unknown driver'})", source)
 

@@ -54,7 +54,7 @@ def check_job(machine: Machine) -> Iterator[Finding]:
 def _rendezvous(address: str, port: int, rank: int, size: int, *, several: bool) -> Iterator[Finding]:
     text, source = f"rank {rank} of {size}, rendezvous at {address}:{port}", "MASTER_ADDR, MASTER_PORT"
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0]
+        resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as failure:
         yield error(
             "job",
@@ -63,15 +63,15 @@ def _rendezvous(address: str, port: int, rank: int, size: int, *, several: bool)
             source,
         )
         return
-    if several and (str(found).startswith("127.") or found == "::1"):
+    if several and (str(resolved).startswith("127.") or resolved == "::1"):
         yield error(
             "job",
-            f"{text} ({found}), which is this machine, and the ranks are on several",
+            f"{text} ({resolved}), which is this machine, and the ranks are on several",
             "Set MASTER_ADDR to the address of the first machine, the same on all of them.",
             source,
         )
     else:
-        yield ok("job", f"{text} ({found})", source)
+        yield ok("job", f"{text} ({resolved})", source)
 
 
 def _slurm(machine: Machine) -> Iterator[Finding]:
@@ -90,8 +90,8 @@ def _slurm(machine: Machine) -> Iterator[Finding]:
             "#SBATCH --cpus-per-task=8, and the same option of srun, which does not take it from sbatch.",
             "SLURM_CPUS_PER_TASK",
         )
-    given = values.get("SLURM_GPUS_ON_NODE", "")
-    if not given and find_gpus(machine) and not {"SLURM_JOB_GPUS", "SLURM_STEP_GPUS"} & values.keys():
+    slurm_gpus = values.get("SLURM_GPUS_ON_NODE", "")
+    if not slurm_gpus and find_gpus(machine) and not {"SLURM_JOB_GPUS", "SLURM_STEP_GPUS"} & values.keys():
         yield warning(
             "job",
             "the job has asked for no GPU, and this machine has some",

@@ -32,9 +32,15 @@ def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
     name = command[0]
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", env={**os.environ, "LC_ALL": "C"}, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        )
     except FileNotFoundError:
         raise ToolFailed(f"{name} is not installed") from None
     except OSError as failure:
@@ -50,7 +56,7 @@ def run_tool(command: Sequence[str], seconds: float = _TOOL_SECONDS) -> str:
     return output
 
 
-def own_cores() -> frozenset[int]:
+def process_cores() -> frozenset[int]:
     """Numbers of the logical cores that this process may use."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
@@ -73,7 +79,7 @@ class Machine:
     """The working folder, for run folders."""
     user: int = field(default_factory=os.geteuid)
     groups: frozenset[int] = field(default_factory=lambda: frozenset((os.getegid(), *os.getgroups())))
-    cores: frozenset[int] = field(default_factory=own_cores)
+    cores: frozenset[int] = field(default_factory=process_cores)
     run_tool: Callable[[Sequence[str]], str] = run_tool
     disk_usage: Callable[[Path], Any] = shutil.disk_usage
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit

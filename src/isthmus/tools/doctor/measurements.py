@@ -24,7 +24,7 @@ from isthmus.platforms.parts import Part
 
 CPU_GEMM, CPU_ELEMENTS, COPY_BYTES = 2048, 1 << 26, 256 << 20
 SECONDS = 1.0
-"""For the repetitions of a measurement."""
+"""Time for the repetitions of a measurement."""
 ALL_REDUCE_SECONDS = 40.0
 """Until the ranks of the all-reduce are stopped: starting them takes most of it."""
 PEAK_SHARE = {"fp32": 0.7, "bf16": 0.7, "fp8": 0.6, "memory": 0.8, "host": 0.8, "links": 0.7}
@@ -142,11 +142,15 @@ def _run_ranks(ranks: int, backend: str) -> tuple[float, int]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [
             subprocess.Popen(
-                [*command, str(rank), str(ranks)], env=environment, stdin=subprocess.DEVNULL, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [*command, str(rank), str(ranks)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         deadline = time.monotonic() + ALL_REDUCE_SECONDS
         try:
             outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
@@ -159,8 +163,8 @@ def _run_ranks(ranks: int, backend: str) -> tuple[float, int]:
         for process, (_, errors) in zip(processes, outputs, strict=True):
             if process.returncode:
                 raise RuntimeError(f"a rank of the all-reduce failed: {' '.join(errors.split()[-60:])}")
-        found = json.loads(outputs[0][0].splitlines()[-1])
-        return float(found["seconds"]), int(found["bytes"])
+        result = json.loads(outputs[0][0].splitlines()[-1])
+        return float(result["seconds"]), int(result["bytes"])
 
 
 def _reachable(

@@ -15,7 +15,11 @@ _HCA, _GID = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 
 
 def check_network(machine: Machine) -> Iterator[Finding]:
-    shown = [f"{one}{_speed(machine, one.name)}" for one in interfaces() if not _is_loopback(one.name)]
+    shown = [
+        f"{interface}{_speed(machine, interface.name)}"
+        for interface in interfaces()
+        if not _is_loopback(interface.name)
+    ]
     if shown:
         yield ok("network", ", ".join(dict.fromkeys(shown)), "psutil, /sys/class/net")
     else:
@@ -98,7 +102,9 @@ def _absent(value: str, devices: list[str]) -> list[str]:
     if value.startswith("^"):
         return []
     exact = value.startswith("=")
-    return [name for name in names if not any(one == name if exact else one.startswith(name) for one in devices)]
+    return [
+        name for name in names if not any(device == name if exact else device.startswith(name) for device in devices)
+    ]
 
 
 def _gid(machine: Machine, devices: list[str]) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class NodeReport:
     speeds: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     """Value and unit of each measurement; larger is better."""
     clock_offset_s: float = 0.0
-    """Of this host's clock, relative to rank 0's."""
+    """This host's clock minus that of rank 0."""
 
     @property
     def device(self) -> str:
@@ -89,13 +89,13 @@ def examine_hosts(machine: Machine, *, bench: bool, report: Report) -> Examinati
             world_size=rank_env.world_size(),
         )
         try:
-            reports = exchange(_own_report(machine, bench=bench, report=report))
+            reports = exchange(_local_report(machine, bench=bench, report=report))
         finally:
             dist.destroy_process_group()
     return Examination(tuple(compare(reports)) if reports else ())
 
 
-def _own_report(machine: Machine, *, bench: bool, report: Report) -> NodeReport:
+def _local_report(machine: Machine, *, bench: bool, report: Report) -> NodeReport:
     speeds: dict[str, tuple[float, str]] = {}
 
     def add(measured: Measurement) -> None:
@@ -103,15 +103,15 @@ def _own_report(machine: Machine, *, bench: bool, report: Report) -> NodeReport:
 
     alone = rank_env.local_world_size() == 1
     checks = bench_checks(report, add, collective=alone) if bench else ()
-    first, found = rank_env.local_rank() == 0, list[Finding]()
+    first, findings = rank_env.local_rank() == 0, list[Finding]()
     if first:
-        found += examine(machine, quick=True).findings
-    found += [finding for check in checks for finding in run_checks((check,), machine, _TIMEOUT_S / 2)]
+        findings += examine(machine, quick=True).findings
+    findings += [finding for check in checks for finding in run_checks((check,), machine, _TIMEOUT_S / 2)]
     return NodeReport(
         host=socket.gethostname(),
         local_rank=rank_env.local_rank(),
         facts=facts_of(machine) if first else {},
-        findings=[finding for finding in found if finding.level != "ok"],
+        findings=[finding for finding in findings if finding.level != "ok"],
         speeds=speeds,
         clock_offset_s=clock_offset(),
     )
@@ -119,23 +119,23 @@ def _own_report(machine: Machine, *, bench: bool, report: Report) -> NodeReport:
 
 def facts_of(machine: Machine) -> dict[str, str]:
     """What should be equal on all hosts."""
-    found = {"isthmus": __version__, "Python": system.python_version(), **installed_versions()}
-    found["torch"] = str(installed_torch() or torch.__version__)
-    found["GPUs"] = count_by_vendor(find_gpus(machine))
+    facts = {"isthmus": __version__, "Python": system.python_version(), **installed_versions()}
+    facts["torch"] = str(installed_torch() or torch.__version__)
+    facts["GPUs"] = count_by_vendor(find_gpus(machine))
     for vendor, module in (("NVIDIA", "nvidia"), ("AMD", "amdgpu")):
         if version := machine.read(f"/sys/module/{module}/version"):
-            found[f"{vendor} driver"] = version
-    found["kernel"] = system.release()
-    found["processor"] = CpuPlatform(reason="").describe()
-    found["memory"] = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+            facts[f"{vendor} driver"] = version
+    facts["kernel"] = system.release()
+    facts["processor"] = CpuPlatform(reason="").describe()
+    facts["memory"] = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
     address = machine.environment.get("MASTER_ADDR")
     route = route_to(address) if address and rank_env.rank() else None
     if route is not None:
-        found["network interface"] = route.name
+        facts["network interface"] = route.name
     for name, value in sorted(machine.environment.items()):
         if _VARIABLES.fullmatch(name) and not _PER_HOST.fullmatch(name):
-            found[name] = value
-    return found
+            facts[name] = value
+    return facts
 
 
 def exchange(mine: NodeReport) -> list[NodeReport]:
@@ -174,7 +174,7 @@ def compare(reports: Sequence[NodeReport]) -> list[Finding]:
     speeds = {name for report in reports for name in report.speeds}
     measured = f" and {len(speeds)} measurements of {len(reports)} ranks" if speeds else ""
     summary = f"{len(hosts)} hosts compared in {len(facts)} facts{measured}: {names}"
-    return [ok(_SUBJECT, summary, "each rank's report"), *different, *_own_findings(hosts)]
+    return [ok(_SUBJECT, summary, "each rank's report"), *different, *_host_findings(hosts)]
 
 
 def _with_unique_names(reports: Sequence[NodeReport]) -> Sequence[NodeReport]:
@@ -194,7 +194,7 @@ def _different_facts(hosts: Mapping[str, NodeReport]) -> Iterator[Finding]:
             values = {host: report.facts.get(name, "not there") for host, report in hosts.items()}
         (usual, number), *others = Counter(values.values()).most_common()
         for value, _ in others:
-            odd = ", ".join(host for host, own in values.items() if own == value)
+            odd = ", ".join(host for host, host_value in values.items() if host_value == value)
             rest = "host" if number == 1 else "hosts"
             text = f"{name}: {value} on {odd}, {usual} on {number} {rest}"
             if name in _BREAKS:
@@ -228,8 +228,8 @@ def _slow_devices(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 yield warning(_SUBJECT, text, hint, device)
 
 
-def _own_findings(hosts: Mapping[str, NodeReport]) -> Iterator[Finding]:
-    """Each host's own warnings and errors, equal ones once."""
+def _host_findings(hosts: Mapping[str, NodeReport]) -> Iterator[Finding]:
+    """Warnings and errors of each host, equal ones once."""
     having: dict[Finding, list[str]] = {}
     for host, report in hosts.items():
         for finding in report.findings:

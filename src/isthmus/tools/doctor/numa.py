@@ -57,7 +57,7 @@ def _address_translation(machine: Machine) -> Iterator[Finding]:
     """RCCL needs peer access between GPUs, which an IOMMU that translates slows or breaks."""
     gpus = [gpu for gpu in find_gpus(machine) if gpu.vendor == "AMD" and not gpu.for_display]
     types = {machine.read(f"{gpu.folder}/iommu_group/type") for gpu in gpus}
-    if any((each or "").startswith("DMA") for each in types):
+    if any((kind or "").startswith("DMA") for kind in types):
         yield warning(
             "NUMA",
             "an IOMMU translates the addresses of the GPUs, which slows copies between them and may hang RCCL",

@@ -11,7 +11,7 @@ from isthmus.tools.doctor.machine import Machine
 from isthmus.tools.doctor.measurements import Measurement, Report, all_reduce, measure_device
 
 OK_SHARE, WARNING_SHARE = 0.8, 0.5
-"""Of what can be reached: above the first one is ok, below the second one is an error."""
+"""Fractions of the data sheet: above the first is ok, below the second is an error."""
 _SUBJECT = "bench"
 _HINTS = {
     "GEMM": "Look for other processes on the GPU, a power limit, and heat (rocm-smi or nvidia-smi); on AMD GPUs "

@@ -22,13 +22,19 @@ _SLOW = 200e6
 
 def check_disk_space(machine: Machine) -> Iterator[Finding]:
     yield from _folder(
-        machine, machine.folder, "the working folder", "A checkpoint with AdamW takes about 14 bytes per parameter",
+        machine,
+        machine.folder,
+        "the working folder",
+        "A checkpoint with AdamW takes about 14 bytes per parameter",
         "write runs to another disk (--out)",
-    )  # fmt: skip
+    )
     yield from _folder(
-        machine, hub_cache(machine), "the cache of the Hub", "A model in bf16 takes 2 bytes per parameter",
+        machine,
+        hub_cache(machine),
+        "the cache of the Hub",
+        "A model in bf16 takes 2 bytes per parameter",
         "set HF_HOME to a folder on another disk",
-    )  # fmt: skip
+    )
 
 
 def hub_cache(machine: Machine) -> Path:
@@ -40,7 +46,7 @@ def hub_cache(machine: Machine) -> Path:
 
 
 def _folder(machine: Machine, folder: Path, what: str, need: str, other: str) -> Iterator[Finding]:
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = machine.disk_usage(existing).free
     kind, source = _file_system(machine, existing), f"statvfs({existing}), /proc/mounts"
     text = f"{what} {folder}: {free / 2**30:,.1f} GiB free{f' ({kind})' if kind else ''}"
@@ -58,12 +64,12 @@ def _folder(machine: Machine, folder: Path, what: str, need: str, other: str) ->
 
 def _file_system(machine: Machine, folder: Path) -> str:
     """Type of the innermost mount that contains ``folder``."""
-    found = {"/": ""}
+    types = {"/": ""}
     for line in (machine.read("/proc/mounts") or "").splitlines():
         words = line.split()
         if len(words) > 2 and folder.resolve().is_relative_to(words[1]):
-            found[words[1]] = words[2]
-    return found[max(found, key=len)]
+            types[words[1]] = words[2]
+    return types[max(types, key=len)]
 
 
 def check_disk_speed(machine: Machine) -> Iterator[Finding]:

@@ -20,13 +20,13 @@ def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> lis
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.start()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for check, thread, result in zip(checks, threads, results, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
-        found += tuple(result)
+        findings += tuple(result)
         subject = result[0].subject if result else subject_of(check)
         if thread.is_alive():
-            found.append(
+            findings.append(
                 warning(
                     subject,
                     f"the check did not end within {seconds:g} s; a file system, a driver or a device may not answer",
@@ -35,21 +35,21 @@ def run_checks(checks: Sequence[Check], machine: Machine, seconds: float) -> lis
                     f"{check.__module__}.{check.__name__}",
                 )
             )
-    return found
+    return findings
 
 
 def subject_of(check: Check) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ")
 
 
-def _run_check(check: Check, machine: Machine, found: list[Finding]) -> None:
+def _run_check(check: Check, machine: Machine, findings: list[Finding]) -> None:
     try:
         for finding in check(machine):
-            found.append(finding)
+            findings.append(finding)
     except BaseException as failure:  # some errors of torch are not an Exception
-        found.append(
+        findings.append(
             warning(
-                found[0].subject if found else subject_of(check),
+                findings[0].subject if findings else subject_of(check),
                 f"the check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}",
                 "The other lines do not depend on it. Report it with the output of isthmus doctor --json.",
                 f"{check.__module__}.{check.__name__}",

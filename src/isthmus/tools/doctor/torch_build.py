@@ -47,8 +47,8 @@ def installed_torch(folder: Path | None = None) -> TorchBuild | None:
             return None
         folder = Path(spec.origin).parent
     text = (folder / "version.py").read_text(encoding="utf-8")
-    found = {name: _assigned(text, name) for name in ("__version__", "cuda", "hip")}
-    return TorchBuild(found["__version__"] or "of an unknown version", found["cuda"], found["hip"])
+    assigned = {name: _assigned(text, name) for name in ("__version__", "cuda", "hip")}
+    return TorchBuild(assigned["__version__"] or "of an unknown version", assigned["cuda"], assigned["hip"])
 
 
 def _assigned(text: str, name: str) -> str | None:
@@ -57,13 +57,10 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def used_gpus(gpus: list[Gpu]) -> list[Gpu]:
-    """Those that the installed torch is built for, if any: a processor may have a GPU of another vendor.
-
-    Otherwise those of data centers.
-    """
+    """GPUs that the installed torch is built for, else those of data centers; a processor may have another vendor's."""
     build = installed_torch()
-    own = [gpu for gpu in gpus if build is not None and _BUILDS[gpu.vendor] == build.kind]
-    return own or [gpu for gpu in gpus if not gpu.for_display]
+    supported = [gpu for gpu in gpus if build is not None and _BUILDS[gpu.vendor] == build.kind]
+    return supported or [gpu for gpu in gpus if not gpu.for_display]
 
 
 def check_torch_build(machine: Machine) -> Iterator[Finding]:
@@ -85,11 +82,11 @@ def check_torch_build(machine: Machine) -> Iterator[Finding]:
 def match_build(build: TorchBuild, gpus: list[Gpu]) -> Iterator[Finding]:
     source, present = "torch/version.py, /sys/bus/pci", count_by_vendor(gpus)
     text = f"{build}; this machine has {present}"
-    wanted = [_BUILDS[vendor] for vendor in ("AMD", "NVIDIA") if any(gpu.vendor == vendor for gpu in gpus)]
-    hint = f"Install a {' or '.join(wanted)} build of torch: {_SELECTOR}."
-    if build.kind in wanted or not (wanted or build.kind != "CPU"):
+    builds = [_BUILDS[vendor] for vendor in ("AMD", "NVIDIA") if any(gpu.vendor == vendor for gpu in gpus)]
+    hint = f"Install a {' or '.join(builds)} build of torch: {_SELECTOR}."
+    if build.kind in builds or not (builds or build.kind != "CPU"):
         yield ok(_SUBJECT, text, source)
-    elif not wanted:
+    elif not builds:
         yield warning(
             _SUBJECT,
             text,

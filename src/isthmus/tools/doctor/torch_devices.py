@@ -62,9 +62,9 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 def _changed_defaults(platform: Platform, machine: Machine) -> Iterator[Finding]:
     """Variables that a run would set to another value, unless a remark on them exists."""
     for name, (value, reason) in platform.env_defaults.items():
-        own = machine.environment.get(name, value)
-        if own != value and not remarks_on({name: own}, RunShape(), on_gpu=True):
-            yield warning("variables", f"{name}={own}, and {value} is better: {reason}", f"Unset {name}.", name)
+        current = machine.environment.get(name, value)
+        if current != value and not remarks_on({name: current}, RunShape(), on_gpu=True):
+            yield warning("variables", f"{name}={current}, and {value} is better: {reason}", f"Unset {name}.", name)
 
 
 def _reason(torch: Any) -> str:
@@ -129,9 +129,11 @@ def _has_kernels(arch: str, built: list[str]) -> bool:
     """CUDA: a binary of the same major version, or code for an older one that the driver compiles (``compute_80``)."""
     if not arch.startswith("sm_"):
         return arch in built
-    own = int(arch[3:])
+    version = int(arch[3:])
     kinds = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)[af]?", name))]
-    return any(int(each[2]) <= own and (each[1] == "compute" or int(each[2]) // 10 == own // 10) for each in kinds)
+    return any(
+        int(kind[2]) <= version and (kind[1] == "compute" or int(kind[2]) // 10 == version // 10) for kind in kinds
+    )
 
 
 def _precisions(platform: Platform) -> Iterator[Finding]:

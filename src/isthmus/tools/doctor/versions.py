@@ -16,7 +16,7 @@ from isthmus.tools.doctor.machine import Machine
 
 _HERE = Path(__file__).resolve().parent
 _SETS = ("cpu-py310.txt", "cpu-py311.txt")
-"""With the lower bounds of all dependencies, and with the newest versions."""
+"""Sets with the lower bounds of all dependencies, and with the newest versions."""
 _PYTHON = ("3.10", "3.13")
 _NEWER = {"megatron-core": "0.19.2"}
 """Tested versions that are not in the newest set: megatron-core 0.17 and newer require Python 3.12."""
@@ -32,7 +32,7 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _tested(name: str) -> dict[str, str]:
-    folder = next((each for each in (_HERE, _HERE.parents[3]) if (each / "constraints").is_dir()), _HERE)
+    folder = next((parent for parent in (_HERE, _HERE.parents[3]) if (parent / "constraints").is_dir()), _HERE)
     lines = (folder / "constraints" / name).read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("==") for line in lines if "==" in line)
     return {_normal(package): version.split()[0] for package, _, version in pairs}
@@ -40,16 +40,16 @@ def _tested(name: str) -> dict[str, str]:
 
 def installed_versions() -> dict[str, str]:
     """Version of each direct dependency, empty if it is missing."""
-    found = {}
+    versions = {}
     for requirement in metadata.requires("isthmus") or []:
         if "extra ==" in requirement:
             continue
         name = _normal(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
 def _normal(name: str) -> str:

@@ -39,31 +39,31 @@ def check_visible_gpus(machine: Machine) -> Iterator[Finding]:
 
 def masked(vendor: Vendor, count: int, machine: Machine) -> Iterator[Finding]:
     """Apply each variable to ``count`` GPUs, as the runtimes do: a wrong number hides itself and all after it."""
-    left, names = count, []
+    visible, names = count, []
     for name in _ORDER[vendor]:
         value = machine.environment.get(name)
         if value is None or (name == "CUDA_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in names):
             continue
         names.append(name)
         words = [word.strip() for word in value.split(",")] if value.strip() else []
-        wrong = next((word for word in words if not _names_one_of(word, left)), None)
+        wrong = next((word for word in words if not _names_one_of(word, visible)), None)
         if wrong is not None:
             words = words[: words.index(wrong)]
-            after = f", after {names[-2]} left {left}" if len(names) > 1 else ""
+            after = f", after {names[-2]} left {visible}" if len(names) > 1 else ""
             yield error(
                 _SUBJECT,
                 f"{name}={value}: there is no GPU {wrong}{after}; it hides itself and all after it",
-                f"Name GPUs from 0 to {left - 1}, or unset {name}. Each variable counts the GPUs that those before it "
-                "leave: keep one of them.",
+                f"Name GPUs from 0 to {visible - 1}, or unset {name}. Each variable counts the GPUs that those before "
+                "it leave: keep one of them.",
                 name,
             )
         elif len(set(words)) < len(words):
             words = []
             yield error(_SUBJECT, f"{name}={value} names a GPU twice, which hides all", f"Correct {name}.", name)
-        left = len(words)
+        visible = len(words)
     used = ", ".join(f"{name}={machine.environment[name]}" for name in names) or "no variable hides one"
-    if left:
-        yield ok(_SUBJECT, f"{left} of {count} ({used})", ", ".join(_ORDER[vendor]))
+    if visible:
+        yield ok(_SUBJECT, f"{visible} of {count} ({used})", ", ".join(_ORDER[vendor]))
     else:
         yield error(
             _SUBJECT, f"none of {count} ({used})", f"Unset {names[-1]}, or name GPUs from 0 on.", ", ".join(names)

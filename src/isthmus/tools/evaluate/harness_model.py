@@ -69,9 +69,9 @@ def run_harness(
 def _task_manager(settings: TaskSettings) -> TaskManager:
     """Without lm_eval's own tasks if none is needed: to index them takes ten seconds."""
     paths = [str(path) for path in settings.include_path] or None
-    own = TaskManager(include_path=paths, include_defaults=False)
-    if all(_is_file(name) or own.match_tasks([name]) for name in settings.tasks):
-        return own
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if all(_is_file(name) or manager.match_tasks([name]) for name in settings.tasks):
+        return manager
     return TaskManager(include_path=paths)
 
 
@@ -79,22 +79,22 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) and Path(name).is_file()
 
 
-def _known(given: Sequence[str], manager: TaskManager) -> list[str | dict[str, Any]]:
+def _known(names: Sequence[str], manager: TaskManager) -> list[str | dict[str, Any]]:
     """The names of tasks, with patterns resolved; YAML files as lm_eval reads them."""
-    found: list[str | dict[str, Any]] = []
-    for name in given:
-        if _is_file(name):
-            found.append(load_yaml(str(Path(name).absolute()), resolve_func=True))
+    tasks: list[str | dict[str, Any]] = []
+    for task in names:
+        if _is_file(task):
+            tasks.append(load_yaml(str(Path(task).absolute()), resolve_func=True))
             continue
-        matches = manager.match_tasks([name])
+        matches = manager.match_tasks([task])
         if not matches:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            near = difflib.get_close_matches(task, manager.all_tasks, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise UsageError(
-                f"--tasks {name} is not a task of lm_eval{hint}. --include-path DIR adds tasks of your own."
+                f"--tasks {task} is not a task of lm_eval{hint}. --include-path DIR adds tasks of your own."
             )
-        found += matches
-    return found
+        tasks += matches
+    return tasks
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -144,10 +144,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         samples = [((context + answer)[-(self.max_length + 1) :], len(answer)) for _, context, answer in requests]
 
         def scores(chunk: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-            found = self._inference.score(chunk)
+            results = self._inference.score(chunk)
             return [
                 (-sum(losses), chosen == tokens[len(tokens) - scored :])
-                for (tokens, scored), (losses, chosen) in zip(chunk, found, strict=True)
+                for (tokens, scored), (losses, chosen) in zip(chunk, results, strict=True)
             ]
 
         return _in_chunks(samples, scores, "log-likelihoods", length=lambda sample: len(sample[0]))
@@ -157,9 +157,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         counts = []
         for (text,) in (request.args for request in requests):
             rolling = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            own = [(None, *make_disjoint_window(window)) for window in rolling]
-            windows += own
-            counts.append(len(own))
+            text_windows = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += text_windows
+            counts.append(len(text_windows))
         scores = iter(self._loglikelihood_tokens(windows))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
@@ -180,16 +180,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 decoded = [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in tokens]
                 return [postprocess_generated_text(text, list(stops), None) for text in decoded]
 
-            found = _in_chunks(numbers, answers, "answers", length=lambda number: len(prompts[number][0]))
-            texts |= dict(zip(numbers, found, strict=True))
+            answer_texts = _in_chunks(numbers, answers, "answers", length=lambda number: len(prompts[number][0]))
+            texts |= dict(zip(numbers, answer_texts, strict=True))
         return [texts[number] for number in range(len(prompts))]
 
-    def _prompt(self, context: str, options: dict[str, Any]) -> tuple[list[int], Decoding, list[str]]:
+    def _prompt(self, context: str, task_options: dict[str, Any]) -> tuple[list[int], Decoding, list[str]]:
         """Tokens of the prompt, how to continue it, and where to cut the answer."""
-        given = normalize_gen_kwargs(dict(options), _DEFAULT_ANSWER)
-        stops = handle_stop_sequences(list(given.get("until") or []), self.tokenizer.decode(self.eot_token_id))
-        longest, temperature = int(given["max_gen_toks"]), float(given.get("temperature") or 0.0)
-        if unsupported := sorted(given.keys() - _IGNORED) if temperature else []:
+        options = normalize_gen_kwargs(dict(task_options), _DEFAULT_ANSWER)
+        stops = handle_stop_sequences(list(options.get("until") or []), self.tokenizer.decode(self.eot_token_id))
+        longest, temperature = int(options["max_gen_toks"]), float(options.get("temperature") or 0.0)
+        if unsupported := sorted(options.keys() - _IGNORED) if temperature else []:
             raise UsageError(
                 f"a task samples with {', '.join(unsupported)}, and only temperature is supported. Choose another task."
             )

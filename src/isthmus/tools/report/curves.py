@@ -13,9 +13,9 @@ import numpy.typing as npt
 from isthmus.tools.report.run_history import RunHistory, Series
 
 _POINTS = 100_000
-"""Of all curves; about 2 MB of JSON."""
+"""Points of all curves; about 2 MB of JSON."""
 _MOST_POINTS, _LEAST_POINTS = 2000, 100
-"""Of one curve."""
+"""Points of one curve."""
 _MEANS = 100
 """Intervals of the mean of a thinned curve."""
 _MOST_TITLE = 80
@@ -71,16 +71,16 @@ class Panel:
     title: str
     unit: str
     curves: list[dict[str, Any]]
-    """For JSON: ``run`` (number), ``part`` (training, validation or test), ``label``, ``steps``, ``values``, and for a
-    thinned curve ``means`` by ``mean_steps``."""
+    """Curves for JSON: ``run`` (number), ``part`` (training, validation or test), ``label``, ``steps``, ``values``, and
+    ``means`` by ``mean_steps`` of a thinned curve."""
     about: str
     """The last value of each curve."""
 
 
 def panels(runs: Sequence[RunHistory]) -> list[Panel]:
     """The panels of all metrics that are not always zero, by group."""
-    named = dict.fromkeys(_split(key)[0] for run in runs for key in run.metrics if key not in _HIDDEN)
-    shown = [name for name in named if any(np.nan_to_num(series.values).any() for *_, series in _of(runs, name))]
+    names = dict.fromkeys(_split(key)[0] for run in runs for key in run.metrics if key not in _HIDDEN)
+    shown = [name for name in names if any(np.nan_to_num(series.values).any() for *_, series in _of(runs, name))]
     shown.sort(key=lambda name: next(k for k, (_, pattern) in enumerate(_GROUPS) if pattern.search(name)))
     points = _POINTS // max(1, sum(1 for name in shown for _ in _of(runs, name)))
     return [_panel(runs, name, min(max(points, _LEAST_POINTS), _MOST_POINTS)) for name in shown]
@@ -107,10 +107,10 @@ def _panel(runs: Sequence[RunHistory], name: str, most: int) -> Panel:
     curves, last = [], []
     for number, part, series in _of(runs, name):
         label = part if len(runs) == 1 else runs[number].name + ("" if part == "training" else f", {part}")
-        kept = thinned(series.values, most)
+        indices = thinned(series.values, most)
         curve = {"run": number, "part": part, "label": label}
-        curve |= {"steps": series.steps[kept].tolist(), "values": _short(scale * series.values[kept])}
-        if len(kept) < len(series.values):
+        curve |= {"steps": series.steps[indices].tolist(), "values": _short(scale * series.values[indices])}
+        if len(indices) < len(series.values):
             middles, averages = _means(series.values, _MEANS)
             curve |= {"mean_steps": series.steps[middles].tolist(), "means": _short(scale * averages)}
         curves.append(curve)

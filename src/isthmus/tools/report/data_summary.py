@@ -17,7 +17,7 @@ from isthmus.recipes.run_dir import RunDir
 
 Result = TypeVar("Result")
 _MOST_CHARACTERS = 6_000
-"""Of a sample."""
+"""Most characters of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Packing:
     """Packed sequences of an epoch."""
     samples: int
     tokens: float
-    """Of a sequence, mean."""
+    """Mean tokens of a sequence."""
     seq_length: int
 
     @property
@@ -122,12 +122,12 @@ def _packing(data: RecordedData, config: RunConfig) -> Packing:
 
 def _clipped(sample: ShownSample) -> ShownSample:
     """At most so many characters as a reader needs."""
-    parts, left = list[TextPart](), _MOST_CHARACTERS
+    parts, remaining = list[TextPart](), _MOST_CHARACTERS
     for part in sample.parts:
-        if len(part.text) > left:
-            rest = sum(len(one.text) for one in sample.parts) - _MOST_CHARACTERS
-            parts += [replace(part, text=part.text[:left]), TextPart(f" ... ({rest:,} more characters)", False)]
+        if len(part.text) > remaining:
+            rest = sum(len(part.text) for part in sample.parts) - _MOST_CHARACTERS
+            parts += [replace(part, text=part.text[:remaining]), TextPart(f" ... ({rest:,} more characters)", False)]
             break
         parts.append(part)
-        left -= len(part.text)
+        remaining -= len(part.text)
     return replace(sample, parts=tuple(parts))

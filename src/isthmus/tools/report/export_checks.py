@@ -79,8 +79,8 @@ def _weights(run: RunHistory, verify: bool) -> tuple[Literal["ok", "unknown"], s
 
 
 def _dtypes(model: OpenedModel) -> str:
-    found = {model.weights.dtype(name) for name in unique_placements(model.family, model.arch)}
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    dtypes = {model.weights.dtype(name) for name in unique_placements(model.family, model.arch)}
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _exported_steps(run: RunHistory) -> Iterator[int]:

@@ -35,17 +35,17 @@ class RankProfile:
 
 def parse_profile(markdown: str) -> RankProfile:
     """Title, paragraphs and tables; other Markdown is text."""
-    found, is_in_table = RankProfile(), False
+    profile, is_in_table = RankProfile(), False
     for line in markdown.splitlines():
         if line.startswith("|"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             if not is_in_table:
-                found.tables.append(ProfileTable(cells))
-            elif not all(re.fullmatch(":?-+:?", cell) for cell in cells) and len(found.tables[-1].rows) < _MOST_ROWS:
-                found.tables[-1].rows.append(cells)
+                profile.tables.append(ProfileTable(cells))
+            elif not all(re.fullmatch(":?-+:?", cell) for cell in cells) and len(profile.tables[-1].rows) < _MOST_ROWS:
+                profile.tables[-1].rows.append(cells)
         elif line.startswith("# "):
-            found.title = found.title or line[2:]
+            profile.title = profile.title or line[2:]
         elif line:
-            found.remarks.append(line)
+            profile.remarks.append(line)
         is_in_table = line.startswith("|")
-    return found
+    return profile

@@ -51,7 +51,7 @@ class RunHistory:
     folder: RunDir
     config: RunConfig
     metrics: Mapping[str, Series]
-    """By key of ``metrics.jsonl``."""
+    """Series by key of ``metrics.jsonl``."""
     events: list[dict[str, Any]]
     """Rows of ``events.jsonl``."""
     answers: list[dict[str, Any]]
@@ -106,8 +106,8 @@ def read_history(root: Path, name: str) -> RunHistory:
 
 
 def _profiles(root: Path) -> list[Path]:
-    found = [path for path in (root / "profile").glob("rank*.md") if path.stem[4:].isdigit()]
-    return sorted(found, key=lambda path: int(path.stem[4:]))[:_MOST_RANKS]
+    paths = [path for path in (root / "profile").glob("rank*.md") if path.stem[4:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.stem[4:]))[:_MOST_RANKS]
 
 
 def _text(path: Path, notes: list[str]) -> str:
@@ -140,23 +140,23 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _metrics(rows: Iterator[dict[str, Any]]) -> dict[str, Series]:
-    found: dict[str, tuple[array[int], array[float]]] = {}
+    columns: dict[str, tuple[array[int], array[float]]] = {}
     for row in rows:
         for key, value in row.items():
             if key == "step" or not (value is None or type(value) in (int, float)):
                 continue
-            if key not in found and len(found) >= _MOST_METRICS:
+            if key not in columns and len(columns) >= _MOST_METRICS:
                 continue
-            steps, values = found.setdefault(key, (array("q"), array("d")))
+            steps, values = columns.setdefault(key, (array("q"), array("d")))
             steps.append(row["step"])
             values.append(_float(value))
-    series = {}
-    for key, (steps, values) in found.items():
+    metrics = {}
+    for key, (steps, values) in columns.items():
         in_order = np.argsort(np.frombuffer(steps, dtype=np.int64), kind="stable")
-        one = Series(np.frombuffer(steps, dtype=np.int64)[in_order], np.frombuffer(values)[in_order])
-        if np.isfinite(one.values).any():
-            series[key] = one
-    return series
+        series = Series(np.frombuffer(steps, dtype=np.int64)[in_order], np.frombuffer(values)[in_order])
+        if np.isfinite(series.values).any():
+            metrics[key] = series
+    return metrics
 
 
 def _float(value: float | None) -> float:

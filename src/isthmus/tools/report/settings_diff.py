@@ -22,7 +22,7 @@ class SettingRow:
     """One per run."""
     default: str
     changed: list[bool]
-    """For each run, whether the value is not the default."""
+    """Whether the value of each run is not the default."""
 
     @property
     def differs(self) -> bool:
@@ -39,8 +39,8 @@ def setting_rows(configs: Sequence[RunConfig]) -> list[SettingRow]:
     """All settings, ``section.key``."""
     flat = [_flat(config) for config in configs]
     rows = []
-    for name in dict.fromkeys(name for one in flat for name in one):
-        values = [_text(one[name][0]) for one in flat]
+    for name in dict.fromkeys(name for settings in flat for name in settings):
+        values = [_text(settings[name][0]) for settings in flat]
         default = _text(flat[0][name][1])
         rows.append(SettingRow(name, values, default, [value != default for value in values]))
     return rows
@@ -48,15 +48,15 @@ def setting_rows(configs: Sequence[RunConfig]) -> list[SettingRow]:
 
 def _flat(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """(value, default) of each setting."""
-    given, found = config.model_dump(mode="json"), dict[str, tuple[Any, Any]]()
+    values, settings = config.model_dump(mode="json"), dict[str, tuple[Any, Any]]()
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
         if not isinstance(section, BaseModel):
-            found[name] = given[name], field.get_default(call_default_factory=True)
+            settings[name] = values[name], field.get_default(call_default_factory=True)
             continue
         for key, inner in type(section).model_fields.items():
-            found[f"{name}.{key}"] = given[name][key], inner.get_default(call_default_factory=True)
-    return found
+            settings[f"{name}.{key}"] = values[name][key], inner.get_default(call_default_factory=True)
+    return settings
 
 
 def _text(value: Any) -> str:

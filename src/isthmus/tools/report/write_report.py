@@ -65,7 +65,7 @@ class WrittenReport:
     """What could not be read."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The result for ``--json``."""
         return {
             "out": str(self.out),
             "runs": self.runs,
@@ -105,7 +105,7 @@ def write_report(
     out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out} is an HTML file, so its name ends in .html. Name another file.")
-    runs = [_page_run(number, folder, name, num_samples, verify) for number, (folder, name) in _named(folders)]
+    runs = [_page_run(number, folder, name, num_samples, verify) for number, (folder, name) in _with_names(folders)]
     shown = panels([run.history for run in runs])
     text = _render(runs, shown)
     with disk_errors(out):
@@ -115,7 +115,7 @@ def write_report(
     return WrittenReport(out, [run.history.name for run in runs], len(shown), out.stat().st_size, notes)
 
 
-def _named(folders: Sequence[Path]) -> list[tuple[int, tuple[Path, str]]]:
+def _with_names(folders: Sequence[Path]) -> list[tuple[int, tuple[Path, str]]]:
     """The folders with the names of runs: that of the folder, or the path if several have it."""
     names = [folder.absolute().name for folder in folders]
     unique = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
@@ -181,7 +181,7 @@ def _render(runs: Sequence[_PageRun], shown: Sequence[Panel]) -> str:
 def _policy(scripts: Sequence[str]) -> str:
     """The scripts are known by their hashes; inline styles are widths of bars."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; form-action 'none'"
 
 

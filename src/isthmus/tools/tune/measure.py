@@ -18,7 +18,7 @@ from isthmus.recipes.plan.step_matmuls import OUTPUT, StepMatmul
 
 Name = TypeVar("Name")
 SECONDS = 0.4
-"""For a candidate of a matmul, if it runs often enough."""
+"""Time for a candidate of a matmul, if it runs often enough."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 MARGIN = 0.97
 """A candidate replaces the default if it takes at most this share of its time; differences below are noise."""
@@ -29,9 +29,9 @@ TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0
 class Operands:
     """The tensors of one matmul. Logits have the memory layout that the loss gives them."""
 
-    def __init__(self, one: StepMatmul, device: torch.device) -> None:
-        shape, self.adds = one.shape, one.shape.operation == "add_matmul"
-        logits = one.weight == OUTPUT
+    def __init__(self, matmul: StepMatmul, device: torch.device) -> None:
+        shape, self.adds = matmul.shape, matmul.shape.operation == "add_matmul"
+        logits = matmul.weight == OUTPUT
         like = torch.empty(0, dtype=shape.dtype, device=device)
 
         def empty(rows: int, columns: int, *, is_logits: bool = False) -> Tensor:
@@ -81,13 +81,13 @@ def compare(
     for name, context in candidates.items():
         try:
             with context():
-                found = operands.result()
+                result = operands.result()
         except RuntimeError:
             if expected is None:
                 raise
             continue
-        expected = found if expected is None else expected
-        if _difference(found, expected) <= TOLERANCE[dtype]:
+        expected = result if expected is None else expected
+        if _difference(result, expected) <= TOLERANCE[dtype]:
             usable[name] = context
     times: dict[Name, list[float]] = {name: [] for name in usable}
     deadline = time.perf_counter() + seconds
@@ -97,7 +97,7 @@ def compare(
                 times[name].append(_milliseconds(operands))
         if done + 1 >= LEAST_ROUNDS and time.perf_counter() > deadline:
             break
-    return {name: statistics.median(of) for name, of in times.items()}
+    return {name: statistics.median(durations) for name, durations in times.items()}
 
 
 def _milliseconds(operands: Operands) -> float:
@@ -114,7 +114,7 @@ def _milliseconds(operands: Operands) -> float:
     return (time.perf_counter() - start) / calls * 1e3
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(result: Tensor, expected: Tensor) -> float:
     """In the Frobenius norm, relative."""
     scale = float(expected.float().norm())
-    return 0.0 if found is expected else float((found.float() - expected.float()).norm()) / max(scale, math.ulp(0.0))
+    return 0.0 if result is expected else float((result.float() - expected.float()).norm()) / max(scale, math.ulp(0.0))

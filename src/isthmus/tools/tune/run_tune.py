@@ -30,13 +30,13 @@ _WITHOUT_DATA: Mapping[str, Any] = {"data.files": ["unused"]}
 
 def config_to_tune(file: Path | None, overrides: Sequence[str], model: str | None) -> RunConfig:
     """The settings of a run; recipe, output folder and data may be missing. Weights are not read."""
-    given = load_settings(None, file, overrides, {"model": model}, check=False).given
+    settings = load_settings(None, file, overrides, {"model": model}, check=False).given
     flags: dict[str, Any] = {"model": model, "model.init": "random"}
-    if "recipe" not in given:
+    if "recipe" not in settings:
         flags["recipe"] = "pretrain"
-    if "out" not in given:
+    if "out" not in settings:
         flags["out"] = "tune"
-    if not any(given.get("data", {}).get(name) for name in ("files", "sets", "mock")):
+    if not any(settings.get("data", {}).get(name) for name in ("files", "sets", "mock")):
         flags |= _WITHOUT_DATA
     return load_config(None, file, overrides, flags)
 
@@ -45,7 +45,7 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     """Measure the matmuls of a run and write the file.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         out: the file; None: ``tune.json`` in the working folder, ``tune.csv`` for AMD GPUs.
         report: is called with each line of progress.
 
@@ -57,26 +57,26 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     from isthmus.files.atomic_write import write_atomic
 
     platform = detect(config.platform)
-    of_tunable_op = platform.name == "rocm"
-    path = out or Path("tune.csv" if of_tunable_op else "tune.json")
+    for_tunable_op = platform.name == "rocm"
+    path = out or Path("tune.csv" if for_tunable_op else "tune.json")
     _check_out(path)
-    check_tuning(config, platform, of_tunable_op=of_tunable_op)
+    check_tuning(config, platform, of_tunable_op=for_tunable_op)
     precision = config.train.precision or platform.default_precision()[0]
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     plan = plan_model(config, world_size=_world_size(config))
     tokens = token_counts(config)
     # The windows of pretraining and random tokens fill a sequence.
     exact = bool(config.data.length_buckets) or config.data.mock or config.recipe == "pretrain"
-    if not exact and not of_tunable_op:
+    if not exact and not for_tunable_op:
         tokens = with_shorter(tokens, config.parallel.length_multiple)
     matmuls = step_matmuls(plan, config, precision, platform, tokens)
     report(f"{platform.describe()}: {len(matmuls)} matmuls of {precision}, {', '.join(map(str, tokens))} tokens")
-    found = choose(matmuls, platform, report)
-    write_atomic(path, found.content)
+    result = choose(matmuls, platform, report)
+    write_atomic(path, result.content)
     notes = _notes(config, precision, platform, exact=exact)
     if plan.architecture.moe is not None:
         notes.append(_expert_note(plan, platform, precision, tokens[-1]))
-    return replace(found, notes=[*found.notes, *notes]), path
+    return replace(result, notes=[*result.notes, *notes]), path
 
 
 def _notes(config: RunConfig, precision: str, platform: Platform, *, exact: bool) -> list[str]:

@@ -72,8 +72,8 @@ class Tuner:
         return "\n".join(lines) + "\n"
 
     def _results(self) -> dict[_Result, tuple[str, float]]:
-        found: Any = torch.cuda.tunable.get_results()  # tuples of four, unlike its annotation
-        return {(operation, parameters): (kernel, time_ms) for operation, parameters, kernel, time_ms in found}
+        results: Any = torch.cuda.tunable.get_results()  # tuples of four, unlike its annotation
+        return {(operation, parameters): (kernel, time_ms) for operation, parameters, kernel, time_ms in results}
 
 
 @contextlib.contextmanager
