@@ -68,7 +68,7 @@ def run(*, asynchronous: bool, steps: int, every: int, tokens: int, threads: int
         Reporter.step, background_saves.Saves.save = timed_step, timed_save  # type: ignore[method-assign]
         checkpoint_writer.CheckpointWriter.complete = timed_write  # type: ignore[method-assign]
         try:
-            run_recipe("pretrain", load_config("pretrain", None, flags=settings))
+            run_recipe(load_config("pretrain", None, flags=settings))
         finally:
             Reporter.step, background_saves.Saves.save = step, save  # type: ignore[method-assign]
             checkpoint_writer.CheckpointWriter.complete = complete  # type: ignore[method-assign]

@@ -74,7 +74,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         out = Path(folder) / "run"
         chosen = settings(turn, out)
         with FirstRow(out / "metrics.jsonl") as first:
-            recipes.run_recipe(recipe, load_config(recipe, None, flags=chosen))
+            recipes.run_recipe(load_config(recipe, None, flags=chosen))
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         profile = shares((out / "profile" / "rank0.md").read_text())
     steps = [

@@ -17,12 +17,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
-    "sft": ("isthmus.recipes.sft", "run"),
-    "dpo": ("isthmus.recipes.dpo", "run"),
-    "kto": ("isthmus.recipes.kto", "run"),
-    "distill": ("isthmus.recipes.distill", "run"),
-    "reward": ("isthmus.recipes.reward", "run"),
-    "pretrain": ("isthmus.recipes.pretrain", "run"),
+    "sft": ("isthmus.recipes.run", "sft"),
+    "dpo": ("isthmus.recipes.run", "dpo"),
+    "kto": ("isthmus.recipes.run", "kto"),
+    "distill": ("isthmus.recipes.run", "distill"),
+    "reward": ("isthmus.recipes.run", "reward"),
+    "pretrain": ("isthmus.recipes.run", "pretrain"),
     "AutoBridge": ("isthmus.recipes.model.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),
     "Callback": ("isthmus.train.callbacks", "Callback"),

@@ -182,9 +182,7 @@ def main() -> None:
     for name in (
         "isthmus.cli.main",
         "isthmus.cli.process",
-        "isthmus.recipes.sft",
-        "isthmus.recipes.dpo",
-        "isthmus.recipes.pretrain",
+        "isthmus.recipes.run",
         "isthmus.engine.decoder.decoder",
         "isthmus.engine.optim.optimizer",
         "isthmus.engine.step",

@@ -60,9 +60,9 @@ def run(config):
             time.sleep(0.05)
     return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank})
 
-module = types.ModuleType("isthmus.recipes.sft")
-module.run = run
-sys.modules["isthmus.recipes.sft"] = module
+module = types.ModuleType("isthmus.recipes.run")
+module.run_recipe = run
+sys.modules["isthmus.recipes.run"] = module
 """
 
 

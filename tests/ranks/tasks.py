@@ -39,7 +39,6 @@ from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.recipes.data.corpus import make_batches
-from isthmus.recipes.dpo_reference import compute_reference, has_reference, objective_of, stepper_of
 from isthmus.recipes.model.adapter_export import export_adapter
 from isthmus.recipes.model.hf_export import export_hf
 from isthmus.recipes.model.load_model import load_model, model_logits
@@ -47,6 +46,8 @@ from isthmus.recipes.model.rank_model import RankModel, join_and_build
 from isthmus.recipes.model.teacher_model import build_teacher
 from isthmus.recipes.plan.memory_estimate import estimate_memory
 from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.reference_logps import compute_reference
+from isthmus.recipes.registry import recipe_of
 from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform
@@ -148,10 +149,11 @@ def start(
     store = open_samples(samples)
     schedule = build_schedule(optimizer, chosen, TOTAL_STEPS)
     teacher = build_teacher(config, plan, platform(), built.position, precision)
-    stepper = stepper_of(config)(built.stages, optimizer, schedule, objective_of(config), teacher)
+    recipe = recipe_of(config)
+    stepper = Stepper(built.stages, optimizer, schedule, recipe.objective(config), teacher)
     batches = make_batches(config, store, sizes, shard)
     valid = make_batches(config, store.select(range(VALID_SAMPLES)), in_order, shard)
-    if has_reference(config):
+    if recipe.has_reference(config):
         path, parts = Path(reference or tempfile.mkdtemp()) / "reference.npz", {"train": batches, "valid": valid}
         compute_reference(stepper, parts, path, built.position, fresh=fresh, stop=StopFlag(), log=print)
     return Training(built, stepper, batches, valid, config)

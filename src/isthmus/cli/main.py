@@ -34,6 +34,7 @@ from isthmus.cli import (
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
+from isthmus.config.recipes import RECIPE_SETTINGS
 
 
 def demo(
@@ -69,12 +70,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo", short_help="Train and export a small model on this machine, without network.")(demo)
-app.command("sft", short_help="Fine-tune a model on chats.")(train_verbs.sft)
-app.command("dpo", short_help="Train a model on preference pairs.")(train_verbs.dpo)
-app.command("kto", short_help="Train a model on answers with labels.")(train_verbs.kto)
-app.command("distill", short_help="Train a model on the probabilities of a teacher.")(train_verbs.distill)
-app.command("reward", short_help="Train a reward model on preference pairs.")(train_verbs.reward)
-app.command("pretrain", short_help="Train a model on text.")(train_verbs.pretrain)
+for recipe, settings in RECIPE_SETTINGS.items():
+    app.command(recipe, short_help=settings.short_help)(train_verbs.train_verb(recipe))
 app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(prepare.prepare)
 app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(convert.convert)
 app.command("merge", short_help="Merge a LoRA adapter into its base model.")(convert.merge)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json as json_module
 import logging
 import signal
@@ -17,6 +16,7 @@ import typer
 
 from isthmus import __version__
 from isthmus.cli.options import Debug, Json, Public, Push, Trust
+from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import Preempted, UsageError
 
@@ -69,7 +69,7 @@ DryRun = Annotated[
 ]
 
 
-def _verb(recipe: str, description: str) -> Callable[..., int]:
+def train_verb(recipe: RecipeName) -> Callable[..., int]:
     def command(
         words: Words = None,
         model: Model = None,
@@ -92,20 +92,8 @@ def _verb(recipe: str, description: str) -> Callable[..., int]:
             recipe, words or [], flags, nproc=nproc, rehearse=rehearse, dry_run=dry_run, debug=debug, json=json
         )
 
-    command.__doc__ = description
+    command.__doc__ = RECIPE_SETTINGS[recipe].help
     return command
-
-
-sft = _verb("sft", "Fine-tune a model on chats. The loss is on the assistant's answers.")
-dpo = _verb(
-    "dpo", "Train a model on preference pairs (chosen and rejected answers) with direct preference optimization."
-)
-kto = _verb("kto", "Train a model on answers that are labelled as desirable or not, or on preference pairs.")
-distill = _verb(
-    "distill", "Train a model on chats to predict tokens as a teacher does: distill.teacher, a model of any family."
-)
-reward = _verb("reward", "Train a reward model on preference pairs (chosen and rejected answers).")
-pretrain = _verb("pretrain", "Train a model on text. The loss is on every token.")
 
 
 def train(
@@ -158,7 +146,9 @@ def train(
     if not process.started_by_isthmus:
         # Until the recipe handles it, after some imports.
         signal.signal(signal.SIGTERM, _stopped_early)
-    result = importlib.import_module(f"isthmus.recipes.{recipe}").run(config)
+    from isthmus.recipes.run import run_recipe
+
+    result = run_recipe(config)
     if rank() == 0:
         show(result, as_json=json)
     return 0

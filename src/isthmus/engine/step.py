@@ -22,7 +22,7 @@ from isthmus.engine.decoder.mtp_layer import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.linear.fp8_linear import quantize_weights_once
-from isthmus.engine.loss.objective import NEXT_TOKEN, Objective
+from isthmus.engine.loss.objective import NEXT_TOKEN, Objective, PreparedObjective
 from isthmus.engine.loss.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
@@ -127,12 +127,15 @@ class Evaluator:
 
     def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
         """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
+        prepares = objective is None
         objective = self.objective if objective is None else objective
         for stage in self.model:
             stage.eval()
         total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for micro_batches in batches:
+                if prepares:
+                    self._prepare(micro_batches)
                 sums = self._run_pipeline(micro_batches, objective, forward_only=True)
                 dist.all_reduce(sums)
                 total += sums
@@ -140,6 +143,10 @@ class Evaluator:
         return EvalResult(
             loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
         )
+
+    def _prepare(self, batches: Sequence[PackedBatch]) -> None:
+        if isinstance(self.objective, PreparedObjective):
+            self.objective.prepare(batches, lambda others, objective: self.evaluate(iter([others]), objective).loss)
 
     def _run_pipeline(
         self,
@@ -213,6 +220,7 @@ class Stepper(Evaluator):
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
                 are unchanged. A float16 overflow skips the step and halves the loss scale, down to its minimum.
         """
+        self._prepare(batches)
         sums = self.compute_gradients(batches, between)
         routed = self._router_sums()
         with trace_region("optimizer"):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult, run_recipe
+from isthmus.data.tokenize.record_kinds import CHAT
+from isthmus.engine.loss.objective import Distillation
+from isthmus.recipes.recipe import Recipe
 
-
-def run(config: RunConfig) -> RunResult:
-    """Train a student on chats with a frozen teacher and export it; call it on every rank.
-
-    Raises:
-        Preempted: the run was stopped by a signal; its state is saved.
-        IsthmusError: any other failure, with its exit code.
-    """
-    return run_recipe("distill", config)
+RECIPE = Recipe(
+    name="distill",
+    records=CHAT,
+    card="trained on chats to predict tokens as a teacher does",
+    objective=lambda config: Distillation(),
+    has_teacher=True,
+)

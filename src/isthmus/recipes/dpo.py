@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult, run_recipe
+from isthmus.data.batching.batches import PairBatches
+from isthmus.data.tokenize.record_kinds import PREFERENCE
+from isthmus.engine.loss.preference_loss import PreferenceObjective
+from isthmus.recipes.recipe import Recipe
 
-
-def run(config: RunConfig) -> RunResult:
-    """Train on preference pairs with DPO and export the model; call it on every rank.
-
-    Raises:
-        Preempted: the run was stopped by a signal; its state is saved.
-        IsthmusError: any other failure, with its exit code.
-    """
-    return run_recipe("dpo", config)
+RECIPE = Recipe(
+    name="dpo",
+    records=PREFERENCE,
+    card="trained on preference pairs",
+    objective=lambda config: PreferenceObjective(config.dpo),
+    batches=lambda config: PairBatches,
+    samples_per_sequence=2,
+    bin_packs=False,
+    has_reference=lambda config: config.dpo.has_reference,
+)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult, run_recipe
+from isthmus.data.batching.batches import AnswerBatches, UnpairedBatches
+from isthmus.data.tokenize.record_kinds import UNPAIRED
+from isthmus.engine.loss.kto import KtoObjective
+from isthmus.recipes.recipe import Recipe
 
 
-def run(config: RunConfig) -> RunResult:
-    """Train on answers with labels and export the model; call it on every rank.
+def _estimates_kl(config: RunConfig) -> bool:
+    """Whether the loss needs the KL divergence, a forward pass over mismatched answers."""
+    return config.kto.loss == "kto"
 
-    Raises:
-        Preempted: the run was stopped by a signal; its state is saved.
-        IsthmusError: any other failure, with its exit code.
-    """
-    return run_recipe("kto", config)
+
+RECIPE = Recipe(
+    name="kto",
+    records=UNPAIRED,
+    card="trained on answers with labels (KTO)",
+    objective=lambda config: KtoObjective(config.kto),
+    batches=lambda config: UnpairedBatches if _estimates_kl(config) else AnswerBatches,
+    bin_packs=False,
+    has_reference=lambda config: True,
+    has_extra_forward=_estimates_kl,
+)

@@ -17,15 +17,9 @@ from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.run_record import versions
+from isthmus.recipes.registry import recipe_of
 from isthmus.train.row_file import rows_until
 
-_KINDS = {
-    "sft": "fine-tuned on chats",
-    "dpo": "trained on preference pairs",
-    "kto": "trained on answers with labels (KTO)",
-    "reward": "trained as a reward model on preference pairs",
-    "pretrain": "trained on text",
-}
 _UNPUBLISHED = ("recipe", "out", "checkpoint", "logging", "callbacks", "eval", "platform")
 """Settings that do not change the model."""
 
@@ -40,13 +34,14 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         metrics: ``metrics.jsonl`` of the run.
         adapter: for a folder of PEFT.
     """
+    recipe = recipe_of(config)
     base = None if config.model.init == "random" else config.model.path
     from_hub = base is not None and not Path(base).exists() and looks_like_id(base)
     metadata: dict[str, Any] = {} if base is None else inherited_metadata(plan.source.path)
     metadata |= {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-classification" if config.recipe == "reward" else "text-generation",
-        "tags": ["isthmus", "megatron-core", config.recipe, *(["lora"] if config.lora.enabled else [])],
+        "pipeline_tag": "text-classification" if recipe.trains_scores else "text-generation",
+        "tags": ["isthmus", "megatron-core", recipe.name, *(["lora"] if config.lora.enabled else [])],
     }
     if from_hub:
         metadata |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
@@ -55,11 +50,10 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
     origin = (
         "random weights" if base is None else f"[{base}](https://huggingface.co/{base})" if from_hub else _public(base)
     )
-    how = _KINDS.get(config.recipe, f"trained with the recipe {config.recipe}")
     name = Path(config.out).absolute().name
     sections = [
         f"# {name}",
-        f"This {'adapter' if adapter else 'model'} was {how} with Isthmus {__version__}, on Megatron-Core. "
+        f"This {'adapter' if adapter else 'model'} was {recipe.card} with Isthmus {__version__}, on Megatron-Core. "
         f"Base model: {origin}.",
         "## Loss",
         _losses(metrics, step),

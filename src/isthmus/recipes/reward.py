@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult, run_recipe
+from isthmus.data.batching.batches import PairBatches
+from isthmus.data.tokenize.record_kinds import PREFERENCE
+from isthmus.engine.loss.reward_loss import RewardObjective
+from isthmus.recipes.recipe import Recipe
 
-
-def run(config: RunConfig) -> RunResult:
-    """Train a reward model and export it; call it on every rank.
-
-    Raises:
-        Preempted: the run was stopped by a signal; its state is saved.
-        IsthmusError: any other failure, with its exit code.
-    """
-    return run_recipe("reward", config)
+RECIPE = Recipe(
+    name="reward",
+    records=PREFERENCE,
+    card="trained as a reward model on preference pairs",
+    objective=lambda config: RewardObjective(config.reward),
+    batches=lambda config: PairBatches,
+    samples_per_sequence=2,
+    bin_packs=False,
+    trains_scores=True,
+)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isthmus.config.load import origins_of
+from isthmus.config.recipes import RecipeName
 from isthmus.config.schema import RunConfig
 from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import memory_stats
@@ -19,11 +20,9 @@ from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.deterministic import own_algorithms
-from isthmus.recipes.dpo_reference import (
-    eval_objective_of,
-)
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
+from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.training import Training, describe, exports_model
 from isthmus.recipes.training_setup import set_up
 from isthmus.train.loop import Loop, is_due
@@ -62,13 +61,52 @@ class RunResult:
         return asdict(self)
 
 
-def run_recipe(recipe: str, config: RunConfig) -> RunResult:
-    """Train and export; a collective."""
+def sft(config: RunConfig) -> RunResult:
+    """Fine-tune on chats and export the model; call it on every rank.
+
+    Raises:
+        Preempted: the run was stopped by a signal; its state is saved.
+        IsthmusError: any other failure, with its exit code.
+    """
+    return _run_as("sft", config)
+
+
+def dpo(config: RunConfig) -> RunResult:
+    """Train on preference pairs with DPO and export the model, as :func:`sft` does."""
+    return _run_as("dpo", config)
+
+
+def kto(config: RunConfig) -> RunResult:
+    """Train on answers with labels and export the model, as :func:`sft` does."""
+    return _run_as("kto", config)
+
+
+def reward(config: RunConfig) -> RunResult:
+    """Train a reward model and export it, as :func:`sft` does."""
+    return _run_as("reward", config)
+
+
+def distill(config: RunConfig) -> RunResult:
+    """Train a student on chats with a frozen teacher and export it, as :func:`sft` does."""
+    return _run_as("distill", config)
+
+
+def pretrain(config: RunConfig) -> RunResult:
+    """Pretrain on text and export the model, as :func:`sft` does."""
+    return _run_as("pretrain", config)
+
+
+def _run_as(recipe: RecipeName, config: RunConfig) -> RunResult:
     if config.recipe != recipe:
         raise UsageError(
             f"isthmus.{recipe} was given a config of recipe={config.recipe}. Call isthmus.{config.recipe}, or load a "
             f"config for {recipe}."
         )
+    return run_recipe(config)
+
+
+def run_recipe(config: RunConfig) -> RunResult:
+    """Train with the recipe of the config and export; a collective."""
     with trusting(config.checkpoint.skip_checksums), own_algorithms(), StopFlag() as stop:
         try:
             context = leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
@@ -210,7 +248,7 @@ def _build_loop(training: Training) -> Loop:
             reporter=training.reporter,
         ),
         best=training.best,
-        eval_objective=eval_objective_of(context.config),
+        eval_objective=eval_objective() if (eval_objective := recipe_of(context.config).eval_objective) else None,
         answer=training.answer,
         save=training.save,
         saves=training.saves,

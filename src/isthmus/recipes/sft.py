@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from isthmus.config.schema import RunConfig
-from isthmus.recipes.run import RunResult, run_recipe
+from isthmus.data.tokenize.record_kinds import CHAT
+from isthmus.engine.loss.objective import NEXT_TOKEN, NextTokenAccuracy
+from isthmus.recipes.recipe import Recipe
 
-
-def run(config: RunConfig) -> RunResult:
-    """Fine-tune on chats and export the model; call it on every rank.
-
-    Raises:
-        Preempted: the run was stopped by a signal; its state is saved.
-        IsthmusError: any other failure, with its exit code.
-    """
-    return run_recipe("sft", config)
+RECIPE = Recipe(
+    name="sft",
+    records=CHAT,
+    card="fine-tuned on chats",
+    objective=lambda config: NEXT_TOKEN,
+    eval_objective=NextTokenAccuracy,
+    trains_mtp=True,
+)

@@ -21,12 +21,6 @@ from isthmus.recipes.data.corpus import Corpus, check_fingerprint, load_corpus, 
 from isthmus.recipes.data.data_notes import data_notes
 from isthmus.recipes.data.data_sources import Report
 from isthmus.recipes.data.first_records import check_first_records
-from isthmus.recipes.dpo_reference import (
-    compute_reference,
-    has_reference,
-    objective_of,
-    stepper_of,
-)
 from isthmus.recipes.model.model_source import answer_end
 from isthmus.recipes.model.rank_model import build_rank_model
 from isthmus.recipes.model.teacher_model import build_teacher
@@ -34,6 +28,8 @@ from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, ch
 from isthmus.recipes.plan.resume_check import checked_record
 from isthmus.recipes.plan.run_record import run_environment
 from isthmus.recipes.plan.validation import RunContext
+from isthmus.recipes.reference_logps import compute_reference
+from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.training import Training
 from isthmus.train.grace_period import GracePeriod
 from isthmus.train.loop import RunData
@@ -44,6 +40,7 @@ from isthmus.train.stop import StopFlag
 def set_up(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> Training:
     """Load the data, build model and optimizer, resume. A failure removes a new run folder."""
     config, run_dir, main = context.config, context.run_dir, position.rank == 0
+    recipe = recipe_of(config)
     text, record = dump(config), dict[str, Any]()
     on_rank_0(lambda: record.update(_checked_record(context, reporter)), "run record")
     checks = ExitStack()
@@ -61,8 +58,8 @@ def set_up(context: RunContext, position: Position, reporter: Reporter, stop: St
         schedule = build_schedule(optimizer, config.optim, data.steps)
         with trace_region("loading the teacher"):
             teacher = build_teacher(config, context.plan, context.platform, position, context.precision)
-        stepper = stepper_of(config)(model.stages, optimizer, schedule, objective_of(config), teacher)
-        if has_reference(config):
+        stepper = Stepper(model.stages, optimizer, schedule, recipe.objective(config), teacher)
+        if recipe.has_reference(config):
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             fresh = context.resume is None
             compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)

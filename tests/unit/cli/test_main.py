@@ -46,9 +46,9 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         calls.append(config)
         return SimpleNamespace(as_dict=lambda: {"loss": 1.25, "model": "o/hf", "valid_loss": None})
 
-    stand_in = ModuleType("isthmus.recipes.sft")
-    stand_in.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "isthmus.recipes.sft", stand_in)
+    stand_in = ModuleType("isthmus.recipes.run")
+    stand_in.run_recipe = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "isthmus.recipes.run", stand_in)
     return calls
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.distillation import DistillConfig
@@ -28,7 +29,7 @@ from isthmus.config.schema.train import TrainConfig, TuneConfig
 class RunConfig(Section):
     """All settings of a run."""
 
-    recipe: Literal["sft", "dpo", "kto", "reward", "distill", "pretrain"]
+    recipe: RecipeName
     """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels; reward: train a
     reward model on preference pairs; distill: learn the probabilities of a teacher on chats; pretrain: train on
     text."""
@@ -68,57 +69,40 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settings_belong_to_the_recipe(self) -> RunConfig:
-        chats = "is for the chats of sft"
-        text = f"{chats}; in pretraining every token of the text is a loss token"
-        documents = dict.fromkeys(DOCUMENT_SETTINGS, "is for the documents of pretraining")
-        foreign = {
-            "sft": documents,
-            "distill": documents,
-            "pretrain": {"loss_on": text, "overlong": text},
-        } | {
-            recipe: documents
-            | {
-                "loss_on": f"{chats}; the loss of {recipe} is on the answers behind the prompt",
-                "mock": f"makes no {records}; give data.files",
-                "length_buckets": f"is for packed single samples, and {recipe} packs {packed}",
-            }
-            for recipe, records, packed in (
-                ("dpo", "preference pairs", "pairs"),
-                ("kto", "answers with labels", "answers by length"),
-                ("reward", "preference pairs", "pairs"),
-            )
-        }
-        for name, why in foreign.get(self.recipe, {}).items():
+        recipe = RECIPE_SETTINGS[self.recipe]
+        for name, reason in _foreign_data_settings(self.recipe).items():
             value = getattr(self.data, name)
             if value != DataConfig.model_fields[name].get_default(call_default_factory=True):
                 shown = f"={value}" if isinstance(value, str) else ""
-                refuse(f"data.{name}", f"{name}{shown} {why}. Leave it out")
-        if self.data.overlong == "split" and self.recipe not in ("sft", "distill"):
+                refuse(f"data.{name}", f"{name}{shown} {reason}. Leave it out")
+        if self.data.overlong == "split" and not recipe.splits_chats:
             refuse("data.overlong", "overlong=split is for chats: a part of an answer is no answer; use drop or error")
-        if not self.chat.split_turns and self.recipe not in ("sft", "distill"):
-            refuse(
-                "chat.split_turns", f"split_turns is for the chats of sft and distill, got {self.recipe}; leave it out"
-            )
-        if self.train.label_smoothing and self.recipe not in ("sft", "pretrain"):
-            hint = "use dpo.label_smoothing" if self.recipe == "dpo" else "leave it out"
-            smoothed = f"label_smoothing={self.train.label_smoothing:g} is for sft and pretrain, got {self.recipe}"
-            refuse("train.label_smoothing", f"{smoothed}; {hint}")
-        for name, field in ChatConfig.model_fields.items() if self.recipe == "pretrain" else ():
+        if not self.chat.split_turns and not recipe.splits_chats:
+            splitting = _recipes_with("splits_chats")
+            refuse("chat.split_turns", f"split_turns is for the chats of {splitting}, got {self.recipe}; leave it out")
+        if self.train.label_smoothing and not recipe.smooths_labels:
+            has_smoothing = "label_smoothing" in type(getattr(self, self.recipe)).model_fields
+            hint = f"use {self.recipe}.label_smoothing" if has_smoothing else "leave it out"
+            smoothed = f"label_smoothing={self.train.label_smoothing:g} is for {_recipes_with('smooths_labels')}"
+            refuse("train.label_smoothing", f"{smoothed}, got {self.recipe}; {hint}")
+        for name, field in ChatConfig.model_fields.items() if recipe.takes_documents else ():
             if getattr(self.chat, name) != field.default:
-                refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe pretrain; leave it out")
-        if self.recipe == "reward" and self.eval.generate:
+                refuse(f"chat.{name}", f"chat.{name} is for chats, got recipe {self.recipe}; leave it out")
+        if self.eval.generate and not recipe.generates:
             refuse(
                 "eval.generate",
-                "eval.generate needs a language model, and recipe reward trains a reward model; leave it out",
+                f"eval.generate needs a language model, and recipe {self.recipe} trains a reward model; leave it out",
             )
-        sections = {"dpo": self.dpo, "kto": self.kto, "reward": self.reward, "distill": self.distill}
-        for recipe, section in sections.items():
-            for name, field in type(section).model_fields.items() if self.recipe != recipe else ():
+        for other in RECIPE_SETTINGS:
+            section = getattr(self, other, None)  # some recipes have no settings of their own
+            for name, field in type(section).model_fields.items() if section and other != self.recipe else ():
                 if (value := getattr(section, name)) != field.get_default(call_default_factory=True):
-                    why = f"{name}={value} is for recipe {recipe}, got {self.recipe}; leave it out"
-                    refuse(f"{recipe}.{name}", why)
-        if self.recipe == "distill" and self.distill.teacher is None:
-            lacks("distill.teacher")
+                    reason = f"{name}={value} is for recipe {other}, got {self.recipe}; leave it out"
+                    refuse(f"{other}.{name}", reason)
+        for setting in recipe.required:
+            section_name, _, name = setting.partition(".")
+            if getattr(getattr(self, section_name), name) is None:
+                lacks(setting)
         return self
 
     @model_validator(mode="after")
@@ -161,3 +145,25 @@ class RunConfig(Section):
                 f"seq_length={seq_length} tokens; add {longest}",
             )
         return self
+
+
+def _recipes_with(trait: str) -> str:
+    """The names of the recipes with a trait of :class:`RecipeSettings`."""
+    return " and ".join(name for name, recipe in RECIPE_SETTINGS.items() if getattr(recipe, trait))
+
+
+def _foreign_data_settings(name: RecipeName) -> dict[str, str]:
+    """Settings of section ``data`` that are for other recipes, with the reason."""
+    recipe, chats = RECIPE_SETTINGS[name], "is for the chats of sft"
+    if recipe.takes_documents:
+        return dict.fromkeys(
+            ("loss_on", "overlong"), f"{chats}; in pretraining every token of the text is a loss token"
+        )
+    foreign = dict.fromkeys(DOCUMENT_SETTINGS, "is for the documents of pretraining")
+    if recipe.answers is not None:
+        foreign |= {
+            "loss_on": f"{chats}; the loss of {name} is on the answers behind the prompt",
+            "mock": f"makes no {recipe.answers}; give data.files",
+            "length_buckets": f"is for packed single samples, and {name} packs {recipe.packed}",
+        }
+    return foreign

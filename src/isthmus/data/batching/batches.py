@@ -22,6 +22,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.answer_views import MismatchedSamples, neighbors
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.sample_store import Answers, Samples
+from isthmus.data.tokenize.record_kinds import PREFERENCE
 from isthmus.errors import DataError, UsageError
 
 Item = TypeVar("Item")
@@ -111,6 +112,10 @@ class Batches:
         self._ends = np.cumsum(counts).tolist()
         weights = [share.weight for share in self.shares]
         self._order = SequenceOrder(counts, weights, seed=settings.seed, shuffle=settings.shuffle)
+
+    def role(self, batch: PackedBatch, sample: int) -> str:
+        """Role of a sample of a micro batch, such as ``chosen``; empty if all have the same."""
+        return ""
 
     @property
     def global_batch_size(self) -> int:
@@ -248,6 +253,9 @@ class AnswerBatches(Batches):
     reference: torch.Tensor | None = None
     """float64 [samples of the store], log-probabilities under the reference model."""
 
+    def role(self, batch: PackedBatch, sample: int) -> str:
+        return "desirable" if batch.values[sample] else "undesirable"
+
     def _sequences(self, first: int, end: int) -> Bins | list[list[int]]:
         return Bins.single(first, end)
 
@@ -291,6 +299,9 @@ class UnpairedBatches(AnswerBatches):
 
 class PairBatches(AnswerBatches):
     """Samples 2k and 2k + 1 of store and micro batch are a pair, and a sequence is a pair."""
+
+    def role(self, batch: PackedBatch, sample: int) -> str:
+        return PREFERENCE.roles[sample % 2]
 
     def _sequences(self, first: int, end: int) -> list[list[int]]:
         groups = self.store.groups[first:end]

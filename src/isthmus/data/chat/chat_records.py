@@ -34,8 +34,6 @@ from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference", "unpaired"]
-RECIPES: dict[Kind, str] = {"text": "pretrain", "chat": "sft", "preference": "dpo", "unpaired": "kto"}
-"""The recipe for each kind."""
 FIELDS = (
     "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
     "prompt", "completion", "query", "response", "chosen", "rejected", "label", "kto_tag", "margin",
@@ -154,6 +152,17 @@ def parse_record(record: Record) -> Conversation | str:
     if not any(turn["role"] == "assistant" for turn in messages):
         raise DataError(f"{where}: no assistant turn, so this record has no loss tokens.")
     return Conversation(messages, normal_tools(value.get("tools"), where), where)
+
+
+def parse_chat(record: Record) -> Conversation:
+    """Parse a chat to learn all of its answers from.
+
+    Raises DataError as :func:`parse_record` and :func:`check_desirable`.
+    """
+    check_desirable(record)
+    conversation = parse_record(record)
+    assert isinstance(conversation, Conversation)  # a text is refused before, as a record of another kind
+    return conversation
 
 
 def _unknown(value: dict[str, Any], where: str) -> DataError:

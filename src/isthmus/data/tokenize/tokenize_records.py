@@ -13,19 +13,16 @@ import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import (
     FIELDS,
-    RECIPES,
     Conversation,
     Kind,
-    check_desirable,
     kinds_of,
     parse_document,
-    parse_record,
 )
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.file_formats import chunk_records
+from isthmus.data.tokenize.record_kinds import RECORD_KINDS, RecordKind
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats, overlong_sample
 from isthmus.errors import DataError, UsageError
 
@@ -36,12 +33,6 @@ RecordKey = tuple[int, str]
 """Number of a record in its chunk, and its ``file:line``."""
 _BATCH_RECORDS = 8192
 _BATCH_CHARS = 4_000_000
-_KIND_NAMES: dict[Kind, str] = {
-    "text": "plain text",
-    "chat": "a chat record",
-    "preference": "a preference pair",
-    "unpaired": "an answer with a label",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +45,11 @@ class TokenizeOptions:
     on_error: OnError = "stop"
     columns: Mapping[str, str] = field(default_factory=dict)
     chat: ChatSettings = UNCHANGED
+
+    @property
+    def record_kind(self) -> RecordKind:
+        """The traits of ``kind``."""
+        return RECORD_KINDS[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +75,13 @@ class RecordTokenizer:
     def __init__(self, tokenizer: ChatTokenizer, options: TokenizeOptions) -> None:
         if options.seq_length is not None and options.seq_length < 1:
             raise UsageError(f"data.seq_length={options.seq_length}. Expected 1 or more.")
-        if options.overlong == "split" and options.kind in ("preference", "unpaired"):
+        if options.overlong == "split" and options.record_kind.is_answers:
             raise UsageError(
                 "overlong=split is for chats: a part of an answer is no answer. Use truncate, drop or error for "
                 f"{options.kind} data."
             )
-        self.options, self._tokenizer = options, tokenizer
-        if options.kind == "text":
+        self.options, self._kind, self._tokenizer = options, options.record_kind, tokenizer
+        if self._kind.is_text:
             if tokenizer.eos_id is None:
                 raise UsageError(
                     "the tokenizer has no eos_token to end documents with. Set one in tokenizer_config.json."
@@ -98,7 +94,7 @@ class RecordTokenizer:
 
     def __call__(self, chunk: RecordChunk) -> TokenizedChunk:
         stats = TokenizeStats()
-        done = self._tokenize_texts(chunk, stats) if self.options.kind == "text" else self._tokenize_chats(chunk, stats)
+        done = self._tokenize_texts(chunk, stats) if self._kind.is_text else self._tokenize_chats(chunk, stats)
         stats.samples, stats.tokens = len(done.lengths), len(done.tokens)
         stats.count_lengths(done.lengths)
         firsts = np.cumsum(done.lengths) - done.lengths  # the first token of a sequence is never a target
@@ -132,36 +128,39 @@ class RecordTokenizer:
         masks: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         documents: list[int] = []
         values: list[float] = []
-        renderer = self._chat if self.options.kind == "chat" else self._answers
+        renderer = self._answers if self._kind.is_answers else self._chat
         without_end, empty_answers = renderer.without_end, renderer.empty_answers
-        for (_, where), found in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda found: found[0]):
-            kept = self._fit([sequence for _, sequence in found], where, stats)
-            tokens += [ids for ids, _, _ in kept]
-            masks += [mask for _, mask, _ in kept]
-            values += [value for _, _, value in kept]
-            documents += [len(kept)] if kept else []
+        for (_, where), group in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda pair: pair[0]):
+            sequences = self._fit([sequence for _, sequence in group], where, stats)
+            tokens += [ids for ids, _, _ in sequences]
+            masks += [mask for _, mask, _ in sequences]
+            values += [value for _, _, value in sequences]
+            documents += [len(sequences)] if sequences else []
         stats.without_end = renderer.without_end - without_end
         stats.empty_answers = renderer.empty_answers - empty_answers
         lengths = np.fromiter((len(ids) for ids in tokens[1:]), dtype=np.int64, count=len(tokens) - 1)
         counts = np.array(documents, dtype=np.int64)
-        given = np.array(values, dtype=np.float32) if self.options.kind == "unpaired" or any(values) else None
-        return TokenizedChunk(np.concatenate(tokens), np.concatenate(masks), lengths, counts, stats, given)
+        has_values = self._kind.has_values or any(values)
+        return TokenizedChunk(
+            np.concatenate(tokens),
+            np.concatenate(masks),
+            lengths,
+            counts,
+            stats,
+            np.array(values, dtype=np.float32) if has_values else None,
+        )
 
     def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[RecordKey, ChatText]]]:
         for where, rendered in self._parsed(chunk, stats, lambda record: (record.where, self._render(record))):
-            stats.split_records += self.options.kind == "chat" and len(rendered) > 1
+            stats.split_records += not self._kind.is_answers and len(rendered) > 1
             stats.dropped_without_loss += not rendered
             for chat in rendered:
                 yield chat.text, ((stats.records, where), chat)
 
     def _render(self, record: Record) -> Sequence[ChatText]:
-        if self.options.kind in ("preference", "unpaired"):
-            parse = parse_preference if self.options.kind == "preference" else parse_labelled
-            return self._answers(parse(record))
-        check_desirable(record)
-        conversation = parse_record(record)
-        assert isinstance(conversation, Conversation)
-        return self._chat(conversation)
+        assert self._kind.parse is not None
+        parsed = self._kind.parse(record)
+        return self._chat(parsed) if isinstance(parsed, Conversation) else self._answers(parsed)
 
     def _encode(self, texts: Iterator[tuple[str, tuple[RecordKey, ChatText]]]) -> Iterator[tuple[RecordKey, Sequenced]]:
         """(record, sequence) of each text."""
@@ -174,11 +173,11 @@ class RecordTokenizer:
     def _fit(self, sequences: list[Sequenced], where: str, stats: TokenizeStats) -> list[Sequenced]:
         """The sequences of one record, cut, split or dropped; a pair is kept or dropped as a whole."""
         most = self.options.seq_length + 1 if self.options.seq_length is not None else None
-        is_pair = self.options.kind == "preference"
-        if self.options.kind == "chat" and len(sequences) > 1:
+        is_pair = len(self._kind.roles) == 2
+        if not self._kind.is_answers and len(sequences) > 1:
             stats.split_tokens += sum(len(ids) for ids, _, _ in sequences)
             stats.whole_tokens += len(sequences[-1][0])
-        kept: list[Sequenced] = []
+        fitting: list[Sequenced] = []
         overlong = without_loss = truncated = 0
         for ids, mask, value in sequences:
             long = most is not None and len(ids) > most
@@ -187,37 +186,38 @@ class RecordTokenizer:
             if long and self.options.overlong == "drop":
                 overlong += 1
             elif long and self.options.overlong == "split":
-                parts = [one for one in _windows(ids, mask, len(ids[:most]) - 1) if one[1][1:].any()]
-                kept += [(*one, value) for one in parts]
+                parts = [part for part in _windows(ids, mask, len(ids[:most]) - 1) if part[1][1:].any()]
+                fitting += [(*part, value) for part in parts]
                 stats.split_overlong += bool(parts)
                 without_loss += not parts
             elif not mask[1:most].any():
                 without_loss += 1
             else:
-                kept.append((ids[:most], mask[:most], value))
+                fitting.append((ids[:most], mask[:most], value))
                 truncated += long
-        if is_pair and len(kept) == 2 and np.array_equal(kept[0][0], kept[1][0]):
-            kept, without_loss = [], 1  # identical answers, or cut before they differ
-        if is_pair and len(kept) < 2:
-            kept, overlong, without_loss = [], int(overlong > 0), int(not overlong)
+        if is_pair and len(fitting) == 2 and np.array_equal(fitting[0][0], fitting[1][0]):
+            fitting, without_loss = [], 1  # identical answers, or cut before they differ
+        if is_pair and len(fitting) < 2:
+            fitting, overlong, without_loss = [], int(overlong > 0), int(not overlong)
         stats.dropped_overlong += overlong
         stats.dropped_without_loss += without_loss
-        stats.truncated += truncated if kept else 0
-        return kept
+        stats.truncated += truncated if fitting else 0
+        return fitting
 
     def _parsed(self, chunk: RecordChunk, stats: TokenizeStats, parse: Callable[[Record], T]) -> Iterator[T]:
         """The parsed records of a chunk, counted; bad ones and those of another kind are skipped or raise."""
         options, unreadable, known = self.options, SkippedRecords(), frozenset(FIELDS)
         for record in chunk_records(chunk, on_error=options.on_error, skipped=unreadable, columns=options.columns):
             stats.records += 1
-            if options.kind != "text" and not known.issuperset(record.value):
+            if not self._kind.is_text and not known.issuperset(record.value):
                 stats.unused_fields.update(str(name)[:40] for name in record.value if name not in known)
             kinds = kinds_of(record)
             try:
                 if kinds and options.kind not in kinds:
+                    other = RECORD_KINDS[kinds[0]]
                     raise DataError(
-                        f"{record.where}: {_KIND_NAMES[kinds[0]]} among data of kind {options.kind}. Expected "
-                        f"{_KIND_NAMES[options.kind]}; {RECIPES[kinds[0]]} trains on {_KIND_NAMES[kinds[0]]}."
+                        f"{record.where}: {other.phrase} among data of kind {options.kind}. Expected "
+                        f"{self._kind.phrase}; {other.recipe} trains on {other.phrase}."
                     )
                 parsed = parse(record)
             except DataError as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from megatron.core import parallel_state
@@ -56,6 +56,18 @@ class Objective(Protocol):
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics of a step besides the loss, from the sums over the global batch."""
+
+
+MeanLoss = Callable[[Sequence[PackedBatch], Objective], float]
+"""Mean loss of a global batch under another objective, without gradients; a collective."""
+
+
+@runtime_checkable
+class PreparedObjective(Objective, Protocol):
+    """An objective that measures something of each global batch before its loss."""
+
+    def prepare(self, batches: Sequence[PackedBatch], mean_loss: MeanLoss) -> None:
+        """Called on every rank before a training step, and before each global batch of an evaluation."""
 
 
 class NextToken:

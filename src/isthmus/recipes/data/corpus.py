@@ -13,15 +13,7 @@ from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
-from isthmus.data.batching.batches import (
-    AnswerBatches,
-    Batches,
-    BatchSettings,
-    BatchShard,
-    DocumentEnds,
-    PairBatches,
-    UnpairedBatches,
-)
+from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
@@ -48,7 +40,8 @@ from isthmus.recipes.data.data_sources import (
     same_data,
 )
 from isthmus.recipes.data.prepare import tokenize_files
-from isthmus.recipes.data.source_samples import KINDS, most_targets, open_sources, write_missing_manifests
+from isthmus.recipes.data.source_samples import most_targets, open_sources, write_missing_manifests
+from isthmus.recipes.registry import recipe_of
 from isthmus.train.stop import StopFlag
 
 _FINGERPRINT = "source.json"
@@ -133,12 +126,10 @@ def make_batches(
     end: AnswerEnd | None = None,
 ) -> Batches:
     """The batches of the recipe; ``end`` is for reward models."""
-    kind: type[Batches] = PairBatches if config.recipe in ("dpo", "reward") else Batches
-    if config.recipe == "kto":
-        kind = UnpairedBatches if config.kto.loss == "kto" else AnswerBatches
-    if config.recipe == "reward":
+    recipe = recipe_of(config)
+    if recipe.trains_scores:
         samples = ScoredSamples(samples, end or AnswerEnd(), most=settings.seq_length)
-    return kind(samples, settings, shard, shares=shares)
+    return recipe.batches(config)(samples, settings, shard, shares=shares)
 
 
 def pads_to_one_length(config: RunConfig, device_type: str) -> bool:
@@ -238,11 +229,11 @@ def _tokenize_sources(
 
 def tokenize_options(config: RunConfig) -> TokenizeOptions:
     """How the records of a run's raw files become samples."""
-    data, kind = config.data, KINDS[config.recipe]
+    data, records = config.data, recipe_of(config).records
     return TokenizeOptions(
-        kind,
-        seq_length=None if kind == "text" else most_targets(config),
-        loss_on=data.loss_on if kind == "chat" else "assistant",
+        records.name,
+        seq_length=None if records.is_text else most_targets(config),
+        loss_on="assistant" if records.is_text or records.is_answers else data.loss_on,
         overlong=data.overlong,
         on_error=data.on_error,
         columns=data.columns,

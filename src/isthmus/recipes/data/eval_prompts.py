@@ -15,6 +15,7 @@ from isthmus.files.input_files import parse_json, read_bytes
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import chat_settings
+from isthmus.recipes.registry import recipe_of
 
 _LONGEST_LINE = 100
 
@@ -43,7 +44,7 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architec
         return ()
     given = settings.prompts
     records = _read(Path(given)) if isinstance(given, str) else [(text, "eval.prompts") for text in given]
-    render = None if config.recipe == "pretrain" else ChatRenderer(tokenizer, settings=chat_settings(config))
+    render = None if recipe_of(config).records.is_text else ChatRenderer(tokenizer, settings=chat_settings(config))
     prompts = tuple(_prompt(record, where, render, tokenizer) for record, where in records)
     longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
     if architecture.position == "learned" and longest > architecture.max_position_embeddings:

@@ -34,6 +34,7 @@ from isthmus.recipes.data.corpus import (
 from isthmus.recipes.data.data_sources import DataSource, files_below, find_data_sources
 from isthmus.recipes.data.prepare import check_not_empty
 from isthmus.recipes.data.source_samples import open_samples, open_sources, write_missing_manifests
+from isthmus.recipes.registry import recipe_of
 
 _FIRST_RECORDS, _FIRST_BYTES = 8, 4096
 """Of each file, or of each text."""
@@ -176,12 +177,12 @@ def _size(
 
 def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
     """As ``train.global_batch_size`` counts them, of samples with so many inputs."""
-    length = config.data.seq_length
-    if config.recipe == "pretrain":  # documents are cut into samples
+    length, recipe = config.data.seq_length, recipe_of(config)
+    if recipe.records.is_text:  # documents are cut into samples
         inputs = np.concatenate([np.repeat(length, (inputs // length).sum()), inputs % length])
-    if config.data.packing and config.recipe in ("sft", "distill", "pretrain"):
+    if config.data.packing and recipe.bin_packs:
         return len(Bins.packed(inputs[inputs > 0], length, 0)) if inputs.any() else 0
-    return len(inputs) // (2 if config.recipe in ("dpo", "reward") else 1)
+    return len(inputs) // recipe.samples_per_sequence
 
 
 def _start_of(chunk: RecordChunk, num_bytes: int) -> RecordChunk:

@@ -21,6 +21,7 @@ from isthmus.data.readers.chunks import OnError
 from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
 from isthmus.data.store.indexed_dataset import token_dtype
+from isthmus.data.tokenize.record_kinds import RECORD_KINDS
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, notes_on
 from isthmus.errors import DataError, UsageError
@@ -109,7 +110,7 @@ def prepare(
     _check_new(PartialOutput(Path(out).absolute()))
     opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or kind_of_first(files.names, on_error, columns)
-    if kind == "text":
+    if RECORD_KINDS[kind].is_text:
         check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
     opened.use_chat_template(chat_template)
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
@@ -161,12 +162,13 @@ def tokenize_files(
                     on_progress(output.stats)
             output.flush()
             check_not_empty(output.stats, files.names, options.seq_length)
+            is_text = options.record_kind.is_text
             report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
-            output.assemble(token_dtype(tokenizer.vocab_size), options.kind != "text", {**inputs, "report": report})
+            output.assemble(token_dtype(tokenizer.vocab_size), not is_text, {**inputs, "report": report})
         output.publish()
     stats = output.stats
     stats.notes = [*files.notes(), *notes_on(options, stats)]
-    if options.kind != "text" and tokenizer.note is not None:
+    if not is_text and tokenizer.note is not None:
         stats.notes.append(tokenizer.note)
     return stats
 

@@ -24,6 +24,7 @@ from isthmus.recipes.data.data_sources import find_data_sources
 from isthmus.recipes.data.shown_samples import ShownSample, shown_step
 from isthmus.recipes.data.source_samples import open_sources
 from isthmus.recipes.model.model_source import answer_end
+from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.run_dir import RunDir
 
 
@@ -69,7 +70,7 @@ def open_recorded(run: RunDir) -> RecordedData:
     tokenizer = _tokenizer(run, config)
     stores = open_sources(config, sources, run.data, tokenizer, tokenizer.vocab_size, lambda _: None, {})
     end = None
-    if config.recipe == "reward":
+    if recipe_of(config).trains_scores:
         hf_config: dict[str, Any] = {}
         with suppress(OSError, DataError, MissingInput):
             hf_config = read_json(run.export() / "config.json")

@@ -20,6 +20,7 @@ from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.answer_views import ScoredSamples
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.store.sample_store import Samples, SampleStore, TokenSource
+from isthmus.data.tokenize.record_kinds import RECORD_KINDS, RecordKind
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk, TokenizeOptions
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -72,13 +73,8 @@ def shown_step(batches: Batches, step: int, decode: Decode) -> Iterator[ShownSam
     """The samples of a step, counted from 0, of one data-parallel rank."""
     for batch in batches.step(step):
         for number, (index, tokens, mask) in enumerate(_samples_of(batch, batches.store)):
-            role = ""
-            if isinstance(batches, PairBatches):
-                role = ("chosen", "rejected")[number % 2]
-            elif isinstance(batches, AnswerBatches):
-                role = "desirable" if batch.values[number] else "undesirable"
             parts = tuple(_parts(tokens, mask, decode))
-            yield ShownSample(f"sample {index}", role, tuple(tokens), tuple(mask), parts)
+            yield ShownSample(f"sample {index}", batches.role(batch, number), tuple(tokens), tuple(mask), parts)
 
 
 def _samples_of(batch: PackedBatch, store: Samples) -> Iterator[tuple[int, list[int], list[bool]]]:
@@ -139,7 +135,7 @@ def shown_files(
     check_columns(options["columns"])
     names = find_sources(source.files).names
     kind = options.pop("kind") or kind_of_first(names, "stop", options["columns"])
-    if kind == "text":
+    if RECORD_KINDS[kind].is_text:
         has_chat_options = chat_template is not None or options["chat"] != UNCHANGED
         check_text_options(options["seq_length"], has_chat_options=has_chat_options)
     tokenizer.use_chat_template(chat_template)
@@ -161,7 +157,7 @@ def _of_records(
             why = ", ".join(done.stats.changes()) or "no text"
             yield ShownSample(name, f"no sample: {why}", (), (), ())
             continue
-        batches = _in_order(_store_of(done), tokenize.options.kind)
+        batches = _in_order(_store_of(done), tokenize.options.record_kind)
         for step in range(batches.sequences_per_epoch):
             for sample in shown_step(batches, step, decode):
                 yield replace(sample, name=name)
@@ -194,21 +190,22 @@ def _of_indexed(prefix: Path, tokenizer: Tokenizer, first: int, count: int) -> I
     store = SampleStore.from_indexed(indexed)
     if known not in (None, tokenizer_record(tokenizer)["vocabulary"]) or store.max_token_id >= tokenizer.vocab_size:
         raise UsageError(f"{prefix}: prepared with another tokenizer. Give that one with --tokenizer.")
-    each = 2 if kind == "preference" else 1
-    chosen = np.arange(each * first, min(each * (first + count), len(store)))
-    if not len(chosen):
-        raise UsageError(f"{prefix}: no sample {first}; it has {len(store) // each:,}. They are counted from 0.")
-    batches = _in_order(store.select(chosen), kind)
+    per_sequence = max(1, len(RECORD_KINDS[kind].roles))
+    selected = np.arange(per_sequence * first, min(per_sequence * (first + count), len(store)))
+    if not len(selected):
+        number = len(store) // per_sequence
+        raise UsageError(f"{prefix}: no sample {first}; it has {number:,}. They are counted from 0.")
+    batches = _in_order(store.select(selected), RECORD_KINDS[kind])
     for step in range(batches.sequences_per_epoch):
         for sample in shown_step(batches, step, tokenizer.decode):
             yield replace(sample, name=f"sample {first + step}")
 
 
-def _in_order(store: SampleStore, kind: Kind) -> Batches:
+def _in_order(store: SampleStore, kind: RecordKind) -> Batches:
     """Batches of one sample, or one pair, in the order of the store."""
-    by_kind: dict[Kind, type[Batches]] = {"preference": PairBatches, "unpaired": AnswerBatches}
+    make = PairBatches if kind.roles else AnswerBatches if kind.is_answers else Batches
     settings = BatchSettings(
         seq_length=int(store.lengths.max(initial=1)), micro_batch_size=1, global_batch_size=1, packing=False,
         shuffle=False,
     )  # fmt: skip
-    return by_kind.get(kind, Batches)(store, settings)
+    return make(store, settings)

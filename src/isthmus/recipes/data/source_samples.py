@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.chat.chat_records import RECIPES, Kind
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_sources import first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
@@ -18,10 +17,7 @@ from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import DataSource, Report, chat_settings, tokenizer_record
-
-KINDS: dict[str, Kind] = {recipe: kind for kind, recipe in RECIPES.items()}
-KINDS |= {"distill": "chat", "reward": "preference"}
-"""The kind of records for each recipe."""
+from isthmus.recipes.registry import recipe_of
 
 
 def open_sources(
@@ -38,7 +34,7 @@ def open_sources(
         store, fit = open_samples(source, config, tokenizer, folder)
         lines: list[str] = []
         if stats := tokenized.get(source.key):
-            if config.recipe == "pretrain":  # documents become samples of at most seq_length + 1 tokens here
+            if recipe_of(config).records.is_text:  # documents become samples of at most seq_length + 1 tokens here
                 loss_tokens = store.num_tokens - len(store)
                 stats = replace(stats, samples=len(store), tokens=store.num_tokens, loss_tokens=loss_tokens)
             lines = [stats.summary(), *stats.notes]
@@ -64,19 +60,19 @@ def open_samples(
     """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
     prepared files need :func:`write_missing_manifests` first.
     """
-    tokenizer_hashes = tokenizer_record(tokenizer)
+    records, tokenizer_hashes = recipe_of(config).records, tokenizer_record(tokenizer)
     seq_length, overlong = most_targets(config), config.data.overlong
     stores, total = [], TokenizeStats()
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
         manifest = _own_manifest(source, number, folder)
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
         _check(indexed, config, tokenizer_hashes)
-        if config.recipe == "pretrain":
+        if records.is_text:
             store, fit = text_samples(indexed, seq_length, crosses_documents=config.data.crosses_documents)
-        elif KINDS[config.recipe] != "preference":
-            store, fit = chat_samples(indexed, seq_length, overlong)
-        else:
+        elif records.roles:
             store, fit = preference_samples(indexed, seq_length, overlong)
+        else:
+            store, fit = chat_samples(indexed, seq_length, overlong)
         stores.append(store)
         total.add(fit)
     return SampleStore.concatenated(stores), total
@@ -95,8 +91,8 @@ def write_missing_manifests(source: DataSource, folder: Path) -> bool:
 
 
 def most_targets(config: RunConfig) -> int:
-    """Of a sample, which has one token more. A reward model also reads the last token."""
-    return config.data.seq_length - (config.recipe == "reward")
+    """Most targets of a sample, which has one token more. A reward model also reads the last token."""
+    return config.data.seq_length - recipe_of(config).trains_scores
 
 
 def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
@@ -105,7 +101,7 @@ def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
 
 def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[str, str]) -> None:
     record: dict[str, Any] = indexed.manifest or {}
-    expected = KINDS[config.recipe]
+    expected = recipe_of(config).records.name
     kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
     if kind.split()[0] != expected:
         why = ", whose mask marks the loss tokens" if indexed.mask is None else ""

@@ -22,6 +22,7 @@ from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
+from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.run_dir import RunDir
 
 
@@ -185,7 +186,7 @@ def _open_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> 
     settings, code = config.tokenizer, config.model.trust_remote_code
     if settings.type == "NullTokenizer":
         assert settings.vocab_size is not None
-        if config.recipe != "pretrain" and not config.data.mock:
+        if not recipe_of(config).records.is_text and not config.data.mock:
             raise UsageError(f"NullTokenizer reads numbers, and {config.recipe} trains on chats. Leave it out.")
         return NumberTokenizer(settings.vocab_size)
     if settings.path is not None:

@@ -25,6 +25,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.model.teacher_model import teacher_precision
 from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.registry import recipe_of
 from isthmus.train.activation_memory import ATTENTION, layer_terms, stage_bytes
 from isthmus.train.mixer_memory import mixer_buffers
 
@@ -179,7 +180,7 @@ def micro_batches(plan: ModelPlan, config: RunConfig) -> int:
 class _Settings:
     def __init__(self, plan: ModelPlan, config: RunConfig, precision: str) -> None:
         parallel, train = plan.parallel, config.train
-        samples = 2 if config.recipe in ("dpo", "reward") else 1
+        samples = recipe_of(config).samples_per_sequence
         longest = train.micro_batch_size * samples * config.data.seq_length
         longest = next((bucket for bucket in config.data.length_buckets if bucket >= longest), longest)
         sp = parallel.sequence_parallel

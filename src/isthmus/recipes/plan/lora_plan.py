@@ -19,6 +19,7 @@ from isthmus.families.matched_tensors import trained_tensors
 from isthmus.hf.peft_folder import PeftFolder
 from isthmus.recipes.model.model_source import local_folder
 from isthmus.recipes.model.pissa import PISSA
+from isthmus.recipes.registry import recipe_of
 
 
 def plan_adapters(
@@ -167,7 +168,7 @@ class ExistingAdapters:
 def modules_to_save(config: RunConfig, existing: PeftFolder | None) -> tuple[str, ...]:
     """The modules that are trained whole; with the score head of a reward model, as in PEFT."""
     modules = config.lora.modules_to_save if existing is None else existing.config.modules_to_save
-    if config.recipe != "reward":
+    if not recipe_of(config).trains_scores:
         return modules
     # PEFT writes both names of score heads.
     return tuple(dict.fromkeys([*(name for name in modules if name != "classifier"), "score"]))

@@ -41,6 +41,7 @@ from isthmus.recipes.plan.layout_checks import (
     check_stages,
 )
 from isthmus.recipes.plan.lora_plan import existing_adapter, modules_to_save, plan_adapters, saved_tensors
+from isthmus.recipes.registry import recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
         weights = replace(weights, source=values)
     layout = config.parallel, world_size
     plan = ModelPlan(source, weights, family, architecture, *layout, dropout, frozen, adapters, existing)
-    return replace(plan, teacher=_plan_teacher(config, plan)) if config.recipe == "distill" else plan
+    return replace(plan, teacher=_plan_teacher(config, plan)) if recipe_of(config).has_teacher else plan
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
@@ -149,7 +150,7 @@ def _weights_of_recipe(
 ) -> OpenedHfWeights:
     """The weights, for recipe reward with a score head; refuses a reward model for another recipe."""
     has_head = existing is not None and existing.has_score_head
-    if config.recipe != "reward":
+    if not recipe_of(config).trains_scores:
         if has_head:
             raise UsageError(
                 f"lora.path={existing} is an adapter of a reward model, and {config.recipe} needs one of a language "
@@ -211,7 +212,7 @@ def check_training_settings(config: RunConfig, plan: ModelPlan) -> None:
     _check_optimizer(config.optim, plan)
     _check_expert_bias(config, plan)
     check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
-    if config.recipe in ("dpo", "kto", "reward", "distill") and plan.architecture.mtp_layers:
+    if plan.architecture.mtp_layers and not recipe_of(config).trains_mtp:
         raise UsageError(
             f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
             f"{plan.architecture.family}), and {config.recipe} has no loss for them. Remove them from the folder "

@@ -18,6 +18,7 @@ from isthmus.families.mixer_sizes import WindowAttention
 from isthmus.families.registry import family_for
 from isthmus.recipes.model.model_source import open_source
 from isthmus.recipes.plan.model_plan import teacher_config
+from isthmus.recipes.registry import recipe_of
 
 STEPS = 5
 _MOCK_VOCABULARY, _HEAD = 512, 16
@@ -36,7 +37,7 @@ def rehearse(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
         UsageError: the family does not support the model's config.
     """
     models = {"model.config": config.model}
-    if config.recipe == "distill":
+    if recipe_of(config).has_teacher:
         models["distill.teacher_config"] = teacher_config(config).model
     settings, former = _settings(config, world_size), dict[str, Any]()
     for section, model in models.items():
@@ -224,7 +225,7 @@ def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
         found["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
     if optim.warmup_steps + (optim.decay_steps or 0) > steps - 1:
         found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
-    if config.recipe == "distill":
+    if recipe_of(config).has_teacher:
         found["distill.teacher_init"] = "random"
     found |= {"optim.offload": False, "train.attention": "auto", "tune.file": None}
     if config.checkpoint.push is not None:

@@ -22,6 +22,7 @@ from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.platforms.base import Platform
 from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.registry import recipe_of
 
 OUTPUT = "output_layer"
 _LAYER = re.compile(r"^.*layers\.\d+\.")
@@ -48,7 +49,7 @@ def token_counts(config: RunConfig) -> list[int]:
     Pairs count as two sequences.
     """
     parallel = config.parallel
-    samples = config.train.micro_batch_size * (2 if config.recipe in ("dpo", "reward") else 1)
+    samples = config.train.micro_batch_size * recipe_of(config).samples_per_sequence
     longest = samples * config.data.seq_length
     lengths = config.data.length_buckets or (longest + -longest % parallel.length_multiple,)
     return [length // parallel.cp for length in lengths]

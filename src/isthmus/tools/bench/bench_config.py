@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.load import load_config, load_settings
+from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import write_mapping
 from isthmus.errors import UsageError
@@ -37,9 +38,6 @@ _REPLACED: Mapping[str, Any] = {
 }
 """Settings that are no part of a step, or that do not fit a run of few steps on mock data."""
 
-_WITHOUT_MOCK = ("dpo", "kto", "reward")
-"""Recipes whose data mock data cannot replace."""
-
 
 def check_settings(settings: Sequence[str]) -> None:
     """Raise UsageError for a setting that would have no effect."""
@@ -60,7 +58,8 @@ def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps
     """The config of the run that measures a cell; raises UsageError as :func:`load_config`."""
     flags = {"model": model, "out": out}
     settings = load_settings(recipe, cell.file, cell.settings, check=False).given
-    if (name := recipe or settings.get("recipe")) in _WITHOUT_MOCK:
+    name = recipe or settings.get("recipe")
+    if name in {recipe_name for recipe_name, rules in RECIPE_SETTINGS.items() if rules.answers is not None}:
         raise UsageError(
             f"isthmus bench trains on mock data, which has single texts, and the recipe is {name}. Measure the model "
             "and layout with recipe sft."

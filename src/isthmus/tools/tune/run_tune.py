@@ -23,6 +23,7 @@ from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, plan_model
 from isthmus.recipes.plan.step_matmuls import check_tuning, first_layout, step_matmuls, token_counts
+from isthmus.recipes.registry import recipe_of
 from isthmus.tools.tune.choose import Report, TuneResult, choose, with_shorter
 
 _WITHOUT_DATA: Mapping[str, Any] = {"data.files": ["unused"]}
@@ -66,7 +67,7 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     plan = plan_model(config, world_size=_world_size(config))
     tokens = token_counts(config)
     # The windows of pretraining and random tokens fill a sequence.
-    exact = bool(config.data.length_buckets) or config.data.mock or config.recipe == "pretrain"
+    exact = bool(config.data.length_buckets) or config.data.mock or recipe_of(config).records.is_text
     if not exact and not for_tunable_op:
         tokens = with_shorter(tokens, config.parallel.length_multiple)
     matmuls = step_matmuls(plan, config, precision, platform, tokens)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from isthmus.config.schema import RunConfig
 from isthmus.families.architecture import Architecture
+from isthmus.recipes.registry import recipe_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class Workload:
 
         Adapters that start from ``lora.path`` count as those of rank 16, and frozen tensors as trained.
         """
-        train = config.train
-        if config.recipe == "kto" and config.kto.loss == "kto":
+        train, recipe = config.train, recipe_of(config)
+        if recipe.has_extra_forward(config):
             teacher = architecture
         return cls(
             architecture=architecture,
@@ -61,7 +62,7 @@ class Workload:
             seq_length=config.data.seq_length,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
-            sequences_per_sample=2 if config.recipe in ("dpo", "reward") else 1,
+            sequences_per_sample=recipe.samples_per_sequence,
             recompute=train.recompute,
             recompute_modules=tuple(train.recompute_modules),
             recompute_layers=train.recompute_layers,

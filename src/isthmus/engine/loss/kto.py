@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from isthmus.config.schema.dpo import KtoConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.host_copies import to_device
-from isthmus.engine.loss.objective import LossOutput, Objective, counts_batch, sample_log_probs
-from isthmus.engine.step import EvalResult, Stepper, StepResult
+from isthmus.engine.loss.objective import LossOutput, MeanLoss, counts_batch, sample_log_probs
 
 
 def answer_losses(ratios: Tensor, desirable: Tensor, kl: float, settings: KtoConfig) -> Tensor:
@@ -22,7 +21,7 @@ def answer_losses(ratios: Tensor, desirable: Tensor, kl: float, settings: KtoCon
     Args:
         ratios: [answers], log-probabilities minus those under the reference.
         desirable: bool [answers].
-        kl: of the policy from the reference.
+        kl: KL divergence of the policy from the reference.
     """
     sign = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
     weights = torch.where(desirable, settings.desirable_weight, settings.undesirable_weight)
@@ -38,7 +37,17 @@ class KtoObjective:
     def __init__(self, settings: KtoConfig) -> None:
         self.settings = settings
         self.kl = 0.0
-        """Set before each global batch by :class:`KtoStepper`."""
+        """KL divergence of the policy from the reference, estimated before each global batch."""
+
+    def prepare(self, batches: Sequence[PackedBatch], mean_loss: MeanLoss) -> None:
+        """Estimate the KL divergence in a forward pass over the mismatched answers, if the loss needs it.
+
+        It is a mean over the global batch, at least 0, so it does not depend on the layout. TRL takes the mean over the
+        micro batches that its ranks have at the same time.
+        """
+        if self.settings.loss == "kto":
+            mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
+            self.kl = max(0.0, mean_loss(mismatched, _MismatchedKl()))
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         """One per answer, zero for padding."""
@@ -61,22 +70,22 @@ class KtoObjective:
             "logps/rejected": logps.detach() * ~desirable,
         }
         counted, answers = int(counts_batch()), len(batch.values)
-        sums: dict[str, Tensor | float] = {name: counted * each.double().sum() for name, each in values.items()}
+        sums: dict[str, Tensor | float] = {name: counted * value.double().sum() for name, value in values.items()}
         sums["kl"] = counted * answers * self.kl
         return LossOutput(loss.float(), counted * answers, counted * loss.detach(), sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Means over desirable (chosen) or undesirable (rejected) answers, if there are any, with TRL's names."""
         counts = {"chosen": sums["desirable"], "rejected": count - sums["desirable"]}
-        found = {
+        metrics = {
             f"{what}/{side}": sums[f"{what}/{side}"] / number
             for what in ("rewards", "logps")
             for side, number in counts.items()
             if number
         }
         if all(counts.values()):
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found | ({"kl": sums["kl"] / max(1, count)} if self.settings.loss == "kto" else {})
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics | ({"kl": sums["kl"] / max(1, count)} if self.settings.loss == "kto" else {})
 
 
 class _MismatchedKl:
@@ -104,34 +113,3 @@ def _log_ratios(losses: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     assert batch.reference_logps is not None
     logps = sample_log_probs(losses, batch)[: len(batch.sample_lengths)]
     return logps, logps - to_device(batch.reference_logps, logps.device)
-
-
-class KtoStepper(Stepper):
-    """Estimates the KL divergence of each global batch in a forward pass over its mismatched answers.
-
-    It is a mean over the global batch, at least 0, so it does not depend on the layout. TRL takes the mean over the
-    micro batches that its ranks have at the same time.
-    """
-
-    objective: KtoObjective
-
-    def train_step(
-        self,
-        batches: Sequence[PackedBatch],
-        host_numbers: Callable[[], Sequence[float]] = tuple,
-        between: Callable[[int], None] | None = None,
-    ) -> StepResult:
-        self._estimate(batches)
-        return super().train_step(batches, host_numbers, between)
-
-    def evaluate(self, batches: Iterator[Sequence[PackedBatch]], objective: Objective | None = None) -> EvalResult:
-        return super().evaluate(self._estimated(batches) if objective is None else batches, objective)
-
-    def _estimated(self, batches: Iterator[Sequence[PackedBatch]]) -> Iterator[Sequence[PackedBatch]]:
-        for micro_batches in batches:
-            self._estimate(micro_batches)
-            yield micro_batches
-
-    def _estimate(self, batches: Sequence[PackedBatch]) -> None:
-        mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
-        self.objective.kl = max(0.0, super().evaluate(iter([mismatched]), _MismatchedKl()).loss)

@@ -13,8 +13,8 @@ from isthmus.data.batching.batches import BatchSettings, PairBatches
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.parallel.process_groups import Position
 from isthmus.errors import Preempted
-from isthmus.recipes import dpo_reference
-from isthmus.recipes.dpo_reference import compute_reference
+from isthmus.recipes import reference_logps
+from isthmus.recipes.reference_logps import compute_reference
 from isthmus.train.stop import StopFlag
 
 
@@ -34,8 +34,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(part.store))
         return np.arange(len(part.store)) / len(seen)
 
-    monkeypatch.setattr(dpo_reference, "_reference_logps", pass_over)
-    monkeypatch.setattr(dpo_reference, "agree", lambda stage: stage())
+    monkeypatch.setattr(reference_logps, "_reference_logps", pass_over)
+    monkeypatch.setattr(reference_logps, "agree", lambda stage: stage())
     return seen
 
 
@@ -77,7 +77,7 @@ def test_stop_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             shown.append(lines)
             stop.request()
 
-    monkeypatch.setattr(dpo_reference, "sum_over_ranks", lambda values, _device: list(values))
+    monkeypatch.setattr(reference_logps, "sum_over_ranks", lambda values, _device: list(values))
     stepper: Any = SimpleNamespace(device="cpu", evaluate=evaluate)
     place, path = Position(0, 0, 0, 0, 0, 0, 0, True), tmp_path / "reference.npz"
     with pytest.raises(Preempted, match="before the first step"):

@@ -1,4 +1,4 @@
-"""The objective of a run, and the reference log-probabilities of DPO and KTO."""
+"""Log-probabilities of answers under the reference model of DPO and KTO."""
 
 from __future__ import annotations
 
@@ -11,41 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import AnswerBatches, Batches, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.loss.objective import NEXT_TOKEN, Distillation, NextTokenAccuracy, Objective
-from isthmus.engine.loss.preference_loss import LogProbRecorder, PreferenceObjective
-from isthmus.engine.loss.reward_loss import RewardObjective
+from isthmus.engine.loss.preference_loss import LogProbRecorder
 from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ranks
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
 from isthmus.files.atomic_write import atomic_file
 from isthmus.train.stop import StopFlag
-from isthmus.train.unpaired_loss import KtoObjective, KtoStepper
-
-
-def objective_of(config: RunConfig) -> Objective:
-    if config.recipe == "kto":
-        return KtoObjective(config.kto)
-    if config.recipe == "distill":
-        return Distillation()
-    if config.recipe == "reward":
-        return RewardObjective(config.reward)
-    return PreferenceObjective(config.dpo) if config.recipe == "dpo" else NEXT_TOKEN
-
-
-def stepper_of(config: RunConfig) -> type[Stepper]:
-    return KtoStepper if config.recipe == "kto" and config.kto.loss == "kto" else Stepper
-
-
-def has_reference(config: RunConfig) -> bool:
-    return config.recipe == "kto" or (config.recipe == "dpo" and config.dpo.has_reference)
-
-
-def eval_objective_of(config: RunConfig) -> Objective | None:
-    """The objective of evaluations if it is not that of training."""
-    return NextTokenAccuracy() if config.recipe in ("sft", "pretrain") else None
 
 
 def compute_reference(
