@@ -415,7 +415,7 @@ def api_page() -> str:
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
         "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.reward`,",
-        "`isthmus.distill` and `isthmus.pretrain` are the `run` functions of their recipes. For your own training loop",
+        "`isthmus.distill` and `isthmus.pretrain` run their recipes. For your own training loop",
         "see [Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
