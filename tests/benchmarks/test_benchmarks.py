@@ -197,3 +197,21 @@ def test_coverage(repository: Path, tmp_path: Path) -> None:
     # With the state, nothing is measured again.
     assert subprocess.run([*command, *state], capture_output=True, timeout=300).returncode == 0
     assert json.loads(out.read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.benchmarks
+def test_same_numbers(repository: Path, tmp_path: Path) -> None:
+    """A tree equals itself, and a changed number is found."""
+    script = [sys.executable, str(repository / "benchmarks" / "same_numbers.py")]
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    subprocess.run([*script, "inputs", "--out", str(tmp_path / "inputs")], check=True, timeout=300)
+    for out in (first, second):
+        tree = ["--source", str(repository), "--inputs", str(tmp_path / "inputs"), "--out", str(out)]
+        subprocess.run([*script, "run", *tree, "--only", "label smoothing"], check=True, timeout=300)
+    compare = [*script, "compare", str(first), str(second)]
+    assert subprocess.run(compare, timeout=60).returncode == 0
+    case = json.loads(second.read_text())
+    case["train sft label smoothing"]["numbers"][0]["loss"] = (1.0).hex()
+    second.write_text(json.dumps(case))
+    changed = subprocess.run(compare, capture_output=True, text=True, timeout=60)
+    assert changed.returncode == 1 and "DIFFERENT  train sft label smoothing  /numbers/0/loss" in changed.stdout

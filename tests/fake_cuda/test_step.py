@@ -16,7 +16,7 @@ from fake_cuda.world import build
 from isthmus.config.schema.dpo import DpoConfig
 from isthmus.engine.checkpoint.run_state import sharded_run_state
 from isthmus.engine.loss.preference_loss import PreferenceObjective
-from isthmus.train.own_time import OwnTime
+from isthmus.train.work_time import WorkTime
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,
@@ -37,7 +37,7 @@ def waits_of_a_step(*, pairs: bool = False, measures: bool = False, **settings: 
         rank.stepper.objective = PreferenceObjective(DpoConfig())
         batches = [replace(batch, reference_logps=torch.zeros(2, dtype=torch.float64)) for batch in batches]
     rank.stepper.train_step(batches)  # tries once what the GPU supports
-    time = OwnTime(rank.stepper.device)
+    time = WorkTime(rank.stepper.device)
     with record() as trace, time.measured() if measures else nullcontext():
         rank.stepper.train_step(batches, lambda: [64.0, 0.0])
     assert not measures or len(time.spans) > 10, "the step, and its collectives"

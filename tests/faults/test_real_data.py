@@ -40,7 +40,7 @@ def test_fine_tuning(isthmus: ForkServer, llama: Path, shared_data: Path, tmp_pa
     settings = ["data.seq_length=512", "train.global_batch_size=2", "train.steps=3", "optim.lr=1e-2"]
     completed = isthmus(*args, *settings, "data.valid_fraction=0.01")
     assert completed.result["valid_loss"] < completed.result["valid_loss_before"] and "default one" in completed.stderr
-    loss_token_ratios = [row["learned_tokens"] / row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
+    loss_token_ratios = [row["loss_tokens"] / row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
     assert all(0.02 < ratio < 0.98 for ratio in loss_token_ratios)
 
     exported = tmp_path / "out" / "hf"

@@ -21,7 +21,7 @@ from isthmus.hf.model_folder import ModelFolder
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
-    *("num_tokens", "learned_tokens", "padding", "step_time_s", "consumed_sequences"),
+    *("num_tokens", "loss_tokens", "padding", "step_time_s", "consumed_sequences"),
 }
 
 
@@ -35,7 +35,7 @@ def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], mo
     steps = [row for row in rows(out) if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4] and all(row.keys() == STEP_KEYS for row in steps)
     assert [row["consumed_sequences"] for row in steps] == [4, 8, 12, 16]
-    assert all(0 < row["learned_tokens"] < row["num_tokens"] for row in steps)
+    assert all(0 < row["loss_tokens"] < row["num_tokens"] for row in steps)
     valid = {row["step"]: row["valid_loss"] for row in rows(out) if "valid_loss" in row}
     assert list(valid) == [0, 2, 4] and valid[4] == result["valid_loss"]
     test = {row["step"]: row["test_loss"] for row in rows(out) if "test_loss" in row}
@@ -328,7 +328,7 @@ def test_mock_data(isthmus: ForkServer, model: Path, tmp_path: Path, recipe: str
     args += ["train.global_batch_size=4", "optim.lr=1e-3", "data.valid_fraction=0.3", "data.test_fraction=0.1"]
     result = isthmus(*args, "--out", out, "checkpoint.every=2").result
     steps = [row for row in rows(out) if "loss" in row]
-    assert [(row["num_tokens"], row["learned_tokens"], row["padding"]) for row in steps] == [(96, 96, 0)] * 4
+    assert [(row["num_tokens"], row["loss_tokens"], row["padding"]) for row in steps] == [(96, 96, 0)] * 4
     (test,) = [row for row in rows(out) if "test_loss" in row]
     assert test.keys() == {"step", "test_loss", "test_perplexity", "test_mean_token_accuracy"}
     assert test["step"] == 4 and test["test_loss"] == result["test_loss"] != result["valid_loss"]
@@ -353,7 +353,7 @@ def test_pretraining(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -
     chats, sft_args[4] = sft_args[4], str(text)
     result = isthmus("pretrain", *sft_args[1:]).result
     assert result["valid_loss"] < result["valid_loss_before"]
-    assert all(row["learned_tokens"] == row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row)
+    assert all(row["loss_tokens"] == row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row)
     assert "plain text among data of kind chat" in isthmus(*sft_args, "--out", tmp_path / "b").error(65)
     sft_args[4] = chats
     assert "a chat record among data of kind text" in isthmus("pretrain", *sft_args[1:], "--out", tmp_path / "c").error(
@@ -370,7 +370,7 @@ def test_context_parallel_ranks_count_tokens_once(isthmus: ForkServer, sft_args:
     more = ["--nproc", "2", "parallel.cp=2", "data.length_buckets=[32, 64]", "--out", str(shared)]
     assert isthmus(*sft_args, *more).returncode == 0
     alone, together = ([row for row in rows(out) if "loss" in row] for out in (tmp_path / "out", shared))
-    for key in ("num_tokens", "learned_tokens", "consumed_sequences"):
+    for key in ("num_tokens", "loss_tokens", "consumed_sequences"):
         assert [row[key] for row in together] == [row[key] for row in alone]
     for row in together:
         padded = row["num_tokens"] / (1 - row["padding"])

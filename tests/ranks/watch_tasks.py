@@ -35,8 +35,8 @@ def train_with_reports(*, every: int, slow_rank: int | None, steps: int = 6, **l
     reports = []
     for step in range(1, steps + 1):
         batches = training.batches.step(step - 1)
-        with ranks.around(step):
-            done = training.stepper.train_step(batches, lambda step=step: ranks.numbers(step))  # type: ignore[misc]
-        reports.append(ranks.report(step, done.host_sums))
+        with ranks.context(step):
+            done = training.stepper.train_step(batches, lambda step=step: ranks.host_numbers(step))  # type: ignore[misc]
+        reports.append(ranks.metrics(step, done.host_sums))
     assert dict(vars(dist.ProcessGroup)) == unpatched
     return {"reports": reports, "events": events, "digest": _digest(training)}

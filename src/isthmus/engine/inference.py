@@ -49,6 +49,7 @@ class _TokenScores:
     """Objective that records loss and most probable token of each loss token."""
 
     per_token: Literal["scores"] = "scores"
+    samples_per_unit = 1
     sums = ()
 
     def __init__(self, store: SampleStore) -> None:

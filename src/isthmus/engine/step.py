@@ -72,13 +72,14 @@ class EvalResult:
 def _forward_step(
     iterator: Iterator[PackedBatch], model: Any, objective: Objective = NEXT_TOKEN, step: int = 0
 ) -> tuple[Tensor, Any]:
-    whole = next(iterator)
+    """Forward pass of the next micro batch through a stage, and the function that makes a loss of its output."""
+    packed = next(iterator)
     device = next(model.parameters()).device
     config = get_model_config(model)
     if model.training and config.is_random:
-        keys = dropout_keys(whole, seed=config.seed, step=step)
-        whole = replace(whole, dropout=replace(keys, tokens=to_device(keys.tokens, device)))
-    batch = local_batch(replace(whole, sample_weights=objective.sample_weights(whole)))
+        keys = dropout_keys(packed, seed=config.seed, step=step)
+        packed = replace(packed, dropout=replace(keys, tokens=to_device(keys.tokens, device)))
+    batch = local_batch(replace(packed, sample_weights=objective.sample_weights(packed)))
     assert batch.labels is not None and batch.loss_mask is not None
     depths = (config.mtp_num_layers or 0) if model.training else 0
     positions = batch.loss_mask.nonzero()[:, 0]
@@ -86,20 +87,20 @@ def _forward_step(
     output = model(
         batch_to_device(batch, device),
         loss_positions=to_device(positions, device),
-        mtp_positions=[to_device(each, device) for each in mtp],
+        mtp_positions=[to_device(depth_positions, device) for depth_positions in mtp],
         per_token=objective.per_token,
     )
 
     def compute_loss(losses: Tensor) -> tuple[Tensor, Tensor, _Reported]:
-        found = objective.loss(
+        result = objective.loss(
             losses,
             batch,
             loss_tokens=positions.numel(),
-            mtp_tokens=sum(each.numel() for each in mtp),
+            mtp_tokens=sum(depth_positions.numel() for depth_positions in mtp),
             mtp_weight=config.mtp_loss_scaling_factor / depths if depths else 0.0,
         )
-        reported = (found.loss_sum, found.count, positions.numel(), *(found.sums[name] for name in objective.sums))
-        return found.loss, torch.full((), found.count, dtype=torch.int, device=device), reported
+        reported = (result.loss_sum, result.count, positions.numel(), *(result.sums[name] for name in objective.sums))
+        return result.loss, torch.full((), result.count, dtype=torch.int, device=device), reported
 
     return output, compute_loss
 
@@ -154,17 +155,21 @@ class Evaluator:
         objective: Objective,
         *,
         forward_only: bool,
-        between: Callable[[int], None] | None = None,
+        before_micro_batch: Callable[[int], None] | None = None,
     ) -> Tensor:
         """This rank's part of the sums over the global batch: loss, count, loss tokens, then the objective's; float64.
 
-        The ranks of a packed sequence report it once. ``between`` is called before each micro batch but the first.
+        The ranks of a packed sequence report it once. ``before_micro_batch`` is called with the number of done ones,
+        before each but the first.
         """
-        taught = self.teacher.taught(batches) if self.teacher and objective is self.objective else batches
+        if self.teacher and objective is self.objective:
+            inputs = self.teacher.with_targets(batches)
+        else:
+            inputs = batches
         with quantize_weights_once(len(batches) > 1):
             results: list[_Reported] = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, objective=objective, step=self.step),
-                data_iterator=[_micro_batches(taught, between) for _ in self.model],
+                data_iterator=[_micro_batches(inputs, before_micro_batch) for _ in self.model],
                 forward_only=forward_only,
                 **pipeline_arguments(self.model, batches),
             )
@@ -207,21 +212,22 @@ class Stepper(Evaluator):
         self,
         batches: Sequence[PackedBatch],
         host_numbers: Callable[[], Sequence[float]] = tuple,
-        between: Callable[[int], None] | None = None,
+        before_micro_batch: Callable[[int], None] | None = None,
     ) -> StepResult:
         """Update the weights once on this rank's micro batches; the loss is the mean over the global batch.
 
         ``host_numbers`` is called after the backward pass; its result (the same length on all ranks) is summed over all
         ranks with the loss, instead of in a collective of its own. On a GPU the update may still run on return.
-        ``between`` is called with the number of done micro batches before each but the first. If it raises on all ranks
-        (not with pipeline stages, which work on different micro batches), the state is that before the step.
+        ``before_micro_batch`` is called with the number of done micro batches before each but the first. If it raises
+        on all ranks (not with pipeline stages, which work on different micro batches), the state is that before the
+        step.
 
         Raises:
             Diverged: the loss or gradient norm is not finite, or the gradient is zero at a nonzero loss; the weights
                 are unchanged. A float16 overflow skips the step and halves the loss scale, down to its minimum.
         """
         self._prepare(batches)
-        sums = self.compute_gradients(batches, between)
+        sums = self.compute_gradients(batches, before_micro_batch)
         routed = self._router_sums()
         with trace_region("optimizer"):
             # The only read of the device in a step: everything before it is queued, and no weight has changed.
@@ -230,28 +236,33 @@ class Stepper(Evaluator):
             dist.all_reduce(everywhere)
             sums, numbers, flat = everywhere.split([len(sums), len(numbers), routed.numel()])
             routed = flat.view_as(routed)
-            found, host_sums, (square, overflow, scale), load = _read(
+            totals, host_sums, (square, overflow, scale), load = _read(
                 sums, numbers, prepare_grads(self.optimizer), load_stats(routed, sums[1])
             )
-            result = self._result(found, load, loss_scale=scale if self.model[0].config.fp16 else None)
-            result = replace(result, host_sums=host_sums)
-            if not self._check(result.loss, square**0.5, overflow=bool(overflow), loss_scale=result.loss_scale):
+            norm = square**0.5
+            result = self._result(totals, load, host_sums, loss_scale=scale if self.model[0].config.fp16 else None)
+            if not self._check(result.loss, norm, overflow=bool(overflow), loss_scale=result.loss_scale):
                 return replace(result, skipped=self.skipped)
+            result = replace(result, grad_norm=norm)
             if self.before_update is not None:
-                self.before_update(replace(result, grad_norm=square**0.5))
-            update_weights(self.optimizer, square**0.5)
+                self.before_update(result)
+            update_weights(self.optimizer, norm)
         self._update_expert_bias(routed)
         self.schedule.step(increment=1)
-        return replace(result, grad_norm=square**0.5)
+        return result
 
-    def compute_gradients(self, batches: Sequence[PackedBatch], between: Callable[[int], None] | None = None) -> Tensor:
+    def compute_gradients(
+        self, batches: Sequence[PackedBatch], before_micro_batch: Callable[[int], None] | None = None
+    ) -> Tensor:
         """Forward and backward pass of a step; returns this rank's part of the sums, float64."""
         for stage in self.model:
             stage.train()
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         with trace_region("forward and backward"):
-            return self._run_pipeline(batches, self.objective, forward_only=False, between=between)
+            return self._run_pipeline(
+                batches, self.objective, forward_only=False, before_micro_batch=before_micro_batch
+            )
 
     def sample_losses(self, batches: Sequence[PackedBatch]) -> list[SampleLoss]:
         """The loss of each sample of this rank's micro batches, as the present weights give it in training.
@@ -261,9 +272,11 @@ class Stepper(Evaluator):
         recorder = SampleLosses(self.objective)
         with torch.no_grad(), weights_gathered(self.model), trace_region("losses of samples"):
             self._run_pipeline(batches, recorder, forward_only=True)
-        return recorder.found
+        return recorder.losses
 
-    def _result(self, sums: list[float], load: list[float], *, loss_scale: float | None) -> StepResult:
+    def _result(
+        self, sums: list[float], load: list[float], host_sums: list[float], *, loss_scale: float | None
+    ) -> StepResult:
         loss_sum, count, loss_tokens, *more = sums
         experts = self.model[0].config.experts
         return StepResult(
@@ -275,6 +288,7 @@ class Stepper(Evaluator):
             metrics=self.objective.metrics(dict(zip(self.objective.sums, more, strict=True)), count),
             loss_scale=loss_scale,
             skipped=None if loss_scale is None else self.skipped,
+            host_sums=host_sums,
         )
 
     def _check(self, loss: float, norm: float, *, overflow: bool, loss_scale: float | None) -> bool:
@@ -313,8 +327,8 @@ class Stepper(Evaluator):
             assert bias is not None
             tokens = routed[block.layer, : bias.size(0)]
             moved = updated_bias(full_tensor(bias.data), tokens, rate)
-            with full_to_shard(bias.data) as whole:
-                whole.copy_(moved)
+            with full_to_shard(bias.data) as full_bias:
+                full_bias.copy_(moved)
 
     @property
     def step(self) -> int:
@@ -327,14 +341,16 @@ class Stepper(Evaluator):
 
     @property
     def lr(self) -> float:
-        """Of the parameters without their own."""
+        """Learning rate of the parameters without a multiplier."""
         return float(self.schedule.get_lr({}))
 
 
-def _micro_batches(batches: Iterable[PackedBatch], between: Callable[[int], None] | None) -> Iterator[PackedBatch]:
+def _micro_batches(
+    batches: Iterable[PackedBatch], before_micro_batch: Callable[[int], None] | None
+) -> Iterator[PackedBatch]:
     for done, batch in enumerate(batches):
-        if done and between is not None:
-            between(done)
+        if done and before_micro_batch is not None:
+            before_micro_batch(done)
         yield batch
 
 

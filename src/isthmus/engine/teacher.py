@@ -28,7 +28,7 @@ class Teacher:
         self.stages = [stage.eval() for stage in stages]
         self.settings = settings
 
-    def taught(self, batches: Sequence[PackedBatch]) -> Iterable[PackedBatch]:
+    def with_targets(self, batches: Sequence[PackedBatch]) -> Iterable[PackedBatch]:
         """The micro batches of a step with the teacher's output, on the last pipeline stage.
 
         Without pipeline parallelism, the teacher runs when the next micro batch is taken, so the hidden states of one
@@ -41,14 +41,14 @@ class Teacher:
     @torch.no_grad()
     def _hidden(self, batches: Sequence[PackedBatch]) -> Sequence[Tensor | None]:
         """[n, H] for each micro batch on the last pipeline stage, None on the others."""
-        found: list[Tensor] = get_forward_backward_func()(
+        hidden: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward,
             data_iterator=[iter(batches) for _ in self.stages],
             forward_only=True,
             collect_non_loss_data=True,
             **pipeline_arguments(self.stages, batches),
         )
-        return found or [None] * len(batches)
+        return hidden or [None] * len(batches)
 
     def _with_output(self, batch: PackedBatch, hidden: Tensor | None) -> PackedBatch:
         if hidden is None:

@@ -13,14 +13,14 @@ from isthmus.errors import UsageError
 from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
 from isthmus.recipes.data.data_sources import Report, find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.plan.resume_check import checked_record
 from isthmus.recipes.plan.validation import RunContext, validate
-from isthmus.recipes.training import describe, describe_parameters
-from isthmus.recipes.training_setup import run_data
+from isthmus.recipes.run_result import describe, describe_parameters
 
 
 def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Report) -> None:

@@ -1,64 +1,25 @@
-"""A training run, shared by all recipes: validate, join the ranks, load data, build, train, save, export."""
+"""A training run, shared by all recipes: validate, join the ranks, and hand over to the trainer."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from isthmus.config.load import origins_of
 from isthmus.config.recipes import RecipeName
 from isthmus.config.schema import RunConfig
-from isthmus.engine.decoder.live_parameters import live_tensors
-from isthmus.engine.optim.optimizer import memory_stats
-from isthmus.engine.parallel.process_groups import agree, close_groups, gather_objects, on_rank_0, open_groups
+from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
 from isthmus.errors import NoSpace, Preempted, UsageError
 from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.deterministic import own_algorithms
+from isthmus.recipes.build import build_trainer
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
-from isthmus.recipes.registry import recipe_of
-from isthmus.recipes.training import Training, describe, exports_model
-from isthmus.recipes.training_setup import set_up
-from isthmus.train.loop import Loop, is_due
-from isthmus.train.rank_reports import RankReports
+from isthmus.recipes.run_result import RunResult as RunResult
 from isthmus.train.reporter import Reporter
-from isthmus.train.row_file import first_valid_loss
-from isthmus.train.step_explainer import StepExplainer
-from isthmus.train.step_profile import StepProfile
 from isthmus.train.stop import StopFlag
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """The result of a finished run."""
-
-    out: str
-    model: str | None
-    """The exported Hugging Face folder; None without ``checkpoint.export_final``, or if only adapters are exported."""
-    adapter: str | None
-    """The exported adapter of PEFT; None without adapters or ``checkpoint.export_final``."""
-    pushed: str | None
-    """Address of the repository; None without ``checkpoint.push``, and on other ranks than the first."""
-    steps: int
-    loss: float | None
-    """Of the last step; None if the run had no steps left."""
-    valid_loss_before: float | None
-    """Before the first step, also of a run that was resumed."""
-    valid_loss: float | None
-    test_loss: float | None
-    tokens_per_s: float | None
-    memory_gib: float
-    """Peak of the rank with most."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
-        return asdict(self)
 
 
 def sft(config: RunConfig) -> RunResult:
@@ -113,9 +74,11 @@ def run_recipe(config: RunConfig) -> RunResult:
             messages = [*context.messages, *prepare_process(context)]
             limits = config.parallel
             with join_ranks(
-                context.platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s,
+                context.platform,
+                join_timeout_s=limits.join_timeout_s,
+                timeout_s=limits.timeout_s,
                 stopped=lambda: stop.requested,
-            ) as machines:  # fmt: skip
+            ) as machines:
                 result = _run_rank(context, [*messages, *([machines] if machines else [])], stop)
         except BaseException as error:
             # NCCL may wait for the other ranks when it closes the groups, before this rank prints its error.
@@ -147,7 +110,7 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
             reporter.log(message)
         if (repo := config.checkpoint.push) is not None:
             on_rank_0(lambda: check_access(repo), "access to the Hub")
-        return _train(set_up(context, position, reporter, stop))
+        return build_trainer(context, position, reporter, stop).run()
 
 
 @contextmanager
@@ -160,99 +123,3 @@ def _locked(context: RunContext) -> Iterator[None]:
                 "resume it, or choose another folder with --out."
             )
         yield
-
-
-def _train(training: Training) -> RunResult:
-    context, start, steps = training.context, training.start, training.data.steps
-    config, reporter = context.config, training.reporter
-    reporter.log(describe(context, training.data))
-    settings = {name: value for name, value, _ in origins_of(config.model_dump(mode="json"), {})}
-    reporter.begin(total_steps=steps, start=start, settings=settings)
-    if context.resume is not None:
-        text = f"resumed from {context.resume} at step {start}"
-        reporter.event(start, "resume", text, path=str(context.resume))
-    profiled = config.train.profiled_steps
-    if profiled and profiled[-1] <= start < steps:
-        reporter.log(f"train.profile={config.train.profile}: these steps are done already; no step is profiled")
-    continues = context.resume is not None and context.resume.parent.resolve() == context.run_dir.checkpoints.resolve()
-    evaluates = start < steps and (not continues or is_due(config.train.eval_every, start))
-    exports = continues and start < steps and training.lacks_export(start)
-    try:
-        before, outcome = _build_loop(training).run(start, evaluates_first=evaluates, exports_first=exports)
-        if config.checkpoint.save_final and start < outcome.last_step:
-            training.save(outcome.last_step)
-        training.saves.finish()
-    finally:
-        training.saves.close(config.checkpoint.grace_s)
-    best, exported_step = training.best, outcome.last_step
-    if config.checkpoint.keep_best and best.step is not None and best.step != outcome.last_step:
-        training.load_best()
-        exported_step = best.step
-    if config.checkpoint.export_final:
-        try:
-            training.export(exported_step, final=True)
-        except Preempted:
-            if exported_step == outcome.last_step:
-                training.save(exported_step, wait=True)
-            raise
-    address = training.push()
-    first = first_valid_loss(context.run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
-    return RunResult(
-        out=str(context.run_dir.root),
-        model=str(context.run_dir.export()) if config.checkpoint.export_final and exports_model(config) else None,
-        adapter=str(context.run_dir.adapter()) if config.checkpoint.export_final and config.lora.enabled else None,
-        pushed=address,
-        steps=outcome.last_step,
-        loss=outcome.last_loss,
-        valid_loss_before=before if first is None else first,
-        valid_loss=best.loss if config.checkpoint.keep_best and best.step is not None else outcome.valid_loss,
-        test_loss=outcome.test_loss,
-        tokens_per_s=outcome.tokens_per_s,
-        memory_gib=max(gather_objects(context.platform.memory_gib())),
-    )
-
-
-def _build_loop(training: Training) -> Loop:
-    context, stages = training.context, training.model.stages
-    return Loop(
-        stepper=training.stepper,
-        data=training.data,
-        config=context.config,
-        architecture=context.plan.architecture,
-        teacher=None if context.plan.teacher is None else context.plan.teacher.architecture,
-        platform=context.platform,
-        precision=context.precision,
-        position=training.position,
-        world_size=context.plan.world_size,
-        reporter=training.reporter,
-        profile=StepProfile(
-            steps=context.config.train.profiled_steps,
-            folder=context.run_dir.root / "profile",
-            rank=training.position.rank,
-            weights={name: tuple(tensor.shape) for name, tensor in live_tensors(stages).items()},
-            memory_stats=lambda: memory_stats(stages, training.stepper.optimizer),
-            device=training.stepper.device,
-            peak_gib=context.platform.memory_gib,
-            log=training.reporter.log,
-        ),
-        explainer=StepExplainer(
-            training.stepper, training.data.train.store, training.reporter, context.config.logging.spike_factor
-        ),
-        ranks=RankReports(
-            settings=context.config.logging,
-            rank=training.position.rank,
-            hosts=gather_objects(socket.gethostname()),
-            stages=context.plan.parallel.pp,
-            device=training.stepper.device,
-            sensors=context.platform.sensors() if context.config.logging.ranks_every else None,
-            reporter=training.reporter,
-        ),
-        best=training.best,
-        eval_objective=eval_objective() if (eval_objective := recipe_of(context.config).eval_objective) else None,
-        answer=training.answer,
-        save=training.save,
-        saves=training.saves,
-        beside=training.beside,
-        export=training.export,
-        grace=training.grace,
-    )

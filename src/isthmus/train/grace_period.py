@@ -41,9 +41,9 @@ class GracePeriod:
     seconds: float
     device: torch.device
     has_stages: bool
-    """Pipeline stages cannot abandon a step together, see :mod:`isthmus.train.save_beside_step`."""
+    """Pipeline stages cannot abandon a step together, see :mod:`isthmus.train.concurrent_save`."""
     step_s: float | None = None
-    """Of the step before, mean over ranks; None before the first."""
+    """Seconds of the step before, mean over ranks; None before the first."""
     save_s: float = 0.0
 
     @property
@@ -51,8 +51,8 @@ class GracePeriod:
         """Whether a step and a save like those before end in time."""
         return self.step_s is not None and self.step_s + self.save_s < self.seconds
 
-    def between_micro_batches(self, done: int, num_microbatches: int) -> Callable[[int], None] | None:
-        """To be called in the step after ``done`` others, if it is too long to be completed after a stop request."""
+    def before_micro_batch(self, done: int, num_microbatches: int) -> Callable[[int], None] | None:
+        """What abandons the step after ``done`` others, if it is too long to be completed after a stop request."""
         if self.has_stages or num_microbatches == 1 or self.fits_step:
             return None
         started_s = time.monotonic()

@@ -8,8 +8,6 @@ from datetime import datetime
 from typing import Any
 
 _ONLY_IF_KNOWN = ("loss_scale", "skipped", "memory_used")
-_KEYS = {"loss_tokens": "learned_tokens"}
-"""Keys with another name in metrics.jsonl."""
 _PRINTED = {
     "perplexity": "ppl", "mean_token_accuracy": "accuracy", "rewards/margins": "margin",
     "rewards/accuracies": "accuracy", "sft_loss": "sft",
@@ -70,7 +68,7 @@ class StepMetrics:
         row = {name: value for name, value in row.items() if value is not None or name not in _ONLY_IF_KNOWN}
         row = {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("objective"), **row}
         row |= {f"moe_{name}": value for name, value in row.pop("moe").items()} | row.pop("ranks")
-        return {_KEYS.get(name, name): value for name, value in row.items()}
+        return row
 
 
 WIDTH = 100

@@ -19,6 +19,7 @@ from isthmus.engine.parallel.process_groups import gather_objects
 from isthmus.engine.step import NotFinite, Stepper, StepResult
 from isthmus.errors import IsthmusError
 from isthmus.train.reporter import Reporter
+from isthmus.train.watcher import Watcher
 
 _WINDOW, _FEWEST = 100, 20
 """Values that a new one is compared with: at most, at least."""
@@ -59,7 +60,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 @dataclass(slots=True)
-class StepExplainer:
+class StepExplainer(Watcher):
     """All methods are collectives: loss and gradient norm are the same on every rank, and so is what follows."""
 
     stepper: Stepper
@@ -69,8 +70,8 @@ class StepExplainer:
     spike_factor: float | None
     _detectors: dict[str, SpikeDetector] = field(default_factory=dict)
 
-    def watch(self, step: int, batches: Sequence[PackedBatch]) -> None:
-        """Look for spikes in ``step``, counted from 1, which trains on ``batches`` of this rank."""
+    def step_started(self, step: int, batches: Sequence[PackedBatch]) -> None:
+        """Look for spikes in the step."""
         if self.spike_factor is None:
             return
         for name in ("loss", "grad_norm"):

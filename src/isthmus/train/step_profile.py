@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from isthmus.errors import IOFailure, NoSpace, Preempted
 from isthmus.files.atomic_write import atomic_file
+from isthmus.train.watcher import Watcher
 
 Shape = tuple[int, ...]
 Span = tuple[float, float]
@@ -221,7 +222,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 @dataclass(kw_only=True, slots=True)
-class StepProfile:
+class StepProfile(Watcher):
     """Profiles ``steps``. A stopped run writes the steps profiled so far; a failed run writes none."""
 
     steps: range
@@ -239,8 +240,7 @@ class StepProfile:
     _profiler: torch.profiler.profile | None = field(default=None, init=False)
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """The context of step ``step``, counted from 1."""
+    def context(self, step: int) -> Iterator[None]:
         if step in self.steps and self._profiler is None:
             on_device = self.device.type == "cuda"
             self._profiler = torch.profiler.profile(
@@ -251,9 +251,9 @@ class StepProfile:
             self._profiler.start()
         yield
         if self.steps and step == self.steps[-1]:
-            self.finish()
+            self.stopping()
 
-    def finish(self) -> None:
+    def stopping(self) -> None:
         """End and write the profile, if one is open."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -264,12 +264,9 @@ class StepProfile:
         except (OSError, NoSpace, IOFailure) as error:  # no reason to end the run
             self.log(f"the profile could not be written into {self.folder}: {error}")
 
-    def __enter__(self) -> StepProfile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def ended(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if kind is None or issubclass(kind, Preempted):
-            self.finish()
+            self.stopping()
         elif self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

@@ -16,7 +16,7 @@ def test_step_is_abandoned_only_if_it_does_not_fit(monkeypatch: MonkeyPatch) -> 
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     stop = StopFlag()
     period = GracePeriod(stop, 25.0, torch.device("cpu"), has_stages=False, step_s=100.0, save_s=5.0)
-    check = period.between_micro_batches(7, 10)
+    check = period.before_micro_batch(7, 10)
     assert check is not None
     now_s = 40.0
     check(4)  # no request
@@ -36,10 +36,10 @@ def test_step_is_abandoned_only_if_it_does_not_fit(monkeypatch: MonkeyPatch) -> 
 
 def test_short_steps_and_pipeline_stages_are_not_checked() -> None:
     stop, cpu = StopFlag(), torch.device("cpu")
-    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=15.0, save_s=9.0).between_micro_batches(1, 8) is None
-    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=15.0, save_s=11.0).between_micro_batches(1, 8)
-    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=None).between_micro_batches(0, 1) is None
-    assert GracePeriod(stop, 25.0, cpu, has_stages=True, step_s=90.0).between_micro_batches(1, 8) is None
+    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=15.0, save_s=9.0).before_micro_batch(1, 8) is None
+    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=15.0, save_s=11.0).before_micro_batch(1, 8)
+    assert GracePeriod(stop, 25.0, cpu, has_stages=False, step_s=None).before_micro_batch(0, 1) is None
+    assert GracePeriod(stop, 25.0, cpu, has_stages=True, step_s=90.0).before_micro_batch(1, 8) is None
 
 
 def test_a_stage_is_late_if_the_rest_of_its_step_and_a_save_do_not_fit(monkeypatch: MonkeyPatch) -> None:

@@ -42,11 +42,11 @@ def sums(own_s: list[float], readings: list[GpuReading] | None = None) -> list[f
 def test_the_slowest_rank_is_named_once_while_it_stays_the_slowest() -> None:
     events: list[Any] = []
     each = reports(events, 4)
-    found = each.report(10, sums([1.0, 1.1, 2.0, 0.9]))
+    found = each.metrics(10, sums([1.0, 1.1, 2.0, 0.9]))
     assert found == {"slowest_rank": 2, "slowest_rank_s": 2.0, "median_rank_s": 1.0, "straggler_share": 0.5}
-    each.report(20, sums([1.0, 1.1, 2.0, 0.9]))
-    each.report(30, sums([1.0, 1.1, 1.05, 0.9]))  # below the threshold
-    each.report(40, sums([1.0, 1.1, 2.0, 0.9]))
+    each.metrics(20, sums([1.0, 1.1, 2.0, 0.9]))
+    each.metrics(30, sums([1.0, 1.1, 1.05, 0.9]))  # below the threshold
+    each.metrics(40, sums([1.0, 1.1, 2.0, 0.9]))
     assert [(step, kind, prints) for step, kind, prints, _ in events] == [
         (10, "slow rank", True), (20, "slow rank", False), (40, "slow rank", True),
     ]  # fmt: skip
@@ -56,31 +56,31 @@ def test_the_slowest_rank_is_named_once_while_it_stays_the_slowest() -> None:
 def test_a_rank_is_compared_with_those_of_its_pipeline_stage() -> None:
     """The last stage has the loss, which takes time on all of its ranks."""
     events: list[Any] = []
-    found = reports(events, 4, stages=2).report(10, sums([1.0, 1.3, 3.0, 3.05]))
+    found = reports(events, 4, stages=2).metrics(10, sums([1.0, 1.3, 3.0, 3.05]))
     assert found["slowest_rank"] == 1 and found["straggler_share"] > 0.2 and len(events) == 1
-    assert reports([], 2, stages=2).report(10, sums([1.0, 3.0]))["slowest_rank"] == 1
+    assert reports([], 2, stages=2).metrics(10, sums([1.0, 3.0]))["slowest_rank"] == 1
 
 
 def test_gpus_that_throttle() -> None:
     events: list[Any] = []
     each = reports(events, 2)
-    found = each.report(10, sums([1.0, 2.0], [COOL, HOT]))
+    found = each.metrics(10, sums([1.0, 2.0], [COOL, HOT]))
     assert found["gpu_temperature_c"] == 95.0 and found["gpu_clock_mhz"] == 900.0 and found["throttled_gpus"] == 1
     assert found["gpu_power_w"] == 350.0 and found["slowest_rank"] == 1
-    each.report(20, sums([1.0, 1.0], [COOL, HOT]))
+    each.metrics(20, sums([1.0, 1.0], [COOL, HOT]))
     assert [(kind, prints) for _, kind, prints, _ in events] == [
         ("throttled GPU", True), ("slow rank", True), ("throttled GPU", False),
     ]  # fmt: skip
     assert "first rank 1 on node0 (GPU: 95 C, 900 MHz, limited by heat)" in events[0][3]
     assert "(GPU: 95 C, 900 MHz, limited by heat). Check its machine" in events[1][3]
-    assert reports([], 1).report(10, sums([math.nan], [COOL]))["throttled_gpus"] == 0, "a power limit is usual"
+    assert reports([], 1).metrics(10, sums([math.nan], [COOL]))["throttled_gpus"] == 0, "a power limit is usual"
 
 
 def test_numbers_of_a_rank_alone() -> None:
     each = reports([], 1, sensors=SimpleNamespace(read=lambda: COOL))
-    assert each.numbers(9) == [] and each.numbers(10)[1:] == [60.0, 400.0, 1900.0, 1.0]
-    assert reports([], 1).numbers(10) == [] == reports([], 2).numbers(9)
-    second = reports([], 2, rank=1).numbers(10)
+    assert each.host_numbers(9) == [] and each.host_numbers(10)[1:] == [60.0, 400.0, 1900.0, 1.0]
+    assert reports([], 1).host_numbers(10) == [] == reports([], 2).host_numbers(9)
+    second = reports([], 2, rank=1).host_numbers(10)
     assert second[:5] == [0.0] * 5 and len(second) == 10
-    both = [ours + theirs for ours, theirs in zip(reports([], 2).numbers(10), second, strict=True)]
-    assert reports([], 2).report(10, both) == {}, "no step was measured, as after a resume"
+    both = [ours + theirs for ours, theirs in zip(reports([], 2).host_numbers(10), second, strict=True)]
+    assert reports([], 2).metrics(10, both) == {}, "no step was measured, as after a resume"

@@ -70,7 +70,7 @@ def test_row_and_line_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture
     written = rows(tmp_path / "run")
     assert written[0] == {"step": 0, "valid_loss": 4.25}
     assert [row["step"] for row in written] == [0, 1, 2, 3]
-    wanted = "loss lr grad_norm tokens_per_s tflops_per_device mfu memory_gib num_tokens learned_tokens step_time_s"
+    wanted = "loss lr grad_norm tokens_per_s tflops_per_device mfu memory_gib num_tokens loss_tokens step_time_s"
     assert set(wanted.split()) <= set(written[1])
     out, err = capsys.readouterr()
     lines = err.splitlines()

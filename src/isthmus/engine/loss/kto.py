@@ -32,6 +32,7 @@ class KtoObjective:
     """The mean loss over the answers of the global batch."""
 
     per_token = True
+    samples_per_unit = 1
     sums = ("desirable", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
     def __init__(self, settings: KtoConfig) -> None:
@@ -92,6 +93,7 @@ class _MismatchedKl:
     """The mean gain in log-probability of mismatched answers over the reference."""
 
     per_token = True
+    samples_per_unit = 1
     sums = ()
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:

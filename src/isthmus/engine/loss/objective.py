@@ -43,6 +43,10 @@ class Objective(Protocol):
     def sums(self) -> Sequence[str]:
         """Names of the sums over the global batch, besides loss and count."""
 
+    @property
+    def samples_per_unit(self) -> int:
+        """Samples that have a loss together, such as the 2 answers of a pair."""
+
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         """What each sample (each of the batch's ``lengths``) adds to the count."""
 
@@ -74,6 +78,7 @@ class NextToken:
     """Mean cross entropy over all loss tokens of the global batch."""
 
     per_token = False
+    samples_per_unit = 1
     sums = ("mtp_loss_sum", "mtp_tokens")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
@@ -100,6 +105,7 @@ class Distillation:
     """Mean loss of distillation over all loss tokens of the global batch."""
 
     per_token = False
+    samples_per_unit = 1
     sums = ("distill_loss", "sft_loss")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
@@ -122,6 +128,7 @@ class NextTokenAccuracy:
     """Mean cross entropy over all loss tokens, for evaluation: with perplexity and token accuracy, without gradient."""
 
     per_token: Literal["scores"] = "scores"
+    samples_per_unit = 1
     sums = ("loss", "correct")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:

@@ -58,6 +58,7 @@ class PreferenceObjective:
     """The mean preference loss over the pairs of the global batch."""
 
     per_token = True
+    samples_per_unit = 2
 
     def __init__(self, settings: DpoConfig) -> None:
         self.settings = settings
@@ -107,6 +108,7 @@ class LogProbRecorder:
     """Records the log-probability of each sample; has no loss."""
 
     per_token = True
+    samples_per_unit = 1
     sums = ()
 
     def __init__(self, num_samples: int) -> None:

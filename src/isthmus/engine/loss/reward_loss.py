@@ -18,6 +18,7 @@ class RewardObjective:
     """The mean loss over the pairs of the global batch: ``-log sigmoid(chosen - rejected - margin)``."""
 
     per_token = True
+    samples_per_unit = 2
     sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def __init__(self, settings: RewardConfig) -> None:

@@ -29,11 +29,12 @@ class SampleLosses:
     """
 
     per_token = True
+    samples_per_unit = 1
     sums = ()
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
-        self.found: list[SampleLoss] = []
+        self.losses: list[SampleLoss] = []
         """On one of the ranks that share a packed sequence."""
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
@@ -44,7 +45,7 @@ class SampleLosses:
     ) -> LossOutput:
         sums = sample_sums(losses.detach(), batch)  # over the context parallel ranks
         if counts_batch() and parallel_state.get_tensor_model_parallel_rank() == 0:
-            self.found += self._losses(sums, batch)
+            self.losses += self._losses(sums, batch)
         return LossOutput(sums.sum().float(), 0, 0.0)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -57,7 +58,7 @@ class SampleLosses:
             for sample, value, tokens in zip(batch.sample_ids, values, batch.loss_tokens, strict=False):
                 yield SampleLoss(sample, value, tokens)
             return
-        size = 2 if 0.5 in self.sample_weights(batch) else 1  # half a pair per answer
+        size = self._objective.samples_per_unit
         for first in range(0, samples, size):
             part = slice(first, first + size)
             loss = self._loss_of(sums[part], batch, part)
@@ -77,5 +78,5 @@ class SampleLosses:
             padding=0,
             spans=None,
         )
-        losses = torch.cat([(each / max(1, count)).expand(count) for each, count in zip(sums, counts, strict=True)])
+        losses = torch.cat([(total / max(1, count)).expand(count) for total, count in zip(sums, counts, strict=True)])
         return float(self._objective.loss(losses, alone, loss_tokens=sum(counts), mtp_tokens=0, mtp_weight=0.0).loss)

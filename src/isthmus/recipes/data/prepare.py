@@ -149,7 +149,7 @@ def tokenize_files(
     the chat template rewrites earlier turns; a preference pair is a document of two. Finished parts of an interrupted
     call in ``PREFIX.partial`` are reused; an exception of ``on_progress`` keeps them.
     """
-    output = PartialOutput(prefix)
+    output, is_text = PartialOutput(prefix), options.record_kind.is_text
     _check_new(output)
     record_tokenizer = RecordTokenizer(tokenizer, options)
     inputs = _inputs(options, tokenizer, files.names, known_digests or {})
@@ -162,7 +162,6 @@ def tokenize_files(
                     on_progress(output.stats)
             output.flush()
             check_not_empty(output.stats, files.names, options.seq_length)
-            is_text = options.record_kind.is_text
             report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
             output.assemble(token_dtype(tokenizer.vocab_size), not is_text, {**inputs, "report": report})
         output.publish()

@@ -65,7 +65,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
 
     Rank 0 then compares the run with its checkpoint (:mod:`isthmus.recipes.plan.resume_check`) and renders the first
     records (:mod:`isthmus.recipes.data.first_records`), before anything is written. Checks that need all samples are in
-    :mod:`isthmus.recipes.training_setup`.
+    :mod:`isthmus.recipes.build`.
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)

@@ -28,7 +28,7 @@ _GROUPS = (
     ("Memory", re.compile(r"^memory_")),
     ("Experts", re.compile(r"^moe_")),
     ("Ranks and GPUs", re.compile(r"^(slowest_rank|median_rank|straggler_|gpu_|throttled_)")),
-    ("Data", re.compile(r"^(num_tokens|learned_tokens|padding)$")),
+    ("Data", re.compile(r"^(num_tokens|loss_tokens|padding)$")),
     ("Other", re.compile("")),
 )
 _TITLES = {
@@ -56,7 +56,7 @@ _TITLES = {
     "gpu_clock_mhz": ("Lowest GPU clock", "MHz"),
     "throttled_gpus": ("Throttled GPUs", ""),
     "num_tokens": ("Tokens per step", ""),
-    "learned_tokens": ("Loss tokens per step", ""),
+    "loss_tokens": ("Loss tokens per step", ""),
     "padding": ("Padding", "%"),
 }
 _HIDDEN = ("consumed_sequences",)

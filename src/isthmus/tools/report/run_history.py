@@ -139,10 +139,15 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {bad:,} lines are not rows of a run and are left out")
 
 
+_EARLIER_NAMES = {"learned_tokens": "loss_tokens"}
+"""Keys of metrics.jsonl that have another name now."""
+
+
 def _metrics(rows: Iterator[dict[str, Any]]) -> dict[str, Series]:
     columns: dict[str, tuple[array[int], array[float]]] = {}
     for row in rows:
-        for key, value in row.items():
+        for name, value in row.items():
+            key = _EARLIER_NAMES.get(name, name)
             if key == "step" or not (value is None or type(value) in (int, float)):
                 continue
             if key not in columns and len(columns) >= _MOST_METRICS:

@@ -14,7 +14,7 @@ import pytest
 
 import isthmus.tools.report
 from isthmus.cli.main import main
-from isthmus.config.load import load_config
+from isthmus.config.load import dump, load_config
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
@@ -249,3 +249,12 @@ def test_a_browser_draws_the_report_without_errors_and_network(runs: list[RunDir
         page.open(tmp_path / "report.html", width=800)
         page.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
         assert page.problems() == [] and page.ask("document.documentElement.scrollWidth") == 500
+
+
+def test_metrics_of_earlier_versions_have_their_new_names(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 1.0, "learned_tokens": 5 * step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"model": "m", "out": "o", "data": ["d.jsonl"]}
+    (tmp_path / "config.yaml").write_text(dump(load_config("sft", None, flags=settings)))
+    metrics = read_history(tmp_path, "run").metrics
+    assert metrics["loss_tokens"].values.tolist() == [5, 10] and "learned_tokens" not in metrics

@@ -27,7 +27,7 @@ _Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 @dataclass(slots=True)
-class OwnTime:
+class WorkTime:
     """The marks of one step. On a GPU they are events in its stream, read later: the host waits for nothing."""
 
     device: torch.device

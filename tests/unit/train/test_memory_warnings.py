@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from isthmus.train.loop import memory_warning
+from isthmus.train.memory_warnings import memory_warning
 
 
 def test_full_memory_is_reported_at_powers_of_two() -> None:

@@ -20,7 +20,7 @@ _PERIOD_S = 0.5
 """Between two votes of the ranks."""
 
 
-class SaveBesideStep:
+class ConcurrentSave:
     """A context manager around a step. Its thread votes with those of the other ranks whether to save and leave.
 
     A rank votes against it from :meth:`before_update` on, so either all ranks save the state before the step, or none
@@ -42,7 +42,7 @@ class SaveBesideStep:
         self._updating = threading.Event()
         self._thread = threading.Thread(target=self._run, name="save beside step", daemon=True)
 
-    def __enter__(self) -> SaveBesideStep:
+    def __enter__(self) -> ConcurrentSave:
         self._thread.start()
         return self
 

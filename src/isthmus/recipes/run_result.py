@@ -1,0 +1,64 @@
+"""What a run trains on, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isthmus.data.batching.batches import Batches
+from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.plan.parameter_counts import num_parameters
+from isthmus.recipes.plan.validation import RunContext
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
+    steps: int
+    fingerprint: str
+    """Equal for two runs whose step k has the same sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The result of a finished run."""
+
+    out: str
+    model: str | None
+    """The exported Hugging Face folder; None without ``checkpoint.export_final``, or if only adapters are exported."""
+    adapter: str | None
+    """The exported adapter of PEFT; None without adapters or ``checkpoint.export_final``."""
+    pushed: str | None
+    """Address of the repository; None without ``checkpoint.push``, and on other ranks than the first."""
+    steps: int
+    loss: float | None
+    """Loss of the last step; None if the run had no steps left."""
+    valid_loss_before: float | None
+    """Validation loss before the first step, also of a run that was resumed."""
+    valid_loss: float | None
+    test_loss: float | None
+    tokens_per_s: float | None
+    """Without the first step, which warms up."""
+    memory_gib: float
+    """Peak of the rank with most."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return asdict(self)
+
+
+def describe(context: RunContext, data: RunData) -> str:
+    """Steps, epochs, tokens of a step and parameters."""
+    epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
+    return (
+        f"training: {data.steps} steps, {'random tokens' if context.config.data.mock else epochs}, "
+        f"{data.train.tokens_per_step:,.0f} tokens per step; {describe_parameters(context.plan)}"
+    )
+
+
+def describe_parameters(plan: ModelPlan) -> str:
+    total, trained = (num_parameters(plan.family, plan.architecture, frozen) for frozen in ((), plan.frozen))
+    trained += 0 if plan.adapters is None else plan.adapters.num_parameters
+    return f"{total:,} parameters, {trained:,} trainable"
