@@ -70,8 +70,8 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
 
     from isthmus.data.batching.packed_batch import PackedBatch
     from isthmus.engine.attention.rope import frequency_sets, rotary_tables
+    from isthmus.engine.decoder.model_config import transformer_config
     from isthmus.engine.decoder.spec import build_layer
-    from isthmus.engine.model_config import transformer_config
     from isthmus.families.registry import all_families
     from isthmus.families.rules.shard import tensor_slices, unsharded
 

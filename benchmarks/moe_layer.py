@@ -86,8 +86,8 @@ def contestants(
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from isthmus.config.schema import MoeConfig
+    from isthmus.engine.decoder.model_config import transformer_config
     from isthmus.engine.decoder.spec import mlp_modules
-    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.moe_layer import MoeBlock
     from isthmus.families.registry import all_families
 

@@ -53,9 +53,10 @@ def isthmus_model(folder: Path, precision: str, *, training: bool) -> dict[str, 
 
     open_groups(ParallelConfig(), detect("cpu"), seed=0)  # first, since it makes megatron.core importable without CUDA
     from isthmus.engine.decoder.decoder import build_model
-    from isthmus.engine.decoder.live_parameters import live_tensors
-    from isthmus.engine.model_config import padded_vocab_size, transformer_config
+    from isthmus.engine.decoder.model_config import transformer_config
+    from isthmus.engine.decoder_config import padded_vocab_size
     from isthmus.engine.optim.optimizer import wrap_data_parallel
+    from isthmus.engine.parallel.live_parameters import live_tensors
 
     before_gib = rss_gib()
     watch, started_s = CpuWatch(), time.perf_counter()

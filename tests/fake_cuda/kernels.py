@@ -21,7 +21,8 @@ def install() -> None:
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
     _LIBRARY.append(library)  # its end would remove it
     _allow_lower_right()
-    from isthmus.engine.attention.backends import backends, flex
+    from isthmus.engine.attention.backends import flex
+    from isthmus.engine.attention.backends import registry as backends
 
     flex._kernel = lambda softcap, scale, dtype: _flex
     backends.find_compiler = lambda device: ("Triton", "")

@@ -13,9 +13,9 @@ from fake_cuda.world import build
 
 def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, int]]:
     """Computed and predicted: how often each shape occurs in a micro batch of 64 tokens."""
+    import isthmus.engine.linear.input_exchange as exchange
     import isthmus.engine.linear.linear as linear
     import isthmus.engine.loss.linear_cross_entropy as loss
-    import isthmus.engine.parallel.tensor_parallel as exchange
     from isthmus.engine.linear.matmul_table import MatmulShape
     from isthmus.platforms.detect import detect
     from isthmus.recipes.plan.step_matmuls import step_matmuls

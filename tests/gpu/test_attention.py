@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from isthmus.engine.attention.backends import self_check
-from isthmus.engine.attention.backends.backends import BACKENDS, AttentionNeeds, BackendName
+from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
 from isthmus.engine.attention.backends.selection import select_backend
+from isthmus.engine.decoder_config import BackendName
 
 pytestmark = pytest.mark.gpu
 NEEDS = AttentionNeeds("cuda", torch.bfloat16, groups=4, repeat=4, key_width=128, value_width=128)

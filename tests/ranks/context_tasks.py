@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention.backends.packed_attention_cpu import plan_stacks
+from isthmus.engine.attention.backends.blocks import plan_stacks
 from isthmus.engine.attention.self_attention import CoreAttention
 from isthmus.engine.parallel.context_parallel import local_spans, local_tokens
 from isthmus.engine.parallel.process_groups import open_groups

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
-from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.optim.optimizer import torch_optimizers
+from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.model import rank_model
 from isthmus.recipes.model.hf_export import export_hf

@@ -9,9 +9,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from isthmus.engine.decoder.live_parameters import canonical_name
 from isthmus.engine.nonfinite import find_nonfinite
 from isthmus.engine.parallel.context_parallel import local_spans, local_tokens
+from isthmus.engine.parallel.live_parameters import canonical_name
 from isthmus.engine.parallel.process_groups import gather_objects
 from ranks.tasks import Training, _digest, _poison, start
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.optim.optimizer import memory_stats
+from isthmus.engine.parallel.live_parameters import live_parameters
 from ranks.tasks import start
 
 

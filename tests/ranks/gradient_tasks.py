@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isthmus.convert.online import full_weights
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.parallel.ddp import sum_tp_grads
+from isthmus.engine.parallel.live_parameters import live_parameters
 from isthmus.recipes.model import rank_model
 from isthmus.recipes.model.load_model import build_from_folder
 

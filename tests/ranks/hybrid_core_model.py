@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from isthmus.engine.decoder.live_parameters import live_tensors
+from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.recipes.model.rank_model import join_and_build
 from isthmus.recipes.plan.model_plan import plan_model
 from ranks.pool_worker import platform

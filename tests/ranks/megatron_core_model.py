@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from isthmus.engine.decoder.live_parameters import live_tensors
+from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import join_and_build
 from isthmus.recipes.plan.model_plan import plan_model

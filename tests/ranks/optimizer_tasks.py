@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from isthmus.engine.decoder.live_parameters import live_parameters, live_tensors
 from isthmus.engine.optim.optimizer import chain, own_shards
+from isthmus.engine.parallel.live_parameters import live_parameters, live_tensors
 from isthmus.families.family import Placement
 from isthmus.families.matched_tensors import hidden_matrices, trained_tensors
 from isthmus.families.rules.shard import tensor_slices

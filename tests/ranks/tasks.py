@@ -29,13 +29,13 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
-from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.linear.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
 from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
+from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.recipes.data.corpus import make_batches

@@ -21,7 +21,7 @@ from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.torch_dist.dcp_metadata import METADATA_FILE
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder, TorchDistWeights
 from isthmus.convert.towers import Towers
-from isthmus.engine.checkpoint.checkpoint_names import TRACKER, check_tracker
+from isthmus.engine.checkpoint.tracker import TRACKER, check_tracker
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.discover.family_file import FILE as FAMILY_FILE

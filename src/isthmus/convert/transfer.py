@@ -20,7 +20,7 @@ from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_m
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
 from isthmus.convert.towers import FOLDER as TOWERS
 from isthmus.convert.weight_source import TensorSpec, copied_dtype
-from isthmus.engine.checkpoint.checkpoint_names import TRACKER
+from isthmus.engine.checkpoint.tracker import TRACKER
 from isthmus.errors import UsageError, disk_errors
 from isthmus.families.architecture import Dropout
 from isthmus.families.discover.family_file import FILE as FAMILY_FILE

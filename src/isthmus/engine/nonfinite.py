@@ -15,11 +15,11 @@ from megatron.core.utils import get_attr_wrapped_model, to_local_if_dtensor
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.decoder.decoder import Decoder
-from isthmus.engine.decoder.live_parameters import canonical_name
 from isthmus.engine.parallel.context_parallel import local_tokens
+from isthmus.engine.parallel.live_parameters import canonical_name
 from isthmus.engine.step import Stepper
+from isthmus.engine.tensor_names import layer_of
 
 Kind = Literal["weight", "output", "loss", "output gradient", "weight gradient"]
 _KINDS: Sequence[Kind] = ("weight", "output", "loss", "output gradient", "weight gradient")

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.decoder.mtp_layer import mtp_positions
+from isthmus.engine.decoder.mtp import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.linear.fp8_linear import quantize_weights_once

@@ -12,9 +12,9 @@ from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, remove_old
 from isthmus.engine.checkpoint.run_state import Progress
-from isthmus.engine.decoder.live_parameters import live_tensors
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
+from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.engine.parallel.process_groups import Position, agree, gather_objects, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region

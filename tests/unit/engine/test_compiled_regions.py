@@ -169,7 +169,7 @@ def test_compiled_equals_eager_for_any_length(case: str) -> None:
 def model_gradients(**train: Any) -> dict[str, Tensor]:
     """Of a model with GQA, partial rotation, and experts in one of two layers, for two packings."""
     from isthmus.engine.decoder.decoder import build_model
-    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.decoder.model_config import transformer_config
 
     moe = Moe(num_experts=4, top_k=2, ffn_hidden_size=24, dense_layers=(0,), normalize=True)
     architecture = Architecture(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from isthmus.engine.checkpoint.checkpoint_names import layer_of
+from isthmus.engine.tensor_names import layer_of
 from isthmus.families.architecture import Architecture, Moe
 from isthmus.families.mixer_sizes import Mamba, Mamba2, Mla
 from isthmus.families.registry import all_families

@@ -105,13 +105,13 @@ def test_device_rows_are_kernels_and_idle_time() -> None:
 
 def test_functions_of_the_engine_have_their_rows() -> None:
     from isthmus.engine.attention import rope
-    from isthmus.engine.attention.backends import packed_attention_cpu
+    from isthmus.engine.attention.backends import blocks
     from isthmus.engine.decoder import embedding
     from isthmus.engine.layers import activation, norm
     from isthmus.engine.loss import linear_cross_entropy
 
     functions = {
-        packed_attention_cpu._PackedAttention: "attention", norm._NormFunction: "norms",
+        blocks._PackedAttention: "attention", norm._NormFunction: "norms",
         rope._Rotate: "rotary positions",
         activation._SwiGLU: "activations", activation._CompiledActivation: "activations",
         embedding._Lookup: "embedding",

@@ -116,8 +116,8 @@ def large_difference(family: Family, large: ProbeModel | None) -> str | None:
 
 def _load(family: Family, probe: ProbeModel) -> Any:
     from isthmus.engine.decoder.decoder import build_model
-    from isthmus.engine.decoder.live_parameters import live_tensors
-    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.decoder.model_config import transformer_config
+    from isthmus.engine.parallel.live_parameters import live_tensors
 
     arch = family.to_architecture(probe.folder.config)
     device = torch.device(detect().device_type)
@@ -146,7 +146,7 @@ def max_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 @torch.no_grad()
 def check_effects(family: Family, probe: ProbeModel) -> None:
     """Raise a UsageError if a tensor hardly affects the logits: its mapping is unverified then."""
-    from isthmus.engine.decoder.live_parameters import live_tensors
+    from isthmus.engine.parallel.live_parameters import live_tensors
 
     model = _load(family, probe)
     effects: dict[str, float] = {}

@@ -22,7 +22,7 @@ from isthmus.convert.legacy.rank_tensors import (
     rank_tensors,
 )
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
-from isthmus.engine.checkpoint.checkpoint_names import live_names
+from isthmus.engine.tensor_names import live_names
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement

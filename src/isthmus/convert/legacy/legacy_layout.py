@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from isthmus.engine.checkpoint.checkpoint_names import expert_of, layer_of, renumbered
+from isthmus.engine.tensor_names import expert_of, layer_of, renumbered
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.rules.rule import Rule, Shape

@@ -14,7 +14,7 @@ from isthmus.convert.canonical import Destination, unique_placements
 from isthmus.convert.legacy.from_legacy import FILE
 from isthmus.convert.legacy.legacy_layout import LegacyLayout, RankFile, local_slices
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
-from isthmus.engine.checkpoint.checkpoint_names import is_linear, spelling_of, transformer_engine_name
+from isthmus.engine.tensor_names import is_linear, spelling_of, transformer_engine_name
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement

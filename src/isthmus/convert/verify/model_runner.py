@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from isthmus.convert.canonical import row_slices, unique_placements
 from isthmus.convert.hf.hf_tensors import HfWeights
 from isthmus.convert.open_model import OpenedModel
-from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.parallel.sharded_params import init_empty_weights
+from isthmus.engine.tensor_names import layer_of
 from isthmus.errors import UsageError
 from isthmus.platforms.free_memory import free_bytes, trim_memory
 

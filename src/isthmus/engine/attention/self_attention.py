@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention.backends.backends import BACKENDS
+from isthmus.engine.attention.backends.registry import BACKENDS
 from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
 from isthmus.engine.attention.rope import rotate, rotated_channels
 from isthmus.engine.layers.dropout import AttentionDropout

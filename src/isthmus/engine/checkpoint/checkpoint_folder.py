@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
-from isthmus.engine.checkpoint.checkpoint_names import RECORD, TRACKER, check_tracker
+from isthmus.engine.checkpoint.tracker import RECORD, TRACKER, check_tracker
 from isthmus.errors import DataError, IOFailure, IsthmusError, NoSpace, UnsafeInput, errno_of, is_lost_rank
 from isthmus.files.atomic_write import TEMPORARY, rename, write_atomic
 

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
-from isthmus.engine.checkpoint.checkpoint_names import COMMON_FILE
 from isthmus.engine.checkpoint.common_state import common_object
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
+from isthmus.engine.checkpoint.index_file import COMMON_FILE
 from isthmus.engine.checkpoint.run_state import Progress, saved_state, sharding_metadata
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.engine.step import Stepper

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.rope import frequency_sets, rotary_tables
-from isthmus.engine.checkpoint.checkpoint_names import spelling_of
 from isthmus.engine.decoder.embedding import embed, embed_positions
 from isthmus.engine.decoder.layer_inputs import LayerInputs
-from isthmus.engine.decoder.layer_stack import DecoderStack, LayerStack
-from isthmus.engine.decoder.mtp_layer import MtpLayer
+from isthmus.engine.decoder.mtp import MtpLayer
 from isthmus.engine.decoder.neftune import with_noise
 from isthmus.engine.decoder.spec import build_layer, build_norm
+from isthmus.engine.decoder.stack import DecoderStack, LayerStack
+from isthmus.engine.decoder_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.loss.cross_entropy_cpu import Smoothing
@@ -41,9 +41,12 @@ from isthmus.engine.loss.linear_cross_entropy import (
     token_cross_entropies,
     token_scores,
 )
-from isthmus.engine.model_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.moe.load_balancing import token_groups
+from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.parallel.live_parameters import freeze
 from isthmus.engine.parallel.pipeline_layout import stage_layers
+from isthmus.engine.parallel.sharded_params import init_empty_weights
+from isthmus.engine.tensor_names import spelling_of
 from isthmus.families.architecture import Architecture
 
 
@@ -368,3 +371,16 @@ def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Deco
     if (vpp := config.virtual_pipeline_model_parallel_size) is None:
         return [build_model(architecture, config)]
     return [build_model(architecture, config, vp_stage) for vp_stage in range(vpp)]
+
+
+def build_sharded(
+    architecture: Architecture, config: DecoderConfig, frozen: Collection[str] = ()
+) -> FullyShardedDataParallel:
+    """Build a decoder and allocate only this rank's rows of each parameter, not initialized.
+
+    ``frozen`` are canonical names, see :func:`isthmus.engine.parallel.live_parameters.freeze`.
+    """
+    with init_empty_weights():
+        model = build_model(architecture, config)
+    freeze([model], frozen)
+    return FullyShardedDataParallel(model)

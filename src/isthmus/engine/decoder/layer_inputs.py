@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.decoder.embedding import embed
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.norm import RMSNorm
 from isthmus.engine.linear.linear import ReplicatedLinear
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.checkpoint.checkpoint_names import layer_of
 from isthmus.engine.parallel.process_groups import close_groups, open_groups
+from isthmus.engine.tensor_names import layer_of
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.platforms import rank_env
@@ -47,7 +47,7 @@ class SingleProcessModel:
         ``read`` returns a whole float32 tensor by canonical name. With ``by_layer`` the parameters are not read yet.
         """
         from isthmus.engine.decoder.decoder import build_model
-        from isthmus.engine.model_config import transformer_config
+        from isthmus.engine.decoder.model_config import transformer_config
 
         config = transformer_config(architecture, dtype=torch.float32)
         self._read = read

@@ -12,9 +12,9 @@ from torch import nn
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.engine.attention.multi_latent_attention import LatentAttention
 from isthmus.engine.attention.self_attention import PackedSelfAttention
-from isthmus.engine.checkpoint.checkpoint_names import fused_norms
-from isthmus.engine.decoder.decoder_layer import DecoderLayer, DenseMlp, LayerSpec
+from isthmus.engine.decoder.layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.decoder.layer_inputs import LayerInputBlock
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.activation import Activation, Xielu, activation_function
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear, with_bias
@@ -24,8 +24,8 @@ from isthmus.engine.mixers.kimi_delta_attention import KimiDeltaAttention
 from isthmus.engine.mixers.mamba2_mixer import Mamba2Mixer
 from isthmus.engine.mixers.mamba_mixer import MambaMixer
 from isthmus.engine.mixers.short_convolution import ShortConvolutionMixer
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.moe_layer import MoeBlock
+from isthmus.engine.tensor_names import fused_norms
 from isthmus.families.architecture import Architecture, Mixer
 
 MIXERS: dict[Mixer, tuple[str, type]] = {

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.engine.linear.input_exchange import InputExchange, Wait
 from isthmus.engine.linear.matmul import add_matmul
 from isthmus.engine.linear.quantized_weight import dense
-from isthmus.engine.parallel.tensor_parallel import InputExchange, Wait
 from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import symmetric_memory_ops
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isthmus.engine.compiled import compiled_on_gpu
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
+from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
 from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import SCALED_MM
 

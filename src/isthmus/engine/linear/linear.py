@@ -7,7 +7,7 @@ weight's dtype. :func:`isthmus.engine.linear.matmul.add_matmul` needs no extensi
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from isthmus.engine.linear.async_tp import AsyncExchange, RowIntoMainGrad, check_async_tp
 from isthmus.engine.linear.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
+from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
 from isthmus.engine.linear.matmul import add_matmul
 from isthmus.engine.linear.quantized_weight import dense
-from isthmus.engine.lora.low_rank import LowRank
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 
 
 class _LinearIntoMainGrad(torch.autograd.Function):
@@ -84,17 +83,27 @@ class _FusedForward:
         return out if kwargs["bias"] is None else out + kwargs["bias"]
 
 
-def adapters_of(layer: nn.Module) -> LowRank | None:
-    """The adapters of a linear layer, if :func:`isthmus.engine.lora.attach.attach_adapters` gave it any."""
-    found: LowRank | None = layer._modules.get("lora")  # type: ignore[assignment]
-    return found
+class LinearAdapters(Protocol):
+    """Adapters of a linear layer, see :class:`isthmus.engine.lora.low_rank.LowRank`."""
+
+    def __call__(self, out: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def joined_a(self) -> Tensor: ...
+
+    def joined_b(self) -> Tensor: ...
+
+
+def linear_adapters(layer: nn.Module) -> LinearAdapters | None:
+    """The adapters that :func:`isthmus.engine.lora.attach.attach_adapters` gave to a linear layer, if any."""
+    adapters: LinearAdapters | None = layer._modules.get("lora")  # type: ignore[assignment]
+    return adapters
 
 
 class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):
     """Megatron-Core's column-parallel linear layer with fused gradient accumulation and adapters."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if (lora := adapters_of(self)) is None:
+        if (lora := linear_adapters(self)) is None:
             return super()._forward_impl(input, weight, **kwargs)
         out: Tensor = lora(super()._forward_impl(input, weight, **kwargs | {"bias": None}), input, weight)
         return out if kwargs["bias"] is None else out + kwargs["bias"]
@@ -106,7 +115,7 @@ class RowParallelLinear(_FusedForward, mcore.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output, and the bias that the caller adds, if any."""
         out, bias = self._without_adapters(input_)
-        lora = adapters_of(self)
+        lora = linear_adapters(self)
         return (out if lora is None else lora(out, input_, self.weight)), bias
 
     def _without_adapters(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +174,7 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = _fused_linear(x, self.weight)
         out = torch.nn.functional.linear(x, self.weight) if out is None else out
-        lora = adapters_of(self)
+        lora = linear_adapters(self)
         return out if lora is None else lora(out, x, self.weight)
 
     def get_extra_state(self) -> None:

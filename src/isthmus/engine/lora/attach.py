@@ -10,14 +10,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from isthmus.engine.decoder.decoder import Decoder
-from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.lora.adapter import Adapter, AdapterSet, Role
 from isthmus.engine.lora.exchange import Exchange
 from isthmus.engine.lora.input_dropout import use_batch
 from isthmus.engine.lora.low_rank import AdapterTensor, LowRank
-from isthmus.engine.moe.moe_layer import mark_own_copies
+from isthmus.engine.parallel.ddp import mark_expert_parameter
+from isthmus.engine.parallel.live_parameters import live_parameters
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Placement
@@ -28,7 +27,7 @@ AdapterSource: TypeAlias = Callable[[Adapter, Role], Tensor | None]
 
 
 def attach_adapters(
-    stages: Sequence[Decoder],
+    stages: Sequence[Any],
     adapters: AdapterSet,
     placements: Mapping[str, Placement],
     arch: Architecture,
@@ -62,12 +61,12 @@ def attach_adapters(
             layer.lora = low_rank  # type: ignore[union-attr]
             if not getattr(weight, "allreduce", True):
                 for tensor in low_rank.tensors():
-                    mark_own_copies(tensor.parameter, exchange.group, whole=tensor.replicated)
+                    mark_expert_parameter(tensor.parameter, exchange.group, replicated=tensor.replicated)
         if adapters.lr_ratio != 1:
             _set_learning_rates(decoder, adapters.lr_ratio)
 
 
-def _set_learning_rates(decoder: Decoder, ratio: float) -> None:
+def _set_learning_rates(decoder: nn.Module, ratio: float) -> None:
     """LoRA+, with the parameter groups of PEFT; :mod:`isthmus.engine.optim.param_groups` reads the attribute."""
     faster = [tensor.parameter for tensor in adapter_tensors([decoder]) if tensor.role == "lora_B"]
     for parameter in [*faster, *(each for each in decoder.parameters() if each.requires_grad and each.dim() == 1)]:

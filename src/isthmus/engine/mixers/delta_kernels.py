@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isthmus.engine.attention.backends.self_check import TOLERANCE
 from isthmus.engine.host_copies import to_device
+from isthmus.engine.kernel_check import TOLERANCE, relative_errors
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, Rule
 
@@ -38,10 +38,11 @@ def choose_delta_kernels(model: nn.Module) -> tuple[str, ...]:
         sizes = mixer.sizes
         shape = (sizes.num_value_heads // mixer.tp, sizes.key_head_dim, sizes.value_head_dim)
         kernel, reason = usable_kernel(shape, mixer.channel_decay, mixer.config.params_dtype, weight.device)
+        implementation = f"plain PyTorch, because {reason}"
         if kernel is not None:
             mixer.rule = kernel
-        own = "a kernel of flash-linear-attention" if kernel is not None else f"plain PyTorch, because {reason}"
-        messages[f"delta nets: {own}"] = None
+            implementation = "a kernel of flash-linear-attention"
+        messages[f"delta nets: {implementation}"] = None
     return tuple(messages)
 
 
@@ -91,7 +92,7 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _largest_error(
     kernel: Rule, shape: tuple[int, int, int], channel_decay: bool, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Of output and gradients, relative to their largest value; NaN if one is not finite."""
+    """Largest error of output and gradients, relative to their largest value; NaN if one is not finite."""
     random = torch.Generator().manual_seed(0)
     heads, keys, values = shape
 
@@ -100,15 +101,12 @@ def _largest_error(
 
     q, k = (torch.nn.functional.normalize(draw(keys), dim=-1) for _ in range(2))
     decay = -torch.nn.functional.softplus(draw(keys if channel_decay else 1) - 2)
-    given, upstream = (q, k, draw(values).to(dtype), decay, draw().sigmoid()), draw(values)
+    inputs, upstream = (q, k, draw(values).to(dtype), decay, draw().sigmoid()), draw(values)
 
     def run(rule: Rule, device: torch.device) -> list[Tensor]:
-        own = [x.detach().to(device, copy=True).requires_grad_() for x in given]
+        leaves = [x.detach().to(device, copy=True).requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = rule(*own, _LENGTHS)
-            return [out.detach(), *torch.autograd.grad(out, own, upstream.to(device, out.dtype))]
+            out = rule(*leaves, _LENGTHS)
+            return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(device, out.dtype))]
 
-    pairs = zip(run(kernel, device), run(gated_delta_rule, torch.device("cpu")), strict=True)
-    return float(
-        torch.stack([(a.float().cpu() - b.float()).abs().max() / b.float().abs().max() for a, b in pairs]).max()
-    )
+    return float(relative_errors(run(kernel, device), run(gated_delta_rule, torch.device("cpu"))).max())

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.recompute import recompute
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 Rule = Callable[..., Tensor]

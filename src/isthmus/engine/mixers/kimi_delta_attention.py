@@ -11,10 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, wide
 from isthmus.engine.mixers.sharded_mixer import recurrence_parameter
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
 from isthmus.engine.mixers.state_space_scan import state_space_scan
-from isthmus.engine.model_config import DecoderConfig
+from isthmus.engine.tensor_names import MAMBA2_SECTIONS
 from isthmus.families.architecture import Architecture
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isthmus.engine.attention.backends.self_check import TOLERANCE
 from isthmus.engine.host_copies import to_device
+from isthmus.engine.kernel_check import TOLERANCE, relative_errors
 from isthmus.engine.mixers.causal_convolution import causal_convolution
 from isthmus.engine.mixers.mamba2_mixer import Mamba2Mixer
 from isthmus.engine.mixers.mamba_mixer import MambaMixer
@@ -59,10 +59,11 @@ def choose_mamba_kernels(model: nn.Module) -> tuple[str, ...]:
         if (case := _case(module)) is None or not _on_gpu(module):
             continue
         kernel, reason = usable_mamba_kernel(case)
+        implementation = f"plain PyTorch, because {reason}"
         if kernel is not None:
             module.compute = kernel  # type: ignore[assignment]
-        own = f"the kernel of {_PACKAGES[case.name][0]}" if kernel is not None else f"plain PyTorch, because {reason}"
-        messages[f"{case.name}: {own}"] = None
+            implementation = f"the kernel of {_PACKAGES[case.name][0]}"
+        messages[f"{case.name}: {implementation}"] = None
     return tuple(messages)
 
 
@@ -124,9 +125,9 @@ def _mamba1(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, lengths: tuple[int, ...]) -> Tensor:
         parts = [tensor.to(dt.dtype).split(lengths) for tensor in (x, dt, b, c)]
         outputs = []
-        for of_sample in zip(*parts, strict=True):
-            own_x, own_dt, own_b, own_c = (part.t().contiguous()[None] for part in of_sample)
-            outputs.append(kernel(own_x, own_dt, a, own_b, own_c, D=d)[0].t())
+        for sample in zip(*parts, strict=True):
+            sample_x, sample_dt, sample_b, sample_c = (part.t().contiguous()[None] for part in sample)
+            outputs.append(kernel(sample_x, sample_dt, a, sample_b, sample_c, D=d)[0].t())
         return torch.cat(outputs)
 
     return scan
@@ -170,24 +171,22 @@ def _sample_numbers(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _largest_error(kernel: Callable[..., Tensor], case: KernelCase) -> float:
-    """Of output and gradients, relative to their largest value; NaN if one is not finite."""
+    """Largest error of output and gradients, relative to their largest value; NaN if one is not finite."""
     leaves = _convolution_inputs(case) if case.name == _CONVOLUTIONS else _scan_inputs(case)
     upstream = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1))
     without_bias = [None] if case.name == _CONVOLUTIONS and not case.has_bias else []
 
     def run(function: Callable[..., Tensor], device: torch.device, **options: bool) -> list[Tensor]:
-        own = [tensor.to(device, copy=True).requires_grad_() for tensor in leaves]
+        arguments = [tensor.to(device, copy=True).requires_grad_() for tensor in leaves]
         with torch.enable_grad():
-            out = function(*own, *without_bias, _LENGTHS, **options)
-            return [out.detach(), *torch.autograd.grad(out, own, upstream.to(device, out.dtype))]
+            out = function(*arguments, *without_bias, _LENGTHS, **options)
+            return [out.detach(), *torch.autograd.grad(out, arguments, upstream.to(device, out.dtype))]
 
     errors = []
     for options in [{"activated": True}, {"activated": False}] if case.name == _CONVOLUTIONS else [{}]:
-        pairs = zip(
-            run(kernel, case.device, **options), run(_PLAIN[case.name], torch.device("cpu"), **options), strict=True
-        )
-        errors += [(a.float().cpu() - b.float()).abs().max() / b.float().abs().max() for a, b in pairs]
-    return float(torch.stack(errors).max())
+        reference = run(_PLAIN[case.name], torch.device("cpu"), **options)
+        errors.append(relative_errors(run(kernel, case.device, **options), reference))
+    return float(torch.cat(errors).max())
 
 
 def _convolution_inputs(case: KernelCase) -> list[Tensor]:
@@ -205,15 +204,15 @@ def _scan_inputs(case: KernelCase) -> list[Tensor]:
         return torch.randn(shape, generator=random).to(dtype)
 
     x: tuple[int, ...]
-    own: tuple[int, ...]
+    per_step: tuple[int, ...]
     a: tuple[int, ...]
     keys: tuple[int, ...]
     if case.name == "Mamba-2":
         heads, width, groups, states = case.shape
-        x, own, a, keys = (heads, width), (heads,), (heads,), (groups, states)
+        x, per_step, a, keys = (heads, width), (heads,), (heads,), (groups, states)
     else:
         channels, states = case.shape
-        x, own, a, keys = (channels,), (channels,), (channels, states), (states,)
-    dt = torch.nn.functional.softplus(draw(tokens, *own) - 2)
+        x, per_step, a, keys = (channels,), (channels,), (channels, states), (states,)
+    dt = torch.nn.functional.softplus(draw(tokens, *per_step) - 2)
     b, c = (draw(tokens, *keys, dtype=case.dtype) for _ in range(2))
-    return [draw(tokens, *x, dtype=case.dtype), dt, -draw(*a).exp(), b, c, draw(*own)]
+    return [draw(tokens, *x, dtype=case.dtype), dt, -draw(*a).exp(), b, c, draw(*per_step)]

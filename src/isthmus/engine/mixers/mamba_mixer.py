@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.mixers.gated_norm import gate
 from isthmus.engine.mixers.selective_scan import selective_scan
 from isthmus.engine.mixers.sharded_mixer import (
@@ -22,7 +23,6 @@ from isthmus.engine.mixers.sharded_mixer import (
     recurrence_parameter,
     sharded_parameter,
 )
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 

@@ -13,11 +13,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.checkpoint.sharded_sections import by_sections
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.mixers.causal_convolution import causal_convolution
-from isthmus.engine.model_config import DecoderConfig
+from isthmus.engine.parallel.sharded_sections import by_sections
 
 
 def sharded_parameter(*shape: int, dtype: torch.dtype, dim: int = 0) -> nn.Parameter:

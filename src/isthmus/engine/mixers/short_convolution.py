@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 

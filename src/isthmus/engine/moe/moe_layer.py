@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.recompute import recompute_if
-from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, adapters_of
+from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, linear_adapters
 from isthmus.engine.lora.input_dropout import with_this_batch
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
+from isthmus.engine.parallel.ddp import mark_expert_parameter
 from isthmus.families.architecture import Moe
 
 
@@ -50,7 +51,7 @@ class GroupedExperts(SequentialMLP):
                 # Megatron-Core sums it over tp; here each rank has all tokens and the whole gradient.
                 bias.sequence_parallel = False
                 if own_copies:
-                    mark_own_copies(bias, self.tp_group, whole=True)
+                    mark_expert_parameter(bias, self.tp_group, replicated=True)
 
     def forward(self, hidden: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
         """``hidden`` [n, H] is sorted by expert, ``sizes`` are rows per expert, and ``weights`` [n] scale the results.
@@ -81,7 +82,7 @@ class GroupedExperts(SequentialMLP):
     def _linear(self, layers: list[Any], rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Rows times the weight of their expert, with its adapters; a part of a sum if etp shards the columns."""
         out = grouped_linear(rows, sizes, [layer.weight for layer in layers], self.kernels)
-        adapters = [adapter for layer in layers if (adapter := adapters_of(layer)) is not None]
+        adapters = [adapter for layer in layers if (adapter := linear_adapters(layer)) is not None]
         if not adapters:
             return out
         down, up = [adapter.joined_a() for adapter in adapters], [adapter.joined_b() for adapter in adapters]
@@ -99,22 +100,13 @@ class GroupedExperts(SequentialMLP):
         return list(copy_to_tensor_model_parallel_region(torch.stack(tensors), group=self.tp_group).unbind())
 
 
-def mark_own_copies(parameter: Any, group: Any, *, whole: bool) -> None:
-    """An expert's parameter has a data-parallel group of its own. ``whole``: all etp ranks of ``group`` have it.
-
-    The gradient norm counts such a parameter on the first of them, whatever its tp rank is.
-    """
-    parameter.allreduce = False
-    if whole:
-        parameter.tensor_model_parallel = group.rank() == 0
-        parameter.shared = group.rank() != 0
-
-
 def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
     return torch.stack(biases).repeat_interleave(counts, dim=0, output_size=rows.size(0))
 
 
 class MoeBlock(MegatronModule):
+    uses_weights_directly = True
+    """Read by :class:`isthmus.engine.parallel.ddp.OverlappingDataParallel`."""
     pre_shared_layernorm: Any
     post_shared_layernorm: Any
     pre_routed_layernorm: Any

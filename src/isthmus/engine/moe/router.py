@@ -21,6 +21,9 @@ from isthmus.families.architecture import Moe
 
 
 class TopKRouter(MegatronModule):
+    fsdp_unit = "float32"
+    """It computes in float32 in any precision."""
+
     def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any, layer: int = 0) -> None:
         super().__init__(config)
         self.moe, self.settings, self.groups, self.layer = moe, settings, groups, layer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config.schema.optim import OptimConfig
-from isthmus.engine.optim.whole_weights import Holder, Weight, WeightExchange
+from isthmus.engine.optim.full_weights import Holder, Weight, WeightExchange
 from isthmus.engine.parallel.sharded_params import local_elements
 from isthmus.families.architecture import Architecture
 from isthmus.families.rules.rule import Rule

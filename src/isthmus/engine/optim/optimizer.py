@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.config.schema.train import TrainConfig
 from isthmus.engine.decoder.decoder import Decoder
-from isthmus.engine.decoder.live_parameters import live_parameters
 from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.optim.adamw import AdamW8bit, AdamWBesideMuon, CpuOffloadAdamW, create_state
 from isthmus.engine.optim.muon import Muon, Shard
 from isthmus.engine.optim.param_groups import group_overrides, mark_parameters
 from isthmus.engine.parallel.ddp import OverlappingDataParallel
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
+from isthmus.engine.parallel.live_parameters import live_parameters
 from isthmus.engine.parallel.sharded_params import elements_before, local_elements
 from isthmus.engine.upstream.compat import use_torch_adam
 from isthmus.families.family import Family

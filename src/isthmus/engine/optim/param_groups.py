@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from isthmus.config.schema.optim import OptimConfig
-from isthmus.engine.decoder.live_parameters import live_parameters
+from isthmus.engine.parallel.live_parameters import live_parameters
 from isthmus.families.family import Family
 from isthmus.families.matched_tensors import hidden_matrices, values_by_pattern
 

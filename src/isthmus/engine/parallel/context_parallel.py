@@ -24,7 +24,7 @@ Spans = tuple[tuple[int, int], ...]
 MAX_ROUNDS = 8
 """Each rank gets two chunks per round."""
 MIN_CHUNK = 64
-"""Minimum tokens of a chunk, about a block of queries in packed_attention_cpu; below it there are fewer rounds."""
+"""Minimum tokens of a chunk, about a block of queries of the attention on a CPU; below it there are fewer rounds."""
 
 
 @functools.lru_cache(maxsize=8)

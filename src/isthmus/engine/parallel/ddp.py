@@ -11,22 +11,22 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from isthmus.engine.moe.moe_layer import MoeBlock
-
 
 class OverlappingDataParallel(DistributedDataParallel):
     """Megatron-Core's wrapper with additional hooks for reductions and weight gathering.
 
     The decoder adds weight gradients directly to the buffers, and runs embedding, projection and experts without
-    calling their modules, so Megatron-Core's own hooks do not run for them.
+    calling their modules, so Megatron-Core's hooks do not run for them. A module that uses weights of submodules so
+    has an attribute ``uses_weights_directly``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.use_forward_hook:
             decoder = self.module
-            for block in (module for module in decoder.modules() if isinstance(module, MoeBlock)):
-                block.register_forward_pre_hook(self._waits_for(block))
+            for block in decoder.modules():
+                if getattr(block, "uses_weights_directly", False):
+                    block.register_forward_pre_hook(self._waits_for(block))
             if decoder.pre_process or decoder.mtp_process:
                 decoder.register_forward_pre_hook(self._waits_for(decoder.embedding))
             if decoder.post_process:
@@ -44,14 +44,14 @@ class OverlappingDataParallel(DistributedDataParallel):
         return wait
 
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
-        own = super()._make_backward_post_hook(param)
+        mark_ready = super()._make_backward_post_hook(param)
 
         def hook(*grads: object) -> None:
             added: bool = getattr(param, "grad_added_to_main_grad", False)
             if self.ddp_config.overlap_grad_reduce and param.grad is None and added:
                 self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
             else:
-                own(*grads)
+                mark_ready(*grads)
 
         return hook
 
@@ -85,6 +85,17 @@ def weights_gathered(models: Iterable[Any]) -> Iterator[None]:
             group.param_gather_dispatched = dispatched
 
 
+def mark_expert_parameter(parameter: Any, group: Any, *, replicated: bool) -> None:
+    """An expert's parameter has a data-parallel group of its own; ``replicated``: all etp ranks of ``group`` have it.
+
+    The gradient norm counts such a parameter on the first of them, whatever its tp rank is.
+    """
+    parameter.allreduce = False
+    if replicated:
+        parameter.tensor_model_parallel = group.rank() == 0
+        parameter.shared = group.rank() != 0
+
+
 def sum_tp_grads(model: nn.Module) -> None:
     """Sum the gradients of parameters with a copy on each tp rank in the backward pass, for a model without a wrapper.
 
@@ -102,6 +113,6 @@ def sum_tp_grads(model: nn.Module) -> None:
 
     config: Any = model.config
     for name, parameter in model.named_parameters():
-        of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-        if of_heads or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+        is_head_norm = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        if is_head_norm or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False)):
             parameter.register_hook(summed)

@@ -6,25 +6,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-
-from isthmus.engine.decoder.decoder import Decoder, build_model
-from isthmus.engine.decoder.decoder_layer import DecoderLayer
-from isthmus.engine.decoder.live_parameters import freeze
-from isthmus.engine.moe.router import TopKRouter
-from isthmus.engine.parallel.sharded_params import init_empty_weights
-from isthmus.families.architecture import Architecture
 
 _MESHES = itertools.count()
 
@@ -32,18 +24,19 @@ _MESHES = itertools.count()
 class FullyShardedDataParallel(_BaseDataParallel):
     """A decoder with parameters sharded by rows; layers compute in its dtype.
 
-    Those that the optimizer updates are float32, frozen ones have the dtype of the decoder.
+    Those that the optimizer updates are float32, frozen ones have the dtype of the decoder. Its modules with an
+    attribute ``fsdp_unit`` are sharded as units: ``layer``, or ``float32`` if it computes in float32 in any precision.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        """``model`` was built with :func:`init_empty_weights`."""
+    def __init__(self, model: MegatronModule) -> None:
+        """``model`` was built with :func:`isthmus.engine.parallel.sharded_params.init_empty_weights`."""
         super().__init__(config=model.config, module=model)
         self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.sharded_tensors: dict[str, Any] = model.sharded_state_dict(
             metadata={"singleton_local_shards": False, "dp_cp_group": group}
         )
-        """Megatron-Core's checkpoint entry of each whole tensor, without data."""
+        """Megatron-Core's checkpoint entry of each full tensor, without data."""
         for entry in self.sharded_tensors.values():
             entry.data = entry.data.detach() if isinstance(entry.data, Tensor) else entry.data
         marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
@@ -58,8 +51,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
             for mark, value in marks[name].items():
                 setattr(parameter, mark, value)
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        output: Tensor = self.module(*inputs, **named)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             # Without a backward pass nothing else frees the embedding and the projection.
             self.module.reshard()
@@ -73,35 +66,24 @@ class FullyShardedDataParallel(_BaseDataParallel):
         torch._foreach_mul_([grad.to_local() for grad in grads if isinstance(grad, DTensor)], scaling_factor)
 
 
-def build_sharded(
-    architecture: Architecture, config: TransformerConfig, frozen: Collection[str] = ()
-) -> FullyShardedDataParallel:
-    """Build a decoder and allocate only this rank's rows of each parameter, not initialized.
-
-    ``frozen`` are canonical names, see :func:`freeze`.
-    """
-    with init_empty_weights():
-        model = build_model(architecture, config)
-    freeze([model], frozen)
-    return FullyShardedDataParallel(model)
-
-
-def _shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard each layer, then the other parameters as one unit: the decoder uses embedding and projection directly."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     if policy.param_dtype is not None:
-        for module in _of(model, TopKRouter):  # computes in float32 in any precision
+        for module in _units(model, "float32"):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    for module in _of(model, DecoderLayer):
+    for module in _units(model, "layer"):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in _of(model, FSDPModule):
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
         # The loss is a sum over tokens, divided once by their number, so gradients are summed and not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
 
 
-def _of(model: nn.Module, kind: type) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, kind)]
+def _units(model: nn.Module, kind: str) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "fsdp_unit", None) == kind]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-
-from isthmus.engine.linear.quantized_weight import QuantizedWeight
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
@@ -29,19 +27,19 @@ def elements_before(tensor: DTensor) -> int:
 
 @contextmanager
 def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor for all rows; on exit a sharded ``tensor`` copies its own rows from it, a quantized one all."""
-    if isinstance(tensor, QuantizedWeight):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        yield whole
-        tensor.quantize_(whole)
-        return
-    if not isinstance(tensor, DTensor):
+    """Yield a tensor for all rows; on exit ``tensor`` is set from it: a sharded one from this rank's rows."""
+    # isthmus.engine.linear.quantized_weight.QuantizedWeight has it.
+    quantize: Callable[[Tensor], None] | None = getattr(tensor, "quantize_", None)
+    if quantize is None and not isinstance(tensor, DTensor):
         yield tensor
         return
-    start, end = local_rows(tensor)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    yield whole
-    tensor.to_local().copy_(whole[start:end])
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    yield full
+    if quantize is not None:
+        quantize(full)
+    elif isinstance(tensor, DTensor):
+        start, end = local_rows(tensor)
+        tensor.to_local().copy_(full[start:end])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

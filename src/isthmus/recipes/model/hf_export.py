@@ -16,12 +16,12 @@ from isthmus.convert.online import export_plan, export_weights, full_weights, re
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.convert.towers import Towers
 from isthmus.convert.weight_source import copied_dtype
-from isthmus.engine.checkpoint.checkpoint_names import expert_of
-from isthmus.engine.decoder.live_parameters import live_tensors, mtp_shared_tensors
 from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.lora.attach import Merge
 from isthmus.engine.parallel.ddp import gather_weights
+from isthmus.engine.parallel.live_parameters import live_tensors, mtp_shared_tensors
 from isthmus.engine.parallel.process_groups import agree, barrier, gather_objects
+from isthmus.engine.tensor_names import expert_of
 from isthmus.errors import disk_errors
 from isthmus.files.file_checksums import Parts, WrittenBlocks, hash_share, merge_parts
 from isthmus.hf.model_folder import write_model_files

@@ -22,9 +22,9 @@ from isthmus.recipes.plan.model_plan import ModelPlan
 
 if TYPE_CHECKING:
     from isthmus.engine.attention.backends.selection import Selection
+    from isthmus.engine.decoder_config import DecoderConfig
     from isthmus.engine.linear.fp8_linear import Fp8Recipe
     from isthmus.engine.lora.attach import AdapterSource
-    from isthmus.engine.model_config import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Dtype of weights and activations by precision; fp8 applies to matmul inputs only."""
@@ -76,11 +76,11 @@ def build_rank_model(
     either case. Raises UsageError if the MTP layers have another embedding or output layer than the model, or if
     ``train.compile=true`` or the requested ``train.attention`` is not possible.
     """
-    from isthmus.engine.decoder.live_parameters import live_tensors, mtp_shared_tensors
+    from isthmus.engine.decoder.model_config import transformer_config
     from isthmus.engine.lora.attach import InitialAdapters, adapter_tensors, load_adapters, subtract_adapters
-    from isthmus.engine.model_config import transformer_config
     from isthmus.engine.moe.gemm_choice import choose_gemms
     from isthmus.engine.optim.optimizer import wrap_data_parallel
+    from isthmus.engine.parallel.live_parameters import live_tensors, mtp_shared_tensors
 
     dtype = DTYPES[precision]
     device = torch.device(platform.device_type)
@@ -131,11 +131,10 @@ def _build_stages(
     config: RunConfig, plan: ModelPlan, settings: DecoderConfig, position: Position
 ) -> tuple[list[Any], tuple[str, ...]]:
     """This rank's stages with their adapters, without values; and messages on quantized weights."""
-    from isthmus.engine.decoder.decoder import build_stages
-    from isthmus.engine.decoder.live_parameters import freeze
+    from isthmus.engine.decoder.decoder import build_sharded, build_stages
     from isthmus.engine.linear.quantized_linears import quantize_frozen, unallocated_linears
     from isthmus.engine.lora.attach import attach_adapters
-    from isthmus.engine.parallel.fsdp import build_sharded
+    from isthmus.engine.parallel.live_parameters import freeze
 
     if plan.parallel.fsdp:
         return [build_sharded(plan.architecture, settings, plan.frozen)], ()
@@ -186,7 +185,7 @@ def select_attention(
 ) -> Selection:
     """The attention backend; arguments and errors are those of :func:`select_backend`."""
     from isthmus.engine.attention.backends.selection import select_backend
-    from isthmus.engine.model_config import attention_needs
+    from isthmus.engine.decoder.model_config import attention_needs
 
     arch, parallel = plan.architecture, plan.parallel
     needs = attention_needs(arch, parallel, dtype=DTYPES[precision], device=device, dropout=plan.dropout)

@@ -19,9 +19,10 @@ def check_attention(machine: Machine) -> Iterator[Finding]:
     """Each backend against float32 with heads as those of Llama, without and with a window."""
     import torch
 
-    from isthmus.engine.attention.backends.backends import BACKENDS, AttentionNeeds
+    from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
     from isthmus.engine.attention.backends.selection import select_backend
-    from isthmus.engine.attention.backends.self_check import TOLERANCE, self_check
+    from isthmus.engine.attention.backends.self_check import self_check
+    from isthmus.engine.kernel_check import TOLERANCE
 
     platform = _platform()
     on_gpu = platform.device_type == "cuda"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention.backends import packed_attention_cpu
-from isthmus.engine.attention.backends.backends import BACKENDS
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention, plan_stacks
+from isthmus.engine.attention.backends import blocks
+from isthmus.engine.attention.backends.blocks import packed_attention, plan_stacks
+from isthmus.engine.attention.backends.registry import BACKENDS
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.self_attention import CoreAttention
 from isthmus.engine.layers.dropout import AttentionDropout, drop, dropout_keys, keep_mask
@@ -39,7 +39,7 @@ SIZES = {
 @pytest.fixture(params=range(3), ids=["small-blocks", "nothing-filled-up", "blocks"])
 def block_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, values in SIZES.items():
-        monkeypatch.setattr(packed_attention_cpu, name, values[request.param])
+        monkeypatch.setattr(blocks, name, values[request.param])
     plan_stacks.cache_clear()
     yield
     plan_stacks.cache_clear()

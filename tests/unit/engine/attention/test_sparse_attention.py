@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isthmus.engine.attention import sparse_attention as module
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
+from isthmus.engine.attention.backends.blocks import packed_attention
 from isthmus.engine.attention.sparse_attention import sparse_attention
 
 LENGTHS = (37, 1, 20)

@@ -26,7 +26,7 @@ def groups() -> Iterator[None]:
 
 def gradients(form: Form, train: TrainConfig, moe: Moe | None = None) -> dict[str, Tensor]:
     from isthmus.engine.decoder.decoder import build_model
-    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.decoder.model_config import transformer_config
 
     architecture = Architecture(
         family="gpt2", num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2,

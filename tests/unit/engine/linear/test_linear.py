@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.engine.linear import input_exchange as tensor_parallel
 from isthmus.engine.linear import linear, matmul
 from isthmus.engine.linear.fp8_linear import Fp8Recipe, fp8_linear
+from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
 from isthmus.engine.linear.linear import _fused_linear, _LinearIntoMainGrad
-from isthmus.engine.parallel import tensor_parallel
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE, InputExchange
 from unit.engine.recorder import Recorder
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.linear import matmul as module
+from isthmus.engine.linear.input_exchange import NO_EXCHANGE
 from isthmus.engine.linear.linear import _fused_linear, _LinearIntoMainGrad
 from isthmus.engine.linear.matmul import add_matmul, matmul
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
 from isthmus.platforms.torch_features import ONEDNN_MATMUL
 
 ONEDNN = torch.backends.mkldnn.is_available() and module._onednn_is_exact()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from isthmus.engine.linear.input_exchange import NO_EXCHANGE
 from isthmus.engine.linear.linear import ReplicatedLinear, _LinearIntoMainGrad
 from isthmus.engine.linear.quantized_linears import quantize_frozen, unallocated_linears
 from isthmus.engine.linear.quantized_weight import Kind, QuantizedWeight, bitsandbytes, dense
 from isthmus.engine.parallel.sharded_params import full_to_shard
-from isthmus.engine.parallel.tensor_parallel import NO_EXCHANGE
 from isthmus.errors import UsageError
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")

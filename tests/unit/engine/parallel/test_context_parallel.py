@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.attention.backends import packed_attention_cpu
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention, plan_stacks
+from isthmus.engine.attention.backends import blocks
+from isthmus.engine.attention.backends.blocks import packed_attention, plan_stacks
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.rope import frequency_sets, rotary_tables
 from isthmus.engine.parallel import context_parallel
@@ -33,8 +33,8 @@ PACKINGS: dict[str, tuple[int, ...]] = {
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(context_parallel, "MIN_CHUNK", 2)
-    monkeypatch.setattr(packed_attention_cpu, "BLOCK_QUERIES", 6)
-    monkeypatch.setattr(packed_attention_cpu, "KEYS_MULTIPLE", 4)
+    monkeypatch.setattr(blocks, "BLOCK_QUERIES", 6)
+    monkeypatch.setattr(blocks, "KEYS_MULTIPLE", 4)
     for cached in (partition, plan_stacks):
         cached.cache_clear()
     yield

@@ -55,7 +55,7 @@ def main() -> None:
     from isthmus.engine.checkpoint import run_state, save_load
     from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
     from isthmus.engine.decoder.decoder import build_stages
-    from isthmus.engine.model_config import transformer_config
+    from isthmus.engine.decoder.model_config import transformer_config
     from isthmus.engine.optim.learning_rate import build_schedule
     from isthmus.engine.optim.optimizer import build_optimizer, wrap_data_parallel
     from isthmus.engine.step import Stepper

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from isthmus.engine import kernel_check
 from isthmus.engine.attention.backends import self_check
 from isthmus.errors import UsageError
 from isthmus.platforms import detect
@@ -28,8 +29,8 @@ def test_this_machine_has_no_error() -> None:
 
 def test_attention_that_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.self_check.cache_clear()
-    monkeypatch.setitem(self_check.TOLERANCE, torch.float32, -1.0)
-    monkeypatch.setitem(self_check.TOLERANCE, torch.bfloat16, -1.0)
+    monkeypatch.setitem(kernel_check.TOLERANCE, torch.float32, -1.0)
+    monkeypatch.setitem(kernel_check.TOLERANCE, torch.bfloat16, -1.0)
     found = findings(check_attention, Machine())
     self_check.self_check.cache_clear()
     assert "attention: sdpa is not usable, its errors against float32 are" in "\n".join(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention.backends.packed_attention_cpu import check_shapes
+from isthmus.engine.attention.backends.blocks import check_shapes
 from isthmus.engine.compiled import compile_limit
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens

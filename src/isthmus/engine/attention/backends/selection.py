@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from isthmus.engine.attention.backends.backends import BACKENDS, AttentionNeeds, BackendName
 from isthmus.engine.attention.backends.flash_versions import activate_flash, newer_flash
+from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
 from isthmus.engine.attention.backends.self_check import CheckResult, self_check
+from isthmus.engine.decoder_config import BackendName
 from isthmus.errors import UsageError
 
 

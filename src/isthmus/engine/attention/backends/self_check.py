@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isthmus.engine.attention.backends.backends import BACKENDS, AttentionNeeds, BackendName
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
+from isthmus.engine.attention.backends.blocks import packed_attention
+from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
+from isthmus.engine.decoder_config import BackendName
+from isthmus.engine.kernel_check import TOLERANCE, relative_errors
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
 
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Largest error of an output or gradient, relative to its largest value. A wrong mask gives about 1."""
 _LENGTHS = (200, 1, 77, 300, 62)
 """Not multiples of a block of any kernel."""
 _WINDOW = 70
@@ -31,7 +31,7 @@ class CheckResult(NamedTuple):
     forward: float
     """Largest error of the output, relative to its largest value."""
     backward: float
-    """Of the gradients."""
+    """Largest error of a gradient."""
     failure: str | None
     """None: the errors are small."""
 
@@ -57,7 +57,7 @@ def self_check(name: BackendName, needs: AttentionNeeds, flash: str = "") -> Che
 
 
 def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, spans: Spans | None) -> list[float]:
-    """Of the output and each gradient."""
+    """Errors of the output and each gradient."""
     random = torch.Generator().manual_seed(0)
     heads, tokens = needs.groups * needs.repeat, sum(_LENGTHS)
     shapes = {
@@ -66,25 +66,23 @@ def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, spans:
         "v": (needs.groups, needs.value_width),
         "upstream": (needs.groups, needs.repeat, needs.value_width),
     }
-    given = {n: torch.randn(tokens, *shape, generator=random).to(needs.dtype) for n, shape in shapes.items()}
-    given |= {n: local_tokens(given[n], spans) for n in ("q", "upstream")}
+    inputs = {n: torch.randn(tokens, *shape, generator=random).to(needs.dtype) for n, shape in shapes.items()}
+    inputs |= {n: local_tokens(inputs[n], spans) for n in ("q", "upstream")}
     if needs.sinks:
-        given["sinks"] = torch.randn(heads, generator=random).to(needs.dtype)
+        inputs["sinks"] = torch.randn(heads, generator=random).to(needs.dtype)
 
     def run(attend: Callable[..., Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
-        own = {n: x.to(device, dtype, copy=True).requires_grad_(n != "upstream") for n, x in given.items()}
-        options = {"scale": needs.scale, "softcap": needs.softcap, "sinks": own.get("sinks"), "spans": spans}
+        tensors = {n: x.to(device, dtype, copy=True).requires_grad_(n != "upstream") for n, x in inputs.items()}
+        options = {"scale": needs.scale, "softcap": needs.softcap, "sinks": tensors.get("sinks"), "spans": spans}
         with torch.enable_grad():
             out = attend(
-                *(own[n] for n in "qkv"), _LENGTHS, window, **{n: x for n, x in options.items() if x is not None}
+                *(tensors[n] for n in "qkv"), _LENGTHS, window, **{n: x for n, x in options.items() if x is not None}
             )
-            leaves = [x for n, x in own.items() if n != "upstream"]
-            return [out.detach(), *torch.autograd.grad(out, leaves, own["upstream"])]
+            leaves = [x for n, x in tensors.items() if n != "upstream"]
+            return [out.detach(), *torch.autograd.grad(out, leaves, tensors["upstream"])]
 
-    got = run(BACKENDS[name].attend, needs.device, needs.dtype)
-    if isinstance(got[0], FakeTensor):  # without values
-        return [0.0] * len(got)
-    wanted = run(packed_attention, "cpu", torch.float32)
-    return [
-        float((mine.float().cpu() - own).abs().max() / own.abs().max()) for mine, own in zip(got, wanted, strict=True)
-    ]
+    results = run(BACKENDS[name].attend, needs.device, needs.dtype)
+    if isinstance(results[0], FakeTensor):  # without values
+        return [0.0] * len(results)
+    errors: list[float] = relative_errors(results, run(packed_attention, "cpu", torch.float32)).tolist()
+    return errors

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isthmus.engine.attention.backends.packed_attention_cpu import check_shapes
+from isthmus.engine.attention.backends.blocks import check_shapes
 from isthmus.engine.attention.backends.row_ranges import offset_ranges, row_ranges, segments
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.parallel.context_parallel import Spans

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.engine.attention.backends import backends, flash_versions, selection, self_check
-from isthmus.engine.attention.backends.backends import BACKENDS, AttentionNeeds
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
+from isthmus.engine import kernel_check
+from isthmus.engine.attention.backends import flash_versions, selection, self_check
+from isthmus.engine.attention.backends import registry as backends
+from isthmus.engine.attention.backends.blocks import packed_attention
+from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
 from isthmus.engine.attention.backends.selection import select_backend
 from isthmus.engine.attention.backends.self_check import CheckResult
-from isthmus.engine.model_config import attention_needs, transformer_config
+from isthmus.engine.decoder.model_config import attention_needs, transformer_config
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Dropout
 from isthmus.families.registry import family_for
@@ -167,7 +169,7 @@ def test_a_right_kernel_passes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
     """Also one that accumulates in the dtype of the inputs, as the blocks do."""
     result = of_kernel(monkeypatch, packed_attention, dtype=dtype, **changes)
     assert result.failure is None
-    assert 0 < max(result[:2]) < self_check.TOLERANCE[dtype] or dtype == torch.float32
+    assert 0 < max(result[:2]) < kernel_check.TOLERANCE[dtype] or dtype == torch.float32
 
 
 def without_window(*args: Any, **kwargs: Any) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.decoder.spec import build_layer, build_norm
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.linear.linear import ColumnParallelLinear
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Architecture
 
 

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.checkpoint.checkpoint_names import (
-    CheckpointSlot,
-    Spelling,
-    live_names,
-    spelling_of,
-    transformer_engine_name,
-)
+from isthmus.engine.tensor_names import CheckpointSlot, Spelling, live_names, spelling_of, transformer_engine_name
 from isthmus.families.architecture import Architecture
 from isthmus.families.mixer_sizes import KeyIndexer, WindowAttention
 

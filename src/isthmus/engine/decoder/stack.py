@@ -14,7 +14,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.model_config import DecoderConfig
+from isthmus.engine.decoder_config import DecoderConfig
 
 
 class LayerStack(MegatronModule):

@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isthmus.engine.attention.backends.blocks import packed_attention
 from isthmus.engine.attention.backends.flex import flex_attention
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
 from isthmus.engine.compiled import find_compiler
+from isthmus.engine.decoder_config import BackendName
 from isthmus.platforms.torch_features import varlen_attn
 
-BackendName = Literal["varlen", "flex", "sdpa", "blocks"]
 MAX_FLASH_WIDTH = 256
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.self_attention import PackedSelfAttention
+from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
-from isthmus.engine.model_config import DecoderConfig
 from isthmus.families.architecture import Form
 
 
@@ -79,6 +79,8 @@ class DecoderLayer(MegatronModule):
     The output of the mixers is added to the residual stream in the kernel of the next norm. Names of modules are those
     of Megatron-Core.
     """
+
+    fsdp_unit = "layer"
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, layer_number: int, pg_collection: Any) -> None:
         """``layer_number`` counts from 1 in the whole model."""

@@ -1,59 +1,23 @@
-"""Megatron-Core's TransformerConfig for a model and its parallel layout."""
+"""The configuration of the decoder of a model in a parallel layout."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.config.schema.train import TrainConfig
-from isthmus.engine.attention.backends.backends import AttentionNeeds, BackendName
+from isthmus.engine.attention.backends.registry import AttentionNeeds
 from isthmus.engine.attention.backends.selection import select_backend
+from isthmus.engine.decoder_config import BackendName, DecoderConfig
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
 from isthmus.families.architecture import Architecture, Dropout
 
 _DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig(), Dropout())
 _CPU = torch.device("cpu")
-
-
-@dataclass
-class DecoderConfig(TransformerConfig):
-    experts: MoeConfig = field(default_factory=MoeConfig)
-    device: torch.device = _CPU
-    """Device of this rank's weights and activations."""
-    embedding_dropout: float = 0.0
-    adapter_dropout: float = 0.0
-    """Of the inputs of adapters; 0 without any."""
-    seed: int = 0
-    """Of dropout masks and noise."""
-    recomputed: frozenset[str] = frozenset()
-    """``train.recompute_modules`` of selective recomputation; Megatron-Core's setting has other names."""
-    attention: BackendName = "blocks"
-    label_smoothing: float = 0.0
-    """Of the cross entropy in training."""
-    neftune_alpha: float = 0.0
-    """Of the noise on embeddings in training."""
-    samples_experts: bool = False
-    """Whether the experts of a token are drawn in training."""
-    vocab_rows: int | None = None
-    """Rows of the embedding over all ranks; None: those of the vocabulary, padded."""
-
-    @property
-    def is_random(self) -> bool:
-        """Whether a training step has dropout or noise, or draws experts."""
-        rates = self.attention_dropout, self.hidden_dropout, self.embedding_dropout, self.adapter_dropout
-        return self.samples_experts or max(*rates, self.neftune_alpha) > 0
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding, padded to a multiple of ``tp``. The added rows are zero and never used."""
-    return math.ceil(vocab_size / tp) * tp
 
 
 def transformer_config(

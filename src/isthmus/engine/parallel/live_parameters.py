@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
-
-from isthmus.engine.decoder.decoder import Decoder
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
@@ -17,11 +15,11 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in live_parameters(model).items()}
 
 
-def freeze(model: list[Decoder], names: Collection[str]) -> None:
+def freeze(model: Sequence[Any], names: Collection[str]) -> None:
     """Stop the training of the parameters with these canonical names; before the data-parallel wrapper is built."""
     for stage in model:
         stage.frozen = names
-    for name, parameter in live_parameters(model).items():
+    for name, parameter in live_parameters(list(model)).items():
         if name in names:
             parameter.requires_grad_(False)
 
@@ -29,7 +27,7 @@ def freeze(model: list[Decoder], names: Collection[str]) -> None:
 def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     """This rank's parameters by canonical name, with model-wide layer and expert numbers, without adapters.
 
-    ``model`` is a :class:`Decoder`, wrapped or not, or the list of this rank's stages. The last stage of a tied model
+    ``model`` is a decoder, wrapped or not, or the list of this rank's stages. The last stage of a tied model
     has a copy of the embedding as ``output_layer.weight``, and with MTP layers under the embedding's name.
     """
     if isinstance(model, list):
@@ -39,7 +37,7 @@ def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     return {canonical_name(decoder, name): each for name, each in named if "lora" not in name.split(".")}
 
 
-def canonical_name(decoder: Decoder, name: str) -> str:
+def canonical_name(decoder: Any, name: str) -> str:
     """The name of a parameter or module of ``decoder`` with model-wide layer and expert numbers."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"] and len(parts) > 2:

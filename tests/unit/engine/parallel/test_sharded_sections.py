@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from isthmus.engine.checkpoint.checkpoint_names import MAMBA2_SECTIONS
-from isthmus.engine.checkpoint.sharded_sections import by_sections
+from isthmus.engine.parallel.sharded_sections import by_sections
+from isthmus.engine.tensor_names import MAMBA2_SECTIONS
 
 try:
     from megatron.core.ssm.utils import _split_tensor_factory  # megatron-core 0.19

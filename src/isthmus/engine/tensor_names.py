@@ -10,20 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 
-from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
-from isthmus.files.input_files import read_json
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Contains the step of the newest checkpoint."""
-RECORD = "latest_checkpointed_iteration.json"
-"""Repeats the step in the tracker file, a plain number in which a damaged digit is another step."""
-COMMON_FILE = "common.pt"
-"""What is not a tensor, as megatron-core reads it."""
-COMMON_OBJECT = "common_state/shard_0_1"
-"""The same as an object in the index: a list of one dict. megatron-core 0.19 writes only this."""
 _FUSED_INPUT_NORMS = {
     "attention": "self_attention.linear_qkv.layer_norm_",
     "gated_delta_net": "self_attention.in_proj.layer_norm_",
@@ -43,27 +32,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"(mtp\.layers\.(\d+)\.transformer_layer\.)(.+)")
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj)|output_layer)\.weight")
-
-
-def check_tracker(root: Path, step: int) -> None:
-    """Raise DataError if the tracker file of ``root``, which names ``step``, does not agree with its record.
-
-    Checkpoints of other programs have no record.
-    """
-    tracker, record = root / TRACKER, root / RECORD
-    if not record.is_file():
-        return
-    try:
-        allowed = read_json(record)["steps"]
-        agrees = step in allowed
-    except (DataError, KeyError, TypeError):
-        allowed, agrees = "nothing that can be read", False
-    if not agrees:
-        raise DataError(
-            f"{tracker} names step {step}, and {record.name} beside it {allowed}: one of them is damaged, or was "
-            f"edited. Give the checkpoint itself, for example {root}/iter_{step:07d} (of a run to resume, with "
-            f"checkpoint.resume=); or delete {record.name} if the tracker is right."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.attention.backends import flex
+from isthmus.engine.attention.backends.blocks import packed_attention
 from isthmus.engine.attention.backends.flex import flex_attention
-from isthmus.engine.attention.backends.packed_attention_cpu import packed_attention
 from isthmus.engine.attention.backends.row_ranges import row_ranges
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
