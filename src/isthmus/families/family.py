@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
@@ -45,7 +47,7 @@ class Placement:
     """Number of the expert in its layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
     """Everything specific to one ``model_type``. Import and export use the same fields."""
 
@@ -331,27 +333,38 @@ class Family:
         keeps = self.own_code and not arch.score_head and hf.get("model_type") == self.name
         return _first(hf.get("architectures")) if keeps else None
 
-    def placements(self, arch: Architecture) -> dict[str, Placement]:
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - families live as long as the process
+    def placements(self, arch: Architecture) -> Mapping[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""
-        found: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         rules = [rule.for_heads(arch) for rule in self.rules if rule.applies(arch)]
         if arch.score_head:
             rules = [*(rule for rule in rules if not rule.canonical.startswith("output_layer.")), SCORE]
         for axis, group in itertools.groupby(rules, key=_layer_axis):
-            of_axis = list(group)
+            axis_rules = list(group)
             for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.mtp_layers}.get(axis, 1)):
                 # MTP layers are numbered from 0 in canonical names, and after the last layer in Hugging Face names.
                 hf_layer = arch.num_layers + layer
                 kinds = arch.layer_kinds(hf_layer if axis == "{mtp}" else layer)
-                of_layer = [rule for rule in of_axis if rule.applies_to_layer(kinds)]
-                for is_expert, same in itertools.groupby(of_layer, key=lambda rule: rule.is_expert):
+                numbers = {"{layer}": layer, "{mtp}": layer, "{depth}": layer}
+                hf_numbers = {**numbers, "{mtp}": hf_layer}
+                layer_rules = [rule for rule in axis_rules if rule.applies_to_layer(kinds)]
+                for is_expert, same in itertools.groupby(layer_rules, key=lambda rule: rule.is_expert):
                     experts = range(arch.moe.num_experts if is_expert and arch.moe is not None else 1)
-                    for expert, rule in itertools.product(experts, list(same)):
-                        name = rule.canonical.format(layer=layer, expert=expert, mtp=layer)
-                        numbers = {"layer": layer, "expert": expert, "mtp": hf_layer, "depth": layer}
-                        hf = tuple(part.name.format(**numbers) for part in rule.parts)
-                        found[name] = Placement(name, rule, hf, expert)
-        return found
+                    # A large model has 100,000 tensors of experts: the numbers of layers are filled in once for all.
+                    names = [
+                        (
+                            rule,
+                            _numbered(rule.canonical, numbers),
+                            [_numbered(part.name, hf_numbers) for part in rule.parts],
+                        )
+                        for rule in same
+                    ]
+                    for expert, (rule, canonical, hf) in itertools.product(map(str, experts), names):
+                        name = canonical.replace("{expert}", expert)
+                        parts = tuple(part.replace("{expert}", expert) for part in hf)
+                        placements[name] = Placement(name, rule, parts, int(expert))
+        return MappingProxyType(placements)
 
     def unused_tensors(self, arch: Architecture) -> set[str]:
         """Names of tensors that files may have and the model does not use."""
@@ -391,6 +404,13 @@ _INNER: Mapping[str, Callable[..., Any]] = {
 def _rotary_of(arch: Architecture) -> tuple[Any, ...]:
     windowed = arch.windowed
     return arch.rotary_base, arch.rope_scaling, arch.rotary_percent, windowed.rotary_base, windowed.rotary_percent
+
+
+def _numbered(name: str, numbers: Mapping[str, int]) -> str:
+    """A name with its placeholders replaced by numbers."""
+    for placeholder, number in numbers.items():
+        name = name.replace(placeholder, str(number))
+    return name
 
 
 def _layer_axis(rule: Rule) -> str:

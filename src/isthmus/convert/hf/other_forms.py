@@ -69,6 +69,8 @@ def recut_rows(source: WeightSource, family: Family, arch: Architecture) -> Recu
     concatenates them when it loads them.
     """
     groups = []
+    if not any(rule.recut for rule in family.rules):
+        return None
     for placed in family.placements(arch).values():
         if not placed.rule.recut or not all(name in source.tensors for name in placed.hf):
             continue

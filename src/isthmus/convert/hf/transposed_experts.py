@@ -35,6 +35,8 @@ class TransposedExperts:
 
 def transposed_experts(source: WeightSource, family: Family, arch: Architecture) -> TransposedExperts | None:
     """The source with the shapes of the family, where they show that the file has the other order; None elsewhere."""
+    if not any(rule.stacked and rule.transposed for rule in family.rules):
+        return None
     names = {
         name
         for placed in family.placements(arch).values()

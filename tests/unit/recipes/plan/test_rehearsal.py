@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from isthmus.config.load import load_config
-from isthmus.config.presets import config_path, preset_names
+from isthmus.config.presets import preset_names
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -25,6 +25,8 @@ FEATURES = (
 )  # fmt: skip
 LAYOUTS = ({}, {"tp": 8}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 3, "cp": 2})
 OTHERS = {"tp": 2, "pp": 2}
+ARCHETYPES = ("qwen3-0.6b", "gpt2-125m-moe", "deepseek-v3")
+"""Dense; learned positions and experts; latent attention, experts and MTP layers."""
 
 
 def config_of(model: str, **settings: Any) -> RunConfig:
@@ -46,13 +48,11 @@ def canonical_names(family: Family, arch: Architecture) -> set[str]:
 
 
 def presets_and_layouts() -> Iterator[tuple[str, dict[str, int]]]:
-    """The first preset of each family in all layouts, and the others in one."""
-    seen: set[str] = set()
-    for name in preset_names("models"):
-        config = yaml.safe_load(config_path(f"preset:{name}", "models").read_text())
-        model_type = config.get("model_type")  # None: the preset changes another one
-        yield from ((name, layout) for layout in ((OTHERS,) if model_type in {None, *seen} else LAYOUTS))
-        seen.add(model_type)
+    """Archetypes in all layouts, and each other preset in one of them, in turn."""
+    names = [*preset_names("models")]
+    layouts = itertools.cycle((*LAYOUTS, OTHERS))
+    for name in names:
+        yield from ((name, layout) for layout in (LAYOUTS if name in ARCHETYPES else [next(layouts)]))
 
 
 @pytest.mark.parametrize(("preset", "layout"), [*presets_and_layouts()], ids=str)
