@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hostile import mutations
-from isthmus.cli.translate import _split
+from isthmus.cli.config.translate import _split
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment

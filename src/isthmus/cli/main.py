@@ -17,7 +17,6 @@ from isthmus import __version__
 from isthmus.cli import (
     bench,
     chat,
-    config,
     convert,
     data_view,
     doctor,
@@ -32,6 +31,7 @@ from isthmus.cli import (
     verify,
 )
 from isthmus.cli.cli_args import spread_data
+from isthmus.cli.config.config_verbs import app as config_app
 from isthmus.cli.options import Debug, Json
 from isthmus.cli.terminal import show
 from isthmus.config.recipes import RECIPE_SETTINGS
@@ -90,7 +90,7 @@ app.command(
 app.command("chat", short_help="Talk to a model in the terminal.")(chat.chat)
 app.add_typer(data_view.app, name="data", short_help="Show samples of data files as a run reads them.")
 app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
-app.add_typer(config.app, name="config", short_help="Show configs and presets; translate other programs' settings.")
+app.add_typer(config_app, name="config", short_help="Show configs and presets; translate other programs' settings.")
 
 
 def _print_version(wanted: bool) -> None:

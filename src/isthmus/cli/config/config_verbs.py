@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from isthmus.cli.train_verbs import Data, Words
-from isthmus.errors import NoSpace, UsageError
+from isthmus.errors import OutputExists, UsageError
 
 app = typer.Typer(
     help="Show configs and presets; translate other programs' settings.",
@@ -93,7 +93,7 @@ def cp(
         comment = "".join(f"# {line}".rstrip() + "\n" for line in opening_lines(source))
         text = comment + write_mapping(read_model(name))
     if destination.exists():
-        raise NoSpace(f"{destination} exists already. Remove it, or choose another name.")
+        raise OutputExists(f"{destination} exists already. Remove it, or choose another name.")
     write_atomic(destination, text)
     return 0
 
@@ -152,8 +152,8 @@ def from_megatron(
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
     """Print the config of a training that is started with Megatron-LM's arguments."""
-    from isthmus.cli.translate import from_megatron as translated
-    from isthmus.cli.translate import print_translation
+    from isthmus.cli.config.translate import from_megatron as translated
+    from isthmus.cli.config.translate import print_translation
 
     return print_translation(translated(words or [], run), json_wanted=as_json)
 
@@ -175,8 +175,8 @@ def from_primus(
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
     """Print the config of a Primus experiment and its model files, with settings given here."""
-    from isthmus.cli.translate import from_primus as translated
-    from isthmus.cli.translate import print_translation
+    from isthmus.cli.config.translate import from_primus as translated
+    from isthmus.cli.config.translate import print_translation
 
     return print_translation(translated(experiment, models, overrides or [], data or []), json_wanted=as_json)
 
@@ -190,7 +190,7 @@ def to_megatron(
 
     Settings that they do not express are named on stderr.
     """
-    from isthmus.cli.to_megatron import print_arguments
+    from isthmus.cli.config.to_megatron import print_arguments
 
     return print_arguments(words or [], json_wanted=as_json)
 
@@ -213,7 +213,7 @@ def from_env(
     as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
 ) -> int:
     """Print the config of a run of ROCm Megatron-LM's scripts, from their variables in the environment."""
-    from isthmus.cli.from_env import print_config, run_script
+    from isthmus.cli.config.from_env import print_config, run_script
 
     if run and as_json:
         raise UsageError("--json prints the settings and --run trains with them. Leave one of them out.")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from isthmus.cli.translate import print_translation, start_command
+from isthmus.cli.config.translate import print_translation, start_command
 from isthmus.config.dialects.rocm_scripts.read_variables import (
     SCRIPTS,
     batch_names,

@@ -18,7 +18,7 @@ from isthmus.cli.main import main
 from isthmus.config.dialects.rocm_scripts import llama_script
 from isthmus.hf.tiny_model import build_tiny_qwen3
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 TEXT = "To be, or not to be: that is the question.\n" * 200
 

@@ -1,0 +1,1 @@
+"""``isthmus config``: configs, presets, and translations of other programs' settings."""
