@@ -47,10 +47,22 @@ class MissingInput(IsthmusError):
     exit_code = 66
 
 
-class NoSpace(IsthmusError):
-    """The output cannot be created: it exists already, or the disk has no room."""
+class OutputError(IsthmusError):
+    """The output cannot be created. Base of the reasons for it."""
 
     exit_code = 73
+
+
+class NoSpace(OutputError):
+    """The disk or the quota is full."""
+
+
+class OutputExists(OutputError):
+    """The output exists already, or its place is taken by other files."""
+
+
+class OutputInUse(OutputError):
+    """Another process writes the output."""
 
 
 class IOFailure(IsthmusError):
@@ -124,8 +136,8 @@ def errno_of(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
-    if found := re.search(r"\(os error (\d+)\)", text):
-        return int(found[1])
+    if match := re.search(r"\(os error (\d+)\)", text):
+        return int(match[1])
     if re.search(r"iostream error|unexpected pos \d+|\d+ requested and \d+ written", text):
         return errno.EIO
     return next((number for quoted, number in _QUOTED.items() if quoted in text), None)
@@ -136,8 +148,8 @@ _NO_ANSWER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|t
 
 def is_lost_rank(error: BaseException | None) -> bool:
     """Whether a collective failed with ``error`` because another rank ended or does not answer."""
-    named = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch.distributed
-    return isinstance(error, RuntimeError) and (named or _NO_ANSWER.search(str(error)) is not None)
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch.distributed
+    return isinstance(error, RuntimeError) and (is_dist_error or _NO_ANSWER.search(str(error)) is not None)
 
 
 @contextlib.contextmanager
@@ -155,7 +167,7 @@ def disk_errors(path: Path, need_bytes: int | None = None) -> Iterator[None]:
     except Exception as error:
         if (number := errno_of(error)) is None and not isinstance(error, OSError):
             raise
-        free = shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists())).free
+        free = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
         if number not in _FULL and free > 2**20:
             raise IOFailure(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
         need = f"{need_bytes / 2**30:.2f} GiB needed, " if need_bytes is not None else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from faults.command import environment
-from isthmus.errors import NoSpace
+from isthmus.errors import OutputExists
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.data.prepare import prepare
@@ -84,5 +84,5 @@ def test_killed_prepare_continues(tmp_path: Path, args: list[str]) -> None:
     assert json.loads(done.stdout)["records"] == 80
     assert outputs(out) == whole and not Path(f"{out}.partial").exists()
     os.truncate(f"{out}.bin", 10)  # a finished output is never used as a part
-    with pytest.raises(NoSpace):
+    with pytest.raises(OutputExists):
         prepare([args[0]], out, args[2], workers=1)

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from isthmus.cli.main import main
 from isthmus.convert.infer.probe_model import TOLERANCE
 from isthmus.convert.learn import save_family
-from isthmus.errors import NoSpace
+from isthmus.errors import OutputExists
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.hf.model_folder import read_json
 from parity.strange_models import TRICKS
@@ -99,7 +99,7 @@ def test_inferred_family_round_trip(
     assert kept.data is None and arch == inferred.to_architecture(config)
     assert kept.placements(arch) == inferred.placements(arch)
     assert kept.to_hf_config(arch, config) == inferred.to_hf_config(arch, config)
-    with pytest.raises(NoSpace, match=r"kept.* exists already"):
+    with pytest.raises(OutputExists, match=r"kept.* exists already"):
         save_family(inferred, tmp_path / "kept.py")
 
 

@@ -176,6 +176,6 @@ def test_existing_export_is_not_overwritten(one: RankPool, tmp_path: Path) -> No
     (tmp_path / "export").mkdir()
     (tmp_path / "export/user.txt").write_text("text")
     refused = one.run("ranks.tasks.refusal", task="export", model=source, destination=tmp_path / "export")
-    assert (refused["kind"], refused["code"]) == ("NoSpace", 73)
+    assert (refused["kind"], refused["code"]) == ("OutputExists", 73)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["user.txt"]

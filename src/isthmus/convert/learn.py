@@ -33,7 +33,7 @@ from isthmus.convert.infer.relative_search import RelativeSearch
 from isthmus.convert.infer.unread_settings import check_unread
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.engine.parallel.process_groups import open_groups
-from isthmus.errors import NoSpace, UsageError, disk_errors
+from isthmus.errors import OutputExists, UsageError, disk_errors
 from isthmus.families.discover.candidates import EPSILONS, Candidates, Choices
 from isthmus.families.discover.config_inference import ConfigInference
 from isthmus.families.discover.family_file import read_data, write_family
@@ -89,7 +89,7 @@ def family_path(model_type: str, target: Path) -> Path:
     """The file of an inferred family: in a folder, or ``target`` itself if it is a ``.py``; an error if it exists."""
     path = target if target.suffix == ".py" else target / f"{model_type}.json"
     if path.exists():
-        raise NoSpace(f"{path} exists already. Remove it, or keep the family in another folder.")
+        raise OutputExists(f"{path} exists already. Remove it, or keep the family in another folder.")
     return path
 
 

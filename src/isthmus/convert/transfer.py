@@ -151,7 +151,8 @@ def convert(
     Raises:
         MissingInput, DataError, UnsafeInput, UsageError: the source is missing, damaged, or does not match its config;
             nothing is written.
-        NoSpace, IOFailure: the destination exists or cannot be written; partial output is removed.
+        OutputExists, OutputInUse, NoSpace, IOFailure: the destination exists or cannot be written; partial output is
+            removed.
     """
     start_s = time.monotonic()
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from isthmus.errors import NoSpace, disk_errors
+from isthmus.errors import OutputInUse, disk_errors
 
 LOCK = ".lock"
 """Name of the file in a folder, or suffix of its name beside an output."""
@@ -38,7 +38,8 @@ class FolderLock:
         """Lock, also create the folder of the file, which the holder before may remove.
 
         Raises:
-            NoSpace: another process holds the lock, or the disk is full.
+            OutputInUse: another process holds the lock.
+            NoSpace: the disk is full.
             IOFailure: the file cannot be written.
         """
         deadline_s = time.monotonic() + _WAIT_S
@@ -53,7 +54,7 @@ class FolderLock:
                             self._file = file
                 except BlockingIOError:
                     if time.monotonic() > deadline_s:
-                        raise NoSpace(f"{self._output} {self._described(file)}") from None
+                        raise OutputInUse(f"{self._output} {self._described(file)}") from None
                     time.sleep(0.1)
                 finally:
                     if self._file is None:
@@ -116,9 +117,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 def _holder(file: int) -> dict[str, object]:
     with suppress(ValueError, OSError):
-        found = json.loads(os.pread(file, 4096, 0))
-        if isinstance(found, dict):
-            return found
+        content = json.loads(os.pread(file, 4096, 0))
+        if isinstance(content, dict):
+            return content
     return {}
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import NoSpace, disk_errors
+from isthmus.errors import OutputExists, disk_errors
 from isthmus.files.atomic_write import TEMPORARY, rename, sync
 from isthmus.files.file_checksums import Parts, write_checksums
 from isthmus.files.folder_lock import LOCK, FolderLock
@@ -87,4 +87,4 @@ class StagedFolder:
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.destination) and not (self.replace and self.destination.is_dir()):
-            raise NoSpace(f"{self.destination} exists already. Give another folder or remove it.")
+            raise OutputExists(f"{self.destination} exists already. Give another folder or remove it.")

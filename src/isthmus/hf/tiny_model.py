@@ -37,8 +37,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from isthmus.data.chat.template_capabilities import CHATML
-from isthmus.errors import NoSpace, UsageError
-from isthmus.hf.model_folder import SINGLE_FILE
+from isthmus.errors import OutputExists, UsageError
+from isthmus.hf.tensors.safetensors_format import SINGLE_FILE
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
 VERSION: str = transformers_version
@@ -113,7 +113,7 @@ def build_tiny_qwen3(
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NoSpace(f"{folder} exists already. Remove it or choose another folder.")
+        raise OutputExists(f"{folder} exists already. Remove it or choose another folder.")
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, pattern=pattern)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

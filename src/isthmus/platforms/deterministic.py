@@ -55,7 +55,7 @@ def use_deterministic_algorithms(platform: Platform) -> str:
 
 
 @contextmanager
-def own_algorithms() -> Iterator[None]:
+def restored_algorithms() -> Iterator[None]:
     """Restore torch's settings after a run, for the program that started it."""
     settings = torch.utils.deterministic
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from isthmus.config.recipes import RecipeName
 from isthmus.config.schema import RunConfig
 from isthmus.engine.parallel.process_groups import agree, close_groups, on_rank_0, open_groups
-from isthmus.errors import NoSpace, Preempted, UsageError
+from isthmus.errors import OutputInUse, Preempted, UsageError
 from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
-from isthmus.platforms.deterministic import own_algorithms
+from isthmus.platforms.deterministic import restored_algorithms
 from isthmus.recipes.build import build_trainer
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
@@ -68,7 +68,7 @@ def _run_as(recipe: RecipeName, config: RunConfig) -> RunResult:
 
 def run_recipe(config: RunConfig) -> RunResult:
     """Train with the recipe of the config and export; a collective."""
-    with trusting(config.checkpoint.skip_checksums), own_algorithms(), StopFlag() as stop:
+    with trusting(config.checkpoint.skip_checksums), restored_algorithms(), StopFlag() as stop:
         try:
             context = leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
             messages = [*context.messages, *prepare_process(context)]
@@ -115,10 +115,10 @@ def _run_rank(context: RunContext, messages: Sequence[str], stop: StopFlag) -> R
 
 @contextmanager
 def _locked(context: RunContext) -> Iterator[None]:
-    """Lock the run folder for the block; raises NoSpace if another run had it and changed it."""
+    """Lock the run folder for the block; raises OutputInUse if another run had it and changed it."""
     with context.run_dir.locked():
         if context.run_dir.checkpoint_to_resume(context.config.checkpoint.resume) != context.resume:
-            raise NoSpace(
+            raise OutputInUse(
                 f"{context.run_dir.root} was written by another run, which has just ended. Start this command again to "
                 "resume it, or choose another folder with --out."
             )

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from isthmus.data.store.manifest import PARTIAL
-from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted, disk_errors
+from isthmus.data.readers.data_names import PARTIAL
+from isthmus.errors import DataError, Hang, IOFailure, MissingInput, OutputError, OutputExists, Preempted, disk_errors
 from isthmus.files.atomic_write import TEMPORARY, write_atomic
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.folder_lock import LOCK, locked_folder
@@ -59,7 +59,7 @@ class RunDir:
             not self.root.is_dir() or any(not path.name.startswith((LOCK, TEMPORARY)) for path in self.root.iterdir())
         )
         if occupied and not self.config.is_file():
-            raise NoSpace(
+            raise OutputExists(
                 f"{self.root} exists already and is not a run folder. Remove it or choose another folder with --out."
             )
         newest: Path | None = None
@@ -68,12 +68,12 @@ class RunDir:
             newest = latest(self.checkpoints) if occupied else None
         exported = self.export().exists() or self.adapter().exists()
         if occupied and newest is None and exported and resume in ("auto", "never"):
-            raise NoSpace(
+            raise OutputExists(
                 f"{self.root} contains the finished export of a run without checkpoints, which a new run replaces. "
                 "Remove it or choose another folder with --out."
             )
         if newest is not None and resume == "never":
-            raise NoSpace(
+            raise OutputExists(
                 f"{self.root} contains a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
                 "with --out, or checkpoint.resume=auto to resume it."
             )
@@ -111,7 +111,7 @@ class RunDir:
         except Preempted:
             raise  # the same command resumes with the prepared data
         except BaseException as error:
-            if isinstance(error, (Hang, NoSpace, IOFailure)) and any(self.data.glob(f"*{PARTIAL}")):
+            if isinstance(error, (Hang, OutputError, IOFailure)) and any(self.data.glob(f"*{PARTIAL}")):
                 raise  # the same command resumes with the tokenized parts
             shutil.rmtree(self.data, ignore_errors=True)
             for file in (self.reference, self.config):

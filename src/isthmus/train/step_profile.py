@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from isthmus.errors import IOFailure, NoSpace, Preempted
+from isthmus.errors import IOFailure, OutputError, Preempted
 from isthmus.files.atomic_write import atomic_file
 from isthmus.train.watcher import Watcher
 
@@ -261,7 +261,7 @@ class StepProfile(Watcher):
         profiler.stop()
         try:
             self._write(profiler)
-        except (OSError, NoSpace, IOFailure) as error:  # no reason to end the run
+        except (OSError, OutputError, IOFailure) as error:  # no reason to end the run
             self.log(f"the profile could not be written into {self.folder}: {error}")
 
     def ended(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:

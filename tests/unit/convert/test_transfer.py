@@ -21,7 +21,7 @@ from isthmus.convert.torch_pickle import read_torch_pickle
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.engine.checkpoint.common_state import read_common_state
-from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, NoSpace, UnsafeInput
+from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, OutputExists, UnsafeInput
 from isthmus.files.checked_files import ChecksumVerifier, trusting
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder, without_checksums
 
@@ -285,7 +285,7 @@ def test_damaged_tracker_of_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_existing_destination_is_refused(qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(NoSpace, match="exists already"):
+    with pytest.raises(OutputExists, match="exists already"):
         convert(qwen3, tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import NoSpace
+from isthmus.errors import OutputExists, OutputInUse
 from isthmus.files import folder_lock
 from isthmus.files.folder_lock import LOCK, FolderLock, locked_folder
 from isthmus.hf import staged_folder
@@ -47,7 +47,7 @@ def held(path: Path) -> Iterator[int]:
 def test_other_process_is_named_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     with held(tmp_path / LOCK) as pid:
         for _ in range(2):  # the refused process does not release it
-            with pytest.raises(NoSpace, match=rf"being written by process {pid} on .*: isthmus.* choose another"):
+            with pytest.raises(OutputInUse, match=rf"being written by process {pid} on .*: isthmus.* choose another"):
                 FolderLock(tmp_path / LOCK, tmp_path).acquire()
     assert (tmp_path / LOCK).exists()
     with FolderLock(tmp_path / LOCK, tmp_path):
@@ -79,7 +79,7 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOLCK, "No locks available")
 
         monkeypatch.setattr(fcntl, "lockf", unsupported)
-        with pytest.raises(NoSpace, match=f"process {pid}"):
+        with pytest.raises(OutputInUse, match=f"process {pid}"):
             FolderLock(tmp_path / LOCK, tmp_path).acquire()
     with FolderLock(tmp_path / LOCK, tmp_path):
         pass
@@ -101,7 +101,7 @@ def test_two_conversions_into_one_folder(tmp_path: Path) -> None:
     with held(tmp_path / ".tmp-out.lock"):
         (tmp_path / ".tmp-out" / "model.safetensors").write_bytes(b"1")
         second = StagedFolder(out)
-        with pytest.raises(NoSpace, match=f"{out} is being written by"):
+        with pytest.raises(OutputInUse, match=f"{out} is being written by"):
             second.create()
         second.discard()
         assert (tmp_path / ".tmp-out" / "model.safetensors").exists()
@@ -122,6 +122,6 @@ def test_a_folder_is_locked_until_it_is_published(tmp_path: Path, monkeypatch: p
     with StagedFolder(tmp_path / "out"):
         pass
     (tmp_path / ".tmp-out.lock").touch()  # of a process that was killed after the renaming
-    with pytest.raises(NoSpace, match="exists already"):
+    with pytest.raises(OutputExists, match="exists already"):
         StagedFolder(tmp_path / "out").create()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import NoSpace
+from isthmus.errors import OutputExists
 from isthmus.hf.staged_folder import StagedFolder
 
 
@@ -16,7 +16,7 @@ def filled(folder: Path, text: str) -> Path:
 
 def test_existing_folder_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
     old = filled(tmp_path / "hf", "old")
-    with pytest.raises(NoSpace), StagedFolder(old):
+    with pytest.raises(OutputExists), StagedFolder(old):
         pass
     with StagedFolder(old, replace=True) as staged:
         (staged.path / "weights").write_text("new")
@@ -35,5 +35,5 @@ def test_replaced_folder_stays_if_the_new_one_fails(tmp_path: Path) -> None:
 
 def test_existing_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("mine")
-    with pytest.raises(NoSpace):
+    with pytest.raises(OutputExists):
         StagedFolder(tmp_path / "hf", replace=True).create()

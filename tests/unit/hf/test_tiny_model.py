@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isthmus.errors import NoSpace, UsageError
+from isthmus.errors import OutputExists, UsageError
 from isthmus.hf.tiny_model import build_tiny_qwen3, generate, logits, train_tokenizer
 
 TEXTS = ["the sea is wide and blue", "a strait joins two seas"] * 4
@@ -47,7 +47,7 @@ def test_same_seed_same_bytes(folder, tmp_path):
 
 
 def test_refusals(folder):
-    with pytest.raises(NoSpace, match="exists already"):
+    with pytest.raises(OutputExists, match="exists already"):
         build_tiny_qwen3(folder, TEXTS)
     with pytest.raises(UsageError, match="vocab_size=100"):
         train_tokenizer(TEXTS, vocab_size=100)

@@ -13,7 +13,7 @@ from isthmus.config.schema.train import TrainConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.detect import detect
-from isthmus.platforms.deterministic import own_algorithms, use_deterministic_algorithms
+from isthmus.platforms.deterministic import restored_algorithms, use_deterministic_algorithms
 from isthmus.platforms.environment import apply_env
 
 RUN = RunShape(deterministic=True)
@@ -23,7 +23,7 @@ MI355X: dict[str, Any] = {"hip": "7.0", "name": "AMD Instinct MI355X", "gcnArchN
 
 @pytest.fixture(autouse=True)
 def own_settings_of_torch() -> Iterator[None]:
-    with own_algorithms():
+    with restored_algorithms():
         yield
     assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 

@@ -13,7 +13,7 @@ from isthmus.config.load import dump
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.train import TuneConfig
 from isthmus.engine.linear.tuned_matmuls import TunedMatmuls
-from isthmus.errors import DataError, NoSpace, UsageError
+from isthmus.errors import DataError, OutputInUse, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes import process_setup, run
 from isthmus.recipes.plan.validation import RunContext
@@ -89,6 +89,6 @@ def test_run_that_ended_while_this_one_waited_is_not_replaced(tmp_path: Path) ->
     (tmp_path / "config.yaml").touch()
     (tmp_path / "checkpoints/iter_0000004").mkdir(parents=True)
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
-    with pytest.raises(NoSpace, match="another run, which has just ended"), run._locked(context):
+    with pytest.raises(OutputInUse, match="another run, which has just ended"), run._locked(context):
         pass
     assert not (tmp_path / ".lock").exists()

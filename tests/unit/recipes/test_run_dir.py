@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, Preempted
+from isthmus.errors import DataError, Hang, IOFailure, MissingInput, NoSpace, OutputExists, Preempted
 from isthmus.files.folder_lock import LOCK
 from isthmus.recipes.run_dir import RunDir, write_record
 
@@ -29,7 +29,7 @@ def test_new_and_empty_folders_start_fresh(tmp_path: Path) -> None:
 
 def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(NoSpace, match="not a run folder"):
+    with pytest.raises(OutputExists, match="not a run folder"):
         RunDir(tmp_path).checkpoint_to_resume("auto")
 
 
@@ -37,7 +37,7 @@ def test_newest_and_named_checkpoints(tmp_path: Path) -> None:
     folder = with_checkpoint(tmp_path / "run", 5)
     newest = folder.checkpoints / "iter_0000005"
     assert folder.checkpoint_to_resume("auto") == newest
-    with pytest.raises(NoSpace, match="never"):
+    with pytest.raises(OutputExists, match="never"):
         folder.checkpoint_to_resume("never")
     other = RunDir(tmp_path / "other")
     assert other.checkpoint_to_resume(str(newest)) == newest
@@ -64,7 +64,7 @@ def test_export_without_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     folder.config.write_text("old")
     assert folder.checkpoint_to_resume("auto") is None  # was interrupted before its first checkpoint
     folder.export().mkdir()
-    with pytest.raises(NoSpace, match="finished export"):
+    with pytest.raises(OutputExists, match="finished export"):
         folder.checkpoint_to_resume("auto")
 
 
@@ -117,7 +117,7 @@ def test_start_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert RunDir(tmp_path).checkpoint_to_resume("auto") is None
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(NoSpace, match="not a run folder"):
+    with pytest.raises(OutputExists, match="not a run folder"):
         RunDir(tmp_path).checkpoint_to_resume("auto")
 
 

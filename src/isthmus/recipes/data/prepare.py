@@ -99,7 +99,7 @@ def prepare(
 
     Raises:
         MissingInput, UsageError, DataError, UnsafeInput: data or tokenizer are missing or invalid, or no sample is left
-        NoSpace, IOFailure: the output exists or cannot be written.
+        OutputExists, OutputInUse, NoSpace, IOFailure: the output exists or cannot be written.
         Hang: a worker process died; the next call reuses the finished parts.
     """
     start_s = time.monotonic()

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.readers.chunks import CHUNK_BYTES
+from isthmus.data.readers.data_names import PARTIAL
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.data.store.manifest import MASK, PARTIAL, VALUES, indexed_file, write_manifest
+from isthmus.data.store.manifest import MASK, VALUES, indexed_file, write_manifest
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
-from isthmus.errors import DataError, NoSpace, disk_errors
+from isthmus.errors import DataError, OutputExists, disk_errors
 from isthmus.files.atomic_write import atomic_file, rename, write_atomic
 from isthmus.files.folder_lock import LOCK, FolderLock
 
@@ -50,10 +51,10 @@ class PartialOutput:
         self._written_s = time.monotonic()
 
     def refuse_existing(self) -> None:
-        """Raises NoSpace if a file of the output exists."""
+        """Raises OutputExists if a file of the output exists."""
         for suffix in _PUBLISHED:
             if (path := indexed_file(self.prefix, suffix)).exists():
-                raise NoSpace(f"{path} exists already. Remove it or name another output.")
+                raise OutputExists(f"{path} exists already. Remove it or name another output.")
 
     @contextmanager
     def opened(self, inputs: dict[str, Any]) -> Iterator[bool]:
@@ -76,7 +77,7 @@ class PartialOutput:
                 if not complete:
                     try:
                         self.refuse_existing()
-                    except NoSpace:
+                    except OutputExists:
                         # Published by the process that had the lock before, or killed while it removed the parts.
                         if not record.is_file() or indexed_file(self.prefix, ".json").exists():
                             shutil.rmtree(self.folder)

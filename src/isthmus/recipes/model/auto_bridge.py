@@ -104,7 +104,7 @@ class AutoBridge:
 
         Raises:
             UsageError: another bridge built the model.
-            NoSpace, IOFailure: the folder exists or cannot be written.
+            OutputExists, OutputInUse, NoSpace, IOFailure: the folder exists or cannot be written.
         """
         export_hf(self._own(model), Path(path), None, dtype=dtype, replace=replace)
 

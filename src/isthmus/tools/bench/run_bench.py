@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.config.schema import RunConfig
-from isthmus.errors import CheckFailed, DataError, NoSpace, UsageError
+from isthmus.errors import CheckFailed, DataError, OutputExists, UsageError
 from isthmus.files.atomic_write import write_atomic
 from isthmus.files.folder_lock import LOCK, locked_folder
 from isthmus.files.input_files import read_json
@@ -67,7 +67,7 @@ class Bench:
 
         Raises:
             UsageError: no cell has a valid config.
-            NoSpace: the folder has other files, or another command writes to it.
+            OutputExists, OutputInUse: the folder has other files, or another command writes to it.
             DataError: the recorded results are damaged.
         """
         with locked_folder(self.out):
@@ -95,7 +95,9 @@ class Bench:
         file = self.out / RESULTS_FILE
         if not file.exists():
             if any(path.name not in (LOCK, "cells") for path in self.out.iterdir()):
-                raise NoSpace(f"{self.out} exists already and has no {RESULTS_FILE}. Choose another folder with --out.")
+                raise OutputExists(
+                    f"{self.out} exists already and has no {RESULTS_FILE}. Choose another folder with --out."
+                )
             return {}
         try:
             return {row["fingerprint"]: row for row in read_json(file)["cells"] if row["status"] != "refused"}

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.errors import CheckFailed, IsthmusError, NoSpace
+from isthmus.errors import CheckFailed, IsthmusError, OutputExists
 from isthmus.tools.demo.python_docs import python_documentation
 from isthmus.tools.demo.questions import Question, chance_level, exact_match, make_questions, split_entries
 
@@ -59,7 +59,7 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     ``debug`` shows the output of the commands, which otherwise goes to files in ``out``.
 
     Raises:
-        NoSpace: ``out`` exists.
+        OutputExists: ``out`` exists.
         CheckFailed: the logits of the export differ from those of the trained model.
         IsthmusError: a command failed; it has the command's exit code.
     """
@@ -112,7 +112,7 @@ def _make_data(out: Path, log: Log) -> tuple[list[Question], list[Question]]:
     from isthmus.hf.tiny_model import QWEN_PATTERN, build_tiny_qwen3
 
     if out.exists():
-        raise NoSpace(f"{out} exists already. Remove it or choose another folder with --out.")
+        raise OutputExists(f"{out} exists already. Remove it or choose another folder with --out.")
     out.mkdir(parents=True)
     training, validation = split_entries(python_documentation())
     questions, unseen = make_questions(training), make_questions(validation)

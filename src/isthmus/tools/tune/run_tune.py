@@ -16,7 +16,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.engine.linear.tuned_matmuls import read_tuned
 from isthmus.engine.moe.gemm_choice import time_gemms
 from isthmus.engine.moe.grouped_gemm import unsupported_reason
-from isthmus.errors import IsthmusError, NoSpace, disk_errors
+from isthmus.errors import IsthmusError, OutputExists, disk_errors
 from isthmus.families.rules.shard import local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
@@ -51,7 +51,8 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
         report: is called with each line of progress.
 
     Raises:
-        NoSpace: the file exists and is none of ``isthmus tune``, or the disk is full.
+        OutputExists: the file exists and is none of ``isthmus tune``.
+        NoSpace: the disk is full.
         IOFailure: the file cannot be written.
         UsageError: the layout has other matmuls than those that can be chosen for.
     """
@@ -129,4 +130,4 @@ def _check_out(path: Path) -> None:
     try:
         read_tuned(path)
     except IsthmusError:
-        raise NoSpace(f"{path} exists and is no file of isthmus tune. Choose another name with --out.") from None
+        raise OutputExists(f"{path} exists and is no file of isthmus tune. Choose another name with --out.") from None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isthmus.errors import IOFailure, NoSpace
+from isthmus.errors import IOFailure, NoSpace, OutputExists
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
@@ -126,7 +126,7 @@ def test_staged_folder_is_atomic(tmp_path: Path) -> None:
         assert not out.exists()
     assert (out / "file").read_text() == "x"
     assert list(out.parent.iterdir()) == [out]
-    with pytest.raises(NoSpace, match="exists already"):
+    with pytest.raises(OutputExists, match="exists already"):
         StagedFolder(out).create()
     with pytest.raises(KeyboardInterrupt), StagedFolder(tmp_path / "other") as staged:
         raise KeyboardInterrupt
@@ -143,6 +143,6 @@ def test_staged_folder_removes_files_of_a_killed_process(tmp_path: Path) -> None
 
 
 def test_staged_folder_keeps_a_destination_created_meanwhile(tmp_path: Path) -> None:
-    with pytest.raises(NoSpace), StagedFolder(tmp_path / "out") as staged:
+    with pytest.raises(OutputExists), StagedFolder(tmp_path / "out") as staged:
         (tmp_path / "out").mkdir()
     assert not staged.path.exists()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions
-from isthmus.errors import DataError, MissingInput, NoSpace, UsageError
+from isthmus.errors import DataError, MissingInput, OutputExists, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import prepare_resume, prepare_workers
@@ -139,7 +139,7 @@ def test_other_data_starts_again_and_existing_output_is_an_error(tmp_path, token
     assert prepare([file], out, tokenizer, workers=1).stats.records == 4
     before = outputs(out)
     for given in (tokenizer, tmp_path / "no tokenizer"):  # checked before the tokenizer is loaded
-        with pytest.raises(NoSpace, match=r"out\.mask\.bin exists already"):
+        with pytest.raises(OutputExists, match=r"out\.mask\.bin exists already"):
             prepare([file], out, given, workers=1)
     assert outputs(out) == before
     assert not Path(f"{out}.partial").exists()
@@ -188,7 +188,7 @@ def test_call_that_was_killed_while_it_removed_the_parts(tmp_path, tokenizer, mo
         prepare([file], out, tokenizer, workers=1)
     before = Path(f"{out}.bin").read_bytes()
     assert Path(f"{out}.json").exists() and (Path(f"{out}.partial") / "00000.npz").exists()
-    with pytest.raises(NoSpace, match="exists already"):
+    with pytest.raises(OutputExists, match="exists already"):
         prepare([file], out, tokenizer, workers=1)
     assert Path(f"{out}.bin").read_bytes() == before and not Path(f"{out}.partial").exists()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import RunConfig
-from isthmus.errors import DataError, IsthmusError, MissingInput, NoSpace, UsageError
+from isthmus.errors import DataError, IsthmusError, MissingInput, OutputExists, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.dry_run import dry_run
@@ -33,7 +33,7 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
     }  # fmt: skip
     # Each error, and the change that leads to the next one.
     steps: list[tuple[type[IsthmusError], str, dict[str, Any]]] = [
-        (NoSpace, "is not a run folder", {"out": str(tmp_path / "out")}),
+        (OutputExists, "is not a run folder", {"out": str(tmp_path / "out")}),
         (MissingInput, "nowhere", {"model": {"path": str(sound)}}),
         (UsageError, "tp=3", {"parallel": {"tp": 2}}),
         (UsageError, "do not divide the 1 ranks", {"parallel": {}}),

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from isthmus.cli.cli_args import configs_and_overrides
 from isthmus.config.schema import RunConfig
-from isthmus.errors import CheckFailed, DataError, NoSpace, UsageError
+from isthmus.errors import CheckFailed, DataError, OutputExists, UsageError
 from isthmus.tools.bench import bench_table, cell_run, run_bench
 from isthmus.tools.bench.bench_checks import git_commit
 from isthmus.tools.bench.bench_grid import BenchCell, make_cells
@@ -199,7 +199,7 @@ def test_a_grid_without_a_valid_config_is_an_error(bench: Runner, tmp_path: Path
 def test_other_folders_are_not_used(bench: Runner, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()
-    with pytest.raises(NoSpace, match="Choose another folder with --out"):
+    with pytest.raises(OutputExists, match="Choose another folder with --out"):
         bench("train.seed=2")
     (tmp_path / "out/bench.json").write_text("{}")
     with pytest.raises(DataError, match="is damaged"):

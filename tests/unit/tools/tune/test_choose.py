@@ -19,7 +19,7 @@ from isthmus.engine.linear import matmul as matmul_module
 from isthmus.engine.linear.matmul_table import MatmulShape
 from isthmus.engine.linear.tuned_matmuls import read_tuned
 from isthmus.engine.moe.gemm_choice import Timing
-from isthmus.errors import IOFailure, NoSpace, UsageError
+from isthmus.errors import IOFailure, OutputExists, UsageError
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.recipes.plan.model_plan import plan_model
 from isthmus.recipes.plan.step_matmuls import StepMatmul, token_counts, tuning_messages
@@ -84,7 +84,7 @@ def test_a_run_uses_the_file_that_was_measured_for_it(
     with pytest.raises(UsageError, match="of TunableOp, for AMD GPUs, and this run is on cpu"):
         messages(tune={"file": str(csv)})
     csv.write_text("my thesis")
-    with pytest.raises(NoSpace, match="is no file of isthmus tune"):
+    with pytest.raises(OutputExists, match="is no file of isthmus tune"):
         parse_and_run(["tune", *SETTINGS, "--out", str(csv)])
     capsys.readouterr()
     with pytest.raises(IOFailure, match="cannot be written"):
