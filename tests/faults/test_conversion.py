@@ -18,7 +18,7 @@ from faults.command import environment
 from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.files.file_checksums import own_checksum
+from isthmus.files.file_checksums import content_checksum
 from ranks.tiny import without_checksums
 
 TARGETS: dict[str, list[str]] = {
@@ -143,5 +143,5 @@ def test_invalid_checksum_file_is_refused(
     sums = json.loads(path.read_text())
     del sums["checksum"]
     change(sums)
-    path.write_text(json.dumps({**sums, "checksum": own_checksum(sums)}))
+    path.write_text(json.dumps({**sums, "checksum": content_checksum(sums)}))
     assert message in isthmus("verify", model, converted / "torch_dist").error(code)

@@ -58,8 +58,8 @@ class ChecksumVerifier:
                 with _read_errors(path):
                     _check_size(path, listed, path.stat().st_size if path.is_file() else None)
                 self._files[path] = ListedFile(path, listed)
-            found = None if _trusted else self._files.get(path)
-            return found if _recorder is None else _recorder.add(path, found)
+            listed_file = None if _trusted else self._files.get(path)
+            return listed_file if _recorder is None else _recorder.add(path, listed_file)
 
     def check(self, path: Path, start: int = 0, stop: int | None = None, *, tensor: str = "") -> None:
         """Check the blocks with bytes ``start`` to ``stop`` (default: the end) of a file; raises as ``file``.
@@ -172,8 +172,8 @@ class ListedFile:
 
 def _check_size(path: Path, listed: FileChecksums, size: int | None) -> None:
     if size != listed.size:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise DataError(f"{path} {found}; checksums.json lists it with {listed.size} bytes. {HINT}")
+        problem = "is missing" if size is None else f"has {size} bytes"
+        raise DataError(f"{path} {problem}; checksums.json lists it with {listed.size} bytes. {HINT}")
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ class RecordedFiles:
         return self._files.setdefault(path, listed or _UnlistedFile(path, self._read))
 
     def checksums(self) -> dict[Path, FileChecksums]:
-        """Of all files; what was not read, or not in order, is hashed from the files."""
+        """Checksums of all files; what was not read, or not in order, is hashed from the files."""
         parts = self._read.parts()
         return {
             path: hash_file(path, known=parts.get(str(path))) if isinstance(file, _UnlistedFile) else file.checksums

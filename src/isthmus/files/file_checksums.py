@@ -40,9 +40,9 @@ THREADS = min(4, os.cpu_count() or 1)
 _NAME = re.compile(r"[^/\\\0]+")
 
 Blocks = dict[int, tuple[int, bytes] | None]
-"""By number of the block: its length and hash, or None if it must be hashed from the file."""
+"""Blocks by number: the length and hash, or None if it must be hashed from the file."""
 Parts = dict[str, Blocks]
-"""By file (path relative to the folder, with ``/``)."""
+"""Blocks by file (path relative to the folder, with ``/``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class WrittenBlocks:
             number, at = divmod(offset + done, self._block_bytes)
             piece = view[done : done + self._block_bytes - at]
             done += len(piece)
-            whole = (len(piece), xxhash.xxh3_64_digest(piece)) if len(piece) == self._block_bytes else None
+            full_block = (len(piece), xxhash.xxh3_64_digest(piece)) if len(piece) == self._block_bytes else None
             with self._lock:
-                if whole is not None:
-                    self._parts[name][number] = whole
+                if full_block is not None:
+                    self._parts[name][number] = full_block
                     self._states.pop((name, number), None)
                 else:
                     self._add_piece(name, number, at, piece)
@@ -119,10 +119,10 @@ class WrittenBlocks:
     def parts(self) -> Parts:
         """The hashes so far, also those of begun blocks; can be pickled for the process that writes the list."""
         with self._lock:
-            found = {name: dict(blocks) for name, blocks in self._parts.items()}
+            parts = {name: dict(blocks) for name, blocks in self._parts.items()}
             for (name, number), (length, state) in self._states.items():
-                found.setdefault(name, {})[number] = length, state.digest()
-        return found
+                parts.setdefault(name, {})[number] = length, state.digest()
+        return parts
 
     def _add_piece(self, name: str, number: int, at: int, piece: memoryview) -> None:
         blocks, key = self._parts[name], (name, number)
@@ -195,9 +195,9 @@ def merge_parts(parts: Iterable[Parts]) -> Parts:
     for part in parts:
         for name, blocks in part.items():
             known = merged.setdefault(name, {})
-            for number, found in blocks.items():
-                same = known.setdefault(number, found) == found
-                known[number] = found if same else None  # two processes wrote into it
+            for number, block in blocks.items():
+                same = known.setdefault(number, block) == block
+                known[number] = block if same else None  # two processes wrote into it
     return merged
 
 
@@ -209,15 +209,15 @@ def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:
         known: merged parts of all ranks.
         rank, world_size: of the processes that call it.
     """
-    found: Parts = {}
+    hashes: Parts = {}
     for name, blocks in known.items():
         size = (folder / name).stat().st_size
         missing = [number for number in range(-(-size // BLOCK_BYTES)) if not _known(blocks, number, size, BLOCK_BYTES)]
-        found[name] = {
+        hashes[name] = {
             number: (_block_length(number, size, BLOCK_BYTES), hash_block(folder / name, number, BLOCK_BYTES))
             for number in missing[rank::world_size]
         }
-    return found
+    return hashes
 
 
 def hash_file(path: Path, block_bytes: int = BLOCK_BYTES, known: Blocks | None = None) -> FileChecksums:
@@ -262,10 +262,10 @@ _thread = threading.local()
 
 def _write_list(path: Path, files: Mapping[str, Any], about: Mapping[str, Any] | None) -> None:
     content = {"algorithm": _ALGORITHM, "files": files, **({"about": about} if about else {})}
-    write_atomic(path, json.dumps({**content, "checksum": own_checksum(content)}, indent=1) + "\n")
+    write_atomic(path, json.dumps({**content, "checksum": content_checksum(content)}, indent=1) + "\n")
 
 
-def own_checksum(content: Mapping[str, Any]) -> str:
+def content_checksum(content: Mapping[str, Any]) -> str:
     """The checksum of JSON content, which a file may have beside the content; spaces and the order have no effect."""
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
@@ -283,7 +283,7 @@ def read_checksums(folder: Path) -> dict[str, FileChecksums] | None:
         expected = content.pop("checksum")
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"algorithm {content['algorithm']!r}, expected {_ALGORITHM}")
-        if own_checksum(content) != expected:
+        if content_checksum(content) != expected:
             raise ValueError("its own checksum does not match")
         for name in content["files"]:
             if _NAME.fullmatch(name) is None or name in (".", ".."):

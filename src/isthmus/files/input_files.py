@@ -93,7 +93,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     nested = [value]
     for _ in range(levels):
         containers = [inner.values() if isinstance(inner, dict) else inner for inner in nested]
-        nested = [inner for each in containers for inner in each if isinstance(inner, dict | list)]
+        nested = [inner for container in containers for inner in container if isinstance(inner, dict | list)]
         if not nested:
             return False
     return True

@@ -12,7 +12,8 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import WeakFileLock, get_session, get_token, validate_repo_id
 
 from isthmus.errors import IOFailure, IsthmusError, MissingInput, NoSpace, UsageError
-from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, SINGLE_FILE, SMALL_FILES
+from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, SMALL_FILES
+from isthmus.hf.tensors.safetensors_format import INDEX_FILE, SINGLE_FILE
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 ENDPOINT = constants.ENDPOINT

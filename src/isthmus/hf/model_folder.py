@@ -17,10 +17,8 @@ from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.files import input_files
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.published_checksums import check_published
-from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
+from isthmus.hf.tensors.safetensors_format import INDEX_FILE, SINGLE_FILE, TensorInfo, TensorReader, read_header
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -44,9 +44,13 @@ def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
     store when it restarts the ranks.
     """
     store = dist.TCPStore(
-        *rank_env.master(), rank_env.world_size(), is_master=serves, wait_for_workers=False, multi_tenant=True,
+        *rank_env.master(),
+        rank_env.world_size(),
+        is_master=serves,
+        wait_for_workers=False,
+        multi_tenant=True,
         timeout=timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    )
     return dist.PrefixStore(f"attempt_{rank_env.attempt()}", store)
 
 
@@ -156,9 +160,9 @@ class Heartbeat:
             now_s = time.monotonic()
             if number[0] == signal.SIGINT and now_s - first_s > SECOND_REQUEST_S:
                 failure = Failure(exit_code=130, message="killed; unsaved progress is lost.")
-                told = threading.Thread(target=self._post, args=(failure,), daemon=True)
-                told.start()
-                told.join(2 * _PERIOD_S)  # the store may not answer
+                thread = threading.Thread(target=self._post, args=(failure,), daemon=True)
+                thread.start()
+                thread.join(2 * _PERIOD_S)  # the store may not answer
                 _leave(failure)
             if number[0] == signal.SIGINT:
                 first_s = min(first_s, now_s)

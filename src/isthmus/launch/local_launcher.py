@@ -38,8 +38,9 @@ SECOND_REQUEST_S = 0.5
 """A batch system may send the same signal twice at once; only a later Ctrl-C is a second request."""
 # ``python -P -m isthmus``, which Python 3.10 does not have: modules in the current folder do not hide others.
 _RANK_COMMAND = (
-    "-c", "import sys; sys.path = [*filter(None, sys.path)]; from isthmus.cli.main import main; sys.exit(main())"
-)  # fmt: skip
+    "-c",
+    "import sys; sys.path = [*filter(None, sys.path)]; from isthmus.cli.main import main; sys.exit(main())",
+)
 
 
 def launch(argv: Sequence[str], nproc: int, *, debug: bool = False, script: bool = False) -> Failure | None:

@@ -87,7 +87,7 @@ def rendezvous(
     """Like :func:`join_ranks`, without a process group: yields its store, and the ranks of each machine."""
     deadline = time.monotonic() + join_timeout_s
     variables = (GLOO, NCCL) if platform.collective_backend == "nccl" else (GLOO,)
-    chosen = {f"{name}={os.environ[name]}": one for name in variables if (one := named_by(name))}
+    chosen = {f"{name}={os.environ[name]}": interface for name in variables if (interface := named_by(name))}
     store = _join_store(join_timeout_s)
     route = route_to(rank_env.master()[0])
     with Heartbeat(timeout_s) as heartbeat:

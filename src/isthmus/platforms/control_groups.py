@@ -34,8 +34,8 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
 
 def _folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     """Folder and version of each group that limits this process, the innermost first."""
-    own, groups = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
+    memberships, groups = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    for line in memberships.read_text().splitlines() if memberships.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -43,8 +43,8 @@ def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
         devices = f"{count} device{'' if count == 1 else 's'}"
         ranks = rank_env.local_world_size()
         # A batch system may show each rank only its own device. The rendezvous refuses ranks with the same one.
-        own_device = count == 1 and rank_env.stop_file() is None
-        if ranks > count and not own_device:
+        single_device = count == 1 and rank_env.stop_file() is None
+        if ranks > count and not single_device:
             raise UsageError(
                 f"{ranks} ranks on this machine need one GPU each, and torch sees {devices}{_hidden(built_for)}. "
                 f"Use --nproc {count}, or platform=cpu; under Slurm, --gpus-per-task=1 gives each task its own."
@@ -78,5 +78,5 @@ def _wrong_build(prefer: str, built_for: str | None, version: str | None) -> str
 def _hidden(built_for: str) -> str:
     """The environment variables that hide devices, as text."""
     names = MASKS if built_for == "rocm" else MASKS[:1]
-    found = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
-    return f" ({', '.join(found)} is set)" if found else ""
+    masks = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
+    return f" ({', '.join(masks)} is set)" if masks else ""

@@ -89,17 +89,20 @@ REMARKS = (
     EnvRemark("PYTORCH_ROCM_DEVICE", "no program reads it; CUDA_VISIBLE_DEVICES chooses devices, also under ROCm"),
     EnvRemark("GPU_MAX_HEAP_SIZE|GPU_MAX_ALLOC_PERCENT", "OpenCL reads it, and its default is all memory; no effect"),
     EnvRemark(
-        "HSA_ENABLE_SDMA", "copies then use compute units instead of the copy engines: a workaround for some "
+        "HSA_ENABLE_SDMA",
+        "copies then use compute units instead of the copy engines: a workaround for some "
         "consumer cards, slower on Instinct. Unset it",
         lambda value, run: value == "0",
     ),
     EnvRemark("RCCL_MSCCL_ENABLE|RCCL_MSCCLPP_\\w+", _MSCCL),
     EnvRemark(
-        "NCCL_IB_DISABLE", "nodes then communicate over TCP instead of InfiniBand or RoCE, many times slower. Unset it",
+        "NCCL_IB_DISABLE",
+        "nodes then communicate over TCP instead of InfiniBand or RoCE, many times slower. Unset it",
         lambda value, run: value == "1",
     ),
     EnvRemark(
-        "NCCL_DEBUG", "every rank logs its connections at length, for debugging. WARN is enough otherwise",
+        "NCCL_DEBUG",
+        "every rank logs its connections at length, for debugging. WARN is enough otherwise",
         lambda value, run: value.upper() in ("INFO", "TRACE"),
     ),
     EnvRemark(
@@ -135,22 +138,22 @@ REMARKS = (
         lambda value, run: value != "1" and run.tp_or_cp and not run.fsdp and not run.async_tp,
         on_gpu=True,
     ),
-)  # fmt: skip
+)
 
 
 def remarks_on(environment: Mapping[str, str], run: RunShape, *, on_gpu: bool) -> list[str]:
     """Warnings about variables that are set and have no effect or harm this run."""
-    found = []
+    remarks = []
     for name in sorted(environment):
         for remark in REMARKS:
             applies = (on_gpu or not remark.on_gpu) and remark.applies(environment[name], run)
             if applies and re.fullmatch(remark.names, name):
-                found.append(f"{name}={environment[name]} is set: {remark.text}")
+                remarks.append(f"{name}={environment[name]} is set: {remark.text}")
     masks = [name for name in MASKS if environment.get(name)]
     if len(masks) > 1:
         pairs = " and ".join(f"{name}={environment[name]}" for name in masks)
-        found.append(
+        remarks.append(
             f"{pairs} are set: on ROCm all of them select devices, ROCR_VISIBLE_DEVICES first, and the others count "
             "those that it leaves. Keep one of them"
         )
-    return found
+    return remarks

@@ -95,16 +95,16 @@ class GpuPlatform(Platform):
         Returns what torch reports afterwards.
         """
         chosen = [f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if name in os.environ]
-        wanted = not chosen and self.has_expandable_segments()
+        expandable = not chosen and self.has_expandable_segments()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a build without expandable segments
-            if wanted:
+            if expandable:
                 SET_ALLOCATOR("expandable_segments:True")
             on = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
         state = f"memory allocator: expandable segments {'on' if on else 'off'}"
         if chosen:
             return f"{state}; {', '.join(chosen)} is set"
-        if not wanted:
+        if not expandable:
             return f"{state}, as by default"
         why = "micro batches differ in length" if on else f"torch {torch.__version__} has none for this GPU"
         return f"{state}: {why}"

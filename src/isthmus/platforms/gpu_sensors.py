@@ -64,8 +64,10 @@ def _opened(module: str, extra: str, make: Callable[[Any], GpuSensors]) -> GpuSe
     except Exception as error:  # the library raises errors of its own, and none is a reason to end a run
         _logger.debug(
             "GPU temperature, power and clock are not recorded: %s: %s (pip install 'isthmus[%s]')",
-            module, error, extra,
-        )  # fmt: skip
+            module,
+            error,
+            extra,
+        )
         return None
 
 
@@ -101,15 +103,15 @@ class _Nvidia:
         )
 
     def _throttle(self) -> Throttle:
-        nvml, found = self.library, Throttle.NONE
+        nvml, throttles = self.library, Throttle.NONE
         with suppress(Exception):
             read = getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
             reasons = (read or nvml.nvmlDeviceGetCurrentClocksEventReasons)(self.handle)
             for name, throttle in _NVIDIA_REASONS.items():
                 bit = getattr(nvml, f"nvmlClocksThrottleReason{name}", None)
                 bit = getattr(nvml, f"nvmlClocksEventReason{name}", 0) if bit is None else bit
-                found |= throttle if reasons & bit else Throttle.NONE
-        return found
+                throttles |= throttle if reasons & bit else Throttle.NONE
+        return throttles
 
 
 _AMD_RESIDENCIES = {
@@ -148,16 +150,16 @@ class _Amd:
         return reading
 
     def _throttle(self, metrics: Mapping[str, Any]) -> Throttle:
-        found = Throttle.NONE
+        throttles = Throttle.NONE
         time = self._since_before(metrics, "accumulation_counter")
         for name, throttle in _AMD_RESIDENCIES.items():
             if time > 0 and self._since_before(metrics, name) / time > _SIGNIFICANT:
-                found |= throttle
+                throttles |= throttle
         status = metrics.get("indep_throttle_status")
         for first, end, throttle in _AMD_BITS:
             if isinstance(status, int) and status >> first & (1 << end - first) - 1:
-                found |= throttle
-        return found
+                throttles |= throttle
+        return throttles
 
     def _since_before(self, metrics: Mapping[str, Any], name: str) -> float:
         """NaN, of which no comparison is true, if the GPU has no such counter."""

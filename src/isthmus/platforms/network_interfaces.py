@@ -27,11 +27,11 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """Interfaces with an address, IPv4 first; without link-local IPv6, which needs a scope to connect to."""
-    found = []
+    result = []
     for family in (socket.AF_INET, socket.AF_INET6):
         for name, addresses in psutil.net_if_addrs().items():
-            found += [Interface(name, a.address) for a in addresses if a.family == family and "%" not in a.address]
-    return found
+            result += [Interface(name, a.address) for a in addresses if a.family == family and "%" not in a.address]
+    return result
 
 
 def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Interface | None:
@@ -44,7 +44,7 @@ def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Inte
     if not value:
         return None
     present = interfaces()
-    chosen = [one for one in present if _matches(variable, value, one.name)]
+    chosen = [interface for interface in present if _matches(variable, value, interface.name)]
     if not chosen:
         raise UsageError(
             f"{variable}={value} names no network interface with an address on {socket.gethostname()}; it has "
@@ -71,4 +71,6 @@ def route_to(host: str) -> Interface | None:
             address_here = str(probe.getsockname()[0])
     except OSError:
         return None
-    return next((one for one in interfaces() if one.address == address_here), Interface("?", address_here))
+    return next(
+        (interface for interface in interfaces() if interface.address == address_here), Interface("?", address_here)
+    )

@@ -15,9 +15,9 @@ from isthmus.files.file_checksums import (
     BLOCK_BYTES,
     CHECKSUMS,
     WrittenBlocks,
+    content_checksum,
     hash_block,
     hash_file,
-    own_checksum,
     read_checksums,
     write_checksums,
 )
@@ -177,7 +177,7 @@ def _edit(folder: Path, change: Any) -> None:
     content = json.loads((folder / CHECKSUMS).read_bytes())
     content.pop("checksum")
     change(content)
-    (folder / CHECKSUMS).write_text(json.dumps({**content, "checksum": own_checksum(content)}))
+    (folder / CHECKSUMS).write_text(json.dumps({**content, "checksum": content_checksum(content)}))
 
 
 @pytest.mark.parametrize("name", ["../model.bin", "/etc/passwd", "hf/empty", "..", "a\\b", "a\0b", ""])

@@ -134,7 +134,7 @@ class Batches:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one rank in one step."""
+        """Micro batches of one rank in one step."""
         return self.global_batch_size // (self.settings.micro_batch_size * self.shard.dp_size)
 
     @property
@@ -215,14 +215,14 @@ class Batches:
         start = 0
         for sample, length in zip(samples, inputs, strict=True):
             tokens, mask = self.store[sample]
-            own = slice(start, start + length)
-            input_ids[own] = tokens[:-1]
-            loss_mask[own] = mask[1:]
-            position_ids[own] = np.arange(length)
+            span = slice(start, start + length)
+            input_ids[span] = tokens[:-1]
+            loss_mask[span] = mask[1:]
+            position_ids[span] = np.arange(length)
             ends = [length]
             if documents is not None:
-                ends = documents.apply(tokens[:-1], loss_mask[own], position_ids[own])
-            labels[own] = tokens[1:] * loss_mask[own]
+                ends = documents.apply(tokens[:-1], loss_mask[span], position_ids[span])
+            labels[span] = tokens[1:] * loss_mask[span]
             lengths += ends
             sample_ids += [sample] * len(ends)
             start += length
@@ -264,8 +264,8 @@ class AnswerBatches(Batches):
             return super()._distribute(sequences)
         sizes = [int(self._inputs[samples].sum()) for samples in sequences]
         micro_batches = balance(sizes, self._rounds(len(sequences)) * self.shard.dp_size)
-        own = micro_batches[self.shard.dp_rank :: self.shard.dp_size]
-        return self._pack_all([[sample for k in chosen for sample in sequences[k]] for chosen in own])
+        local_micro_batches = micro_batches[self.shard.dp_rank :: self.shard.dp_size]
+        return self._pack_all([[sample for k in chosen for sample in sequences[k]] for chosen in local_micro_batches])
 
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch = super()._pack(samples, total)

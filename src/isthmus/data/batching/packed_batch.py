@@ -15,7 +15,7 @@ class DropoutKeys:
     """What the dropout masks of a micro batch in one step are computed from."""
 
     seed: int
-    """Of the micro batch, for kernels that draw their own masks."""
+    """Key of the micro batch, for kernels that draw their own masks."""
     tokens: Tensor
     """int64 [T], a random key of each token of the whole packed sequence."""
 
@@ -33,7 +33,7 @@ class SamplingKeys:
 class TokenGroups:
     """Groups of tokens of a micro batch whose expert load is balanced."""
 
-    of_token: Tensor
+    group_ids: Tensor
     """int64 [T], the group of each token of this rank; ``number`` for padding."""
     lengths: Tensor
     """float32 [S], tokens of each group on all ranks, at least 1."""
@@ -70,15 +70,15 @@ class PackedBatch:
     loss_tokens: tuple[int, ...] = ()
     """Number of loss tokens of each sample in ``lengths``."""
     sample_ids: tuple[int, ...] = ()
-    """For each of ``lengths`` without padding, the index of its sample in the store."""
+    """Index in the store of the sample of each of ``lengths`` without padding."""
     reference_logps: Tensor | None = None
     """float64 [num_samples], log-probabilities under the reference model (DPO, KTO)."""
     values: tuple[float, ...] = ()
-    """For each sample, the label of an answer (KTO: 1 is desirable, 0 is not) or the margin of its pair (reward)."""
+    """Label of each answer (KTO: 1 is desirable, 0 is not) or margin of its pair (reward)."""
     mismatched: PackedBatch | None = None
     """The same prompts, each with the answer to another one, for the KL divergence of KTO."""
     sample_weights: tuple[float, ...] = ()
-    """For each of ``lengths``, its part of the denominator of the mean loss; set by the training step."""
+    """Part of each of ``lengths`` in the denominator of the mean loss; set by the training step."""
     spans: tuple[tuple[int, int], ...] | None = None
     """Under context parallelism, this rank's ranges [start, end) of the packed sequence."""
     dropout: DropoutKeys | None = None

@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isthmus.data.chat.message_normalization import Message as Message
 from isthmus.data.chat.message_normalization import (
+    Message,
     check_characters,
     listed,
     message,
@@ -29,16 +29,11 @@ from isthmus.data.chat.message_normalization import (
     side,
     text,
     turns,
-)  # fmt: skip
+)
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference", "unpaired"]
-FIELDS = (
-    "text", "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
-    "prompt", "completion", "query", "response", "chosen", "rejected", "label", "kto_tag", "margin",
-)  # fmt: skip
-"""All known keys of a record."""
 _FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, query+response, text"
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -62,7 +57,7 @@ class PreferenceRecord:
     tools: list[dict[str, Any]] | None
     where: str
     margin: float = 0.0
-    """By how much the chosen answer is better."""
+    """Reward margin of the chosen answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +72,18 @@ class LabelledRecord:
 def kinds_of(record: Record) -> list[Kind]:
     """The possible kinds of a record, the most likely first; empty for an unknown record."""
     value = present(record)
-    found: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
+    kinds: list[Kind] = ["preference"] if "chosen" in value and "rejected" in value else []
     pairs = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("query", "response"))
     if any(first in value and second in value for first, second in pairs):
-        found.append("chat")
+        kinds.append("chat")
     elif any(value.get(name) for name in ("messages", "conversations")):
-        found.append("chat")
+        kinds.append("chat")
     if isinstance(value.get("text"), str):
-        found.append("text")
-    if "chat" in found and "preference" not in found and label_of(value) is not None:
-        return ["unpaired", *found]
-    labelled = "chat" in found and ("label" in value or "kto_tag" in value)
-    return [*found, "unpaired"] if labelled or "preference" in found else found
+        kinds.append("text")
+    if "chat" in kinds and "preference" not in kinds and label_of(value) is not None:
+        return ["unpaired", *kinds]
+    labelled = "chat" in kinds and ("label" in value or "kto_tag" in value)
+    return [*kinds, "unpaired"] if labelled or "preference" in kinds else kinds
 
 
 def label_of(value: dict[str, Any]) -> bool | None:
@@ -107,8 +102,8 @@ def check_desirable(record: Record) -> None:
         )
     if not value.keys() >= {"chosen", "rejected"}:
         return
-    turns_given = given_turns(value, where)
-    last = turns(turns_given, where)[-1:] if turns_given else []
+    listed_turns = turns_of_record(value, where)
+    last = turns(listed_turns, where)[-1:] if listed_turns else []
     chosen, rejected = (side(value[name], "assistant", name, where)[-1:] for name in ("chosen", "rejected"))
     if last and last != chosen and last == rejected:
         raise DataError(f"{where}: its turns end with the rejected answer. Train with isthmus dpo on both answers.")
@@ -131,8 +126,8 @@ def parse_record(record: Record) -> Conversation | str:
     is_pair = "chosen" in value and "rejected" in value
     if is_pair and not {"chat", "text"} & {*kinds_of(record)}:
         raise _preference_error(where)
-    if (given := given_turns(value, where)) is not None:
-        messages = turns(given, where)
+    if (listed_turns := turns_of_record(value, where)) is not None:
+        messages = turns(listed_turns, where)
     elif "instruction" in value and "output" in value:
         messages = [*question(value, where), message("assistant", value["output"], where)]
     elif "prompt" in value and ("completion" in value or "response" in value):
@@ -181,11 +176,11 @@ def present(record: Record) -> dict[str, Any]:
     return {name: cell for name, cell in record.value.items() if cell is not None}
 
 
-def given_turns(value: dict[str, Any], where: str) -> list[Any] | None:
+def turns_of_record(value: dict[str, Any], where: str) -> list[Any] | None:
     """The turns under ``messages`` or ``conversations``, if any."""
     for name in ("messages", "conversations"):
-        if (found := listed(value.get(name), name, where)) is not None:
-            return found
+        if (entries := listed(value.get(name), name, where)) is not None:
+            return entries
     return None
 
 

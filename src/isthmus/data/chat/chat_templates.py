@@ -19,7 +19,12 @@ TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "mistral": (
-        "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
         "[/TOOL_RESULTS]",
     ),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
@@ -28,24 +33,24 @@ TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
     "qwen3": CHATML_MARKS,
     "vicuna": (),
     "zephyr": (),
-}  # fmt: skip
+}
 """The tokens that each template needs in the vocabulary."""
 _FILE = "chat_template.jinja"
 
 
-def find_template(given: str) -> tuple[str, tuple[str, ...]]:
-    """The text of a template and the tokens that it needs; ``given``: a name, a file, a folder with
+def find_template(source: str) -> tuple[str, tuple[str, ...]]:
+    """The text of a template and the tokens that it needs; ``source``: a name, a file, a folder with
     chat_template.jinja, or the text itself.
 
     Raises UsageError for an unknown name, MissingInput for a folder without a template.
     """
-    if "{%" in given or "{{" in given:
-        return given, ()
-    if given in TEMPLATE_TOKENS:
-        source = files("isthmus.data.chat") / "templates" / f"{given}.jinja"
-        text = CHATML if given == "chatml" else source.read_text(encoding="utf-8").strip()
-        return text, TEMPLATE_TOKENS[given]
-    path = Path(os.path.expanduser(given))
+    if "{%" in source or "{{" in source:
+        return source, ()
+    if source in TEMPLATE_TOKENS:
+        file = files("isthmus.data.chat") / "templates" / f"{source}.jinja"
+        text = CHATML if source == "chatml" else file.read_text(encoding="utf-8").strip()
+        return text, TEMPLATE_TOKENS[source]
+    path = Path(os.path.expanduser(source))
     try:
         if path.is_dir() and not (path := path / _FILE).is_file():
             raise MissingInput(f"chat.template: {path} does not exist. Name the file of the template.")
@@ -54,6 +59,6 @@ def find_template(given: str) -> tuple[str, tuple[str, ...]]:
         reason = error.strerror if isinstance(error, OSError) else error
         why = "" if isinstance(error, FileNotFoundError) else f" ({reason})"
         raise UsageError(
-            f"chat.template={given:.80} is neither a text file nor a known template{why}. Known are "
+            f"chat.template={source:.80} is neither a text file nor a known template{why}. Known are "
             f"{', '.join(TEMPLATE_TOKENS)}."
         ) from error

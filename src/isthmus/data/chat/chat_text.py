@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
-from isthmus.data.chat.chat_records import Conversation, LabelledRecord, Message, PreferenceRecord
+from isthmus.data.chat.chat_records import Conversation, LabelledRecord, PreferenceRecord
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
-from isthmus.data.chat.message_normalization import Messages, Tools
+from isthmus.data.chat.message_normalization import Message, Messages, Tools
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
 
@@ -150,35 +150,37 @@ class ChatRenderer:
 
     def _render_by_prefix(self, messages: list[Message], tools: Tools, turns: list[int]) -> list[ChatText]:
         """The fewest texts that contain every turn as the model generates it."""
-        found = self._by_turn(messages, turns) if not tools else {}
+        rendered = self._by_turn(messages, turns) if not tools else {}
         for turn in turns:
-            if turn not in found:
-                found[turn] = self._turn(messages, tools, turn)
+            if turn not in rendered:
+                rendered[turn] = self._turn(messages, tools, turn)
         texts = []
         if turns and not self._settings.split_turns:
-            text = found[turns[-1]][0]
-            spans = [self._span_in(text, messages[: turns[-1] + 1], tools, turn, found[turn]) for turn in turns]
+            text = rendered[turns[-1]][0]
+            spans = [self._span_in(text, messages[: turns[-1] + 1], tools, turn, rendered[turn]) for turn in turns]
             return [ChatText(text, merged(spans))]
         while turns:
-            text = found[turns[-1]][0]
-            here = [turn for turn in turns if text.startswith(found[turn][0])]
-            texts.append(ChatText(text, merged([(found[turn][1], len(found[turn][0])) for turn in here])))
+            text = rendered[turns[-1]][0]
+            here = [turn for turn in turns if text.startswith(rendered[turn][0])]
+            texts.append(ChatText(text, merged([(rendered[turn][1], len(rendered[turn][0])) for turn in here])))
             turns = [turn for turn in turns if turn not in here]
         return texts[::-1]
 
-    def _span_in(self, whole: str, messages: list[Message], tools: Tools, turn: int, found: tuple[str, int]) -> Span:
+    def _span_in(
+        self, full_text: str, messages: list[Message], tools: Tools, turn: int, answer_span: tuple[str, int]
+    ) -> Span:
         """The span of an answer in the text of all turns, where the template may render it differently."""
-        text, start = found
-        if whole.startswith(text):
+        text, start = answer_span
+        if full_text.startswith(text):
             return start, len(text)
         trials = []
         for mark in _SENTINELS:
             answer = {"role": "assistant", "content": mark}
             trials.append(self._tokenizer.apply_chat_template([*messages[:turn], answer, *messages[turn + 1 :]], tools))
-        start = len(shared_prefix(whole, *trials))
-        after = len(shared_prefix(*(trial.rstrip()[::-1] for trial in trials), whole.rstrip()[::-1]))
-        end = len(whole.rstrip()) - after
-        return start, following(whole, end, self.turn_token) or end
+        start = len(shared_prefix(full_text, *trials))
+        after = len(shared_prefix(*(trial.rstrip()[::-1] for trial in trials), full_text.rstrip()[::-1]))
+        end = len(full_text.rstrip()) - after
+        return start, following(full_text, end, self.turn_token) or end
 
     def _by_turn(self, messages: list[Message], turns: list[int]) -> dict[int, tuple[str, int]]:
         """The result of ``_turn`` for independent turns, without rendering each prefix."""
@@ -187,14 +189,14 @@ class ChatRenderer:
             return {}
         pieces, opening = applied
         text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
-        found = {}
+        rendered = {}
         for turn in turns:
             if turn and text.startswith(opening, ends[turn - 1], ends[turn]):
                 start = ends[turn - 1] + len(opening)
                 end = turn_end(text, (start, ends[turn]), self._tokenizer.special_tokens, self.turn_token)
                 if text[start:end].strip():
-                    found[turn] = (text[:end], start)
-        return found
+                    rendered[turn] = (text[:end], start)
+        return rendered
 
     def _turn(self, messages: list[Message], tools: Tools, turn: int) -> tuple[str, int]:
         """The text up to the end of turn ``turn``, and the start of the assistant's answer in it."""
@@ -283,11 +285,13 @@ class AnswerRenderer:
         # Assistant turns in the prompt have no loss.
         prompt = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in record.prompt]
         if isinstance(record, LabelledRecord):
-            return [replace(self._whole(record, prompt, turns), value=float(label)) for turns, label in record.answers]
+            return [
+                replace(self._single_text(record, prompt, turns), value=float(label)) for turns, label in record.answers
+            ]
         answers = (record.chosen, record.rejected)
-        return [replace(self._whole(record, prompt, turns), value=record.margin) for turns in answers]
+        return [replace(self._single_text(record, prompt, turns), value=record.margin) for turns in answers]
 
-    def _whole(
+    def _single_text(
         self, record: PreferenceRecord | LabelledRecord, prompt: list[Message], answer: list[Message]
     ) -> ChatText:
         texts = self._render(Conversation([*prompt, *answer], record.tools, record.where))

@@ -46,9 +46,9 @@ class ChatSettings:
 def _without_reasoning(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
-    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    thought = _THOUGHT.match(kept["content"])
-    return kept if thought is None else kept | {"content": kept["content"][thought.end() :]}
+    stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
+    thought = _THOUGHT.match(stripped["content"])
+    return stripped if thought is None else stripped | {"content": stripped["content"][thought.end() :]}
 
 
 UNCHANGED = ChatSettings()

@@ -49,10 +49,10 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")  # 0 or false: the turn has no loss
 
 
-def turns(given: list[Any], where: str) -> list[Message]:
+def turns(entries: list[Any], where: str) -> list[Message]:
     """Messages from turns with role/content or from/value keys."""
     messages: list[Message] = []
-    for number, turn in enumerate(given, start=1):
+    for number, turn in enumerate(entries, start=1):
         if not isinstance(turn, dict):
             raise DataError(f"{where}: turn {number} must be an object, got {type(turn).__name__}.")
         messages.append(_message_of(turn, number, where))
@@ -132,9 +132,9 @@ def _turns_in_text(value: Any) -> Any:
         inner = json.loads(value)
     except (ValueError, RecursionError):
         return value  # a text that only begins like JSON
-    found = inner if isinstance(inner, list) else [inner]
-    is_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in found)
-    return found if found and is_turns else value
+    entries = inner if isinstance(inner, list) else [inner]
+    is_turns = all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in entries)
+    return entries if entries and is_turns else value
 
 
 def _text_part(part: Any, where: str) -> str:

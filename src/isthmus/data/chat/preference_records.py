@@ -24,11 +24,11 @@ from isthmus.data.chat.chat_records import (
     Conversation,
     LabelledRecord,
     PreferenceRecord,
-    given_turns,
     label_of,
     parse_record,
     present,
     question,
+    turns_of_record,
     with_system,
 )
 from isthmus.data.chat.message_normalization import Message, message, normal_tools, side, turns
@@ -47,7 +47,11 @@ def parse_preference(record: Record) -> PreferenceRecord:
     chosen, rejected = (_answer(value[name], name, where) for name in ("chosen", "rejected"))
     prompt = _prompt(value, where)
     shared = _shared(chosen, rejected)
-    if prompt is not None and len(chosen) > 1 and any(_same(prompt, whole) for whole in (chosen, rejected)):
+    if (
+        prompt is not None
+        and len(chosen) > 1
+        and any(_same(prompt, conversation) for conversation in (chosen, rejected))
+    ):
         prompt = None  # messages repeat one of the two conversations, as in UltraFeedback
     # The answers may begin with the prompt, perhaps with its system turn or the first turns of the answer.
     if prompt is None or (
@@ -77,8 +81,8 @@ def parse_labelled(record: Record) -> LabelledRecord:
         return LabelledRecord(pair.prompt, [(pair.chosen, True), (pair.rejected, False)], pair.tools, where)
     label = label_of(value)
     if label is None:
-        given = value.get("label", value.get("kto_tag"))
-        got = "nothing" if given is None else repr(given)[:60]
+        tag = value.get("label", value.get("kto_tag"))
+        got = "nothing" if tag is None else repr(tag)[:60]
         raise DataError(f"{where}: label must be true (desirable) or false, got {got}.")
     chat = parse_record(record)
     if not isinstance(chat, Conversation):
@@ -104,8 +108,8 @@ def _answer(value: Any, name: str, where: str) -> list[Message]:
 
 
 def _prompt(value: dict[str, Any], where: str) -> list[Message] | None:
-    if (given := given_turns(value, where)) is not None:
-        return turns(given, where)
+    if (listed := turns_of_record(value, where)) is not None:
+        return turns(listed, where)
     if "instruction" in value:
         return question(value, where)
     for name in ("prompt", "query"):
@@ -119,11 +123,11 @@ def _dialog(value: Any, where: str) -> list[Message]:
     if not (isinstance(value, str) and value.lstrip().startswith("Human:")):
         return []
     parts = _SPEAKER.split(value.strip())[1:]
-    found = [
+    messages = [
         message("user" if speaker == "Human" else "assistant", words.strip(), where)
         for speaker, words in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return found if found[-1]["content"] else found[:-1]  # "Assistant:" at the end is a generation prompt
+    return messages if messages[-1]["content"] else messages[:-1]  # "Assistant:" at the end is a generation prompt
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> list[Message]:
@@ -139,7 +143,6 @@ def _shared(chosen: list[Message], rejected: list[Message]) -> list[Message]:
 
 def _same(some: list[Message], others: list[Message]) -> bool:
     return len(some) == len(others) and all(
-        (one["role"], one["content"].strip(), one.get("tool_calls"))
-        == (other["role"], other["content"].strip(), other.get("tool_calls"))
-        for one, other in zip(some, others, strict=True)
+        (a["role"], a["content"].strip(), a.get("tool_calls")) == (b["role"], b["content"].strip(), b.get("tool_calls"))
+        for a, b in zip(some, others, strict=True)
     )

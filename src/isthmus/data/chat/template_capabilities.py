@@ -88,12 +88,12 @@ def _reasoning_key(render: Render, user: Message) -> str | None:
     return "content" if _renders(render, [user, folded], None, thought, end) else None
 
 
-def _renders(render: Render, messages: list[Message], tools: Tools, *wanted: str) -> bool:
+def _renders(render: Render, messages: list[Message], tools: Tools, *words: str) -> bool:
     try:
         text = render(messages, tools)
     except DataError:
         return False
-    return all(word in text for word in wanted)
+    return all(word in text for word in words)
 
 
 def adapt(messages: list[Message], tools: Tools, capabilities: TemplateCapabilities) -> tuple[list[Message], Tools]:

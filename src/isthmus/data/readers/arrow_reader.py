@@ -36,7 +36,7 @@ class ArrowChunk:
         try:
             rows = library.ipc.open_stream(self.raw).read_all().to_pylist()
         except Exception as error:  # of Arrow or Python, for text that is not UTF-8, or a date that no calendar has
-            raise DataError(f"{self.path}:{self.first}: a row cannot be read: {_one_line(error)}") from error
+            raise DataError(f"{self.path}:{self.first}: a row cannot be read: {_sentence(error)}") from error
         for number, value in enumerate(rows, start=self.first):
             yield Record({name: _without_nulls(cell) for name, cell in value.items()}, f"{self.path}:{number}")
 
@@ -125,30 +125,30 @@ def check_name(name: str) -> None:
 def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
     """The rows of a dataset; a Hub dataset is downloaded into the cache of ``datasets``."""
     library = _library(name)
-    found = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
+    dataset = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
     try:
-        found.data.table.validate()  # the sizes of buffers; row_chunks validates their content
-        size = rows_at_once(len(found), found.data.nbytes)
-        yield from row_chunks(name, found.with_format("arrow").iter(batch_size=size))
+        dataset.data.table.validate()  # the sizes of buffers; row_chunks validates their content
+        size = rows_at_once(len(dataset), dataset.data.nbytes)
+        yield from row_chunks(name, dataset.with_format("arrow").iter(batch_size=size))
     except DataError:
         raise
     except Exception as error:  # of Arrow or datasets
-        raise DataError(f"{name}: damaged data set: {_one_line(error)} Write it again with save_to_disk.") from error
+        raise DataError(f"{name}: damaged data set: {_sentence(error)} Write it again with save_to_disk.") from error
 
 
 def _from_disk(library: Any, name: str) -> Any:
     try:
-        found = library.load_from_disk(name)
+        dataset = library.load_from_disk(name)
     except Exception as error:  # of Arrow, JSON or datasets
         raise DataError(
-            f"{name}: damaged or incomplete data set: {_one_line(error)} Write it again with save_to_disk."
+            f"{name}: damaged or incomplete data set: {_sentence(error)} Write it again with save_to_disk."
         ) from error
-    if isinstance(found, dict):
-        splits = list(found)
-        if "train" not in found and len(splits) > 1:
+    if isinstance(dataset, dict):
+        splits = list(dataset)
+        if "train" not in dataset and len(splits) > 1:
             raise UsageError(f"{name}: has the splits {', '.join(splits)}. Name the folder of one of them.")
-        return found["train" if "train" in found else splits[0]]
-    return found
+        return dataset["train" if "train" in dataset else splits[0]]
+    return dataset
 
 
 def _from_hub(library: Any, name: str) -> Any:
@@ -157,14 +157,14 @@ def _from_hub(library: Any, name: str) -> Any:
         return library.load_dataset(path, configuration, split=split or "train")
     except library.exceptions.DatasetNotFoundError as error:
         raise MissingInput(
-            f"{name}: no such data set on the Hugging Face Hub, or it is private or gated: {_one_line(error)} "
+            f"{name}: no such data set on the Hugging Face Hub, or it is private or gated: {_sentence(error)} "
             "Check the name; for a gated one request access on its page, then log in: hf auth login, or HF_TOKEN."
         ) from error
     except ValueError as error:  # an unknown split, or a choice of configurations
-        raise UsageError(f"{name}: {_one_line(error)}") from error
+        raise UsageError(f"{name}: {_sentence(error)}") from error
     except Exception as error:  # of datasets or its HTTP library, which differs by version
         raise IOFailure(
-            f"{name}: cannot be downloaded from the Hugging Face Hub: {_one_line(error)} "
+            f"{name}: cannot be downloaded from the Hugging Face Hub: {_sentence(error)} "
             "Without a network, download it elsewhere, save it with save_to_disk and name the folder."
         ) from error
 
@@ -185,6 +185,6 @@ def _library(name: str) -> Any:
     return datasets
 
 
-def _one_line(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     line = " ".join(str(error).split()) or type(error).__name__
     return line if line.endswith((".", "!", "?")) else f"{line}."

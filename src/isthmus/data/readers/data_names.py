@@ -18,11 +18,23 @@ FORMATS = {
 """Suffixes of data files by format."""
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd")
 """Suffixes of compressed files; parquet compresses its own content."""
+PARTIAL = ".partial"
+"""Suffix of the folder in which indexed files are prepared."""
+FIELDS = tuple(
+    "text messages conversations instruction input output history system tools prompt completion query response chosen "
+    "rejected label kto_tag margin".split()
+)
+"""All known keys of a record."""
 
 
 def uncompressed_name(path: Path) -> str:
     """The file name without the suffix of a compression."""
     return path.stem if path.suffix in COMPRESSED else path.name
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether the file is the manifest of indexed files in the same folder."""
+    return path.suffix == ".json" and path.with_suffix(".idx").is_file()
 
 
 def describe_sources() -> str:

@@ -62,15 +62,15 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 class _Expanded(io.RawIOBase):
     def __init__(self, inner: Any, path: Path | str) -> None:
         self._inner, self._path = inner, path
-        self._left = max(_MOST_BYTES, _MOST_RATIO * Path(path).stat().st_size)
+        self.remaining_bytes = max(_MOST_BYTES, _MOST_RATIO * Path(path).stat().st_size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count: int = self._inner.readinto(buffer)
-        self._left -= count
-        if self._left < 0:
+        self.remaining_bytes -= count
+        if self.remaining_bytes < 0:
             raise DataError(
                 f"{self._path}: expands to more than {_MOST_RATIO} times its size, as no text does. If it is data, "
                 "decompress it first."

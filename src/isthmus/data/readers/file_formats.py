@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from isthmus.data.chat.chat_records import FIELDS
 from isthmus.data.readers.arrow_reader import dataset_chunks, parquet_chunks
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.csv_reader import table_chunks
-from isthmus.data.readers.data_names import HUB, uncompressed_name
+from isthmus.data.readers.data_names import FIELDS, HUB, uncompressed_name
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
-from isthmus.data.readers.data_names import FORMATS, HUB, uncompressed_name
-from isthmus.data.store.manifest import PARTIAL, is_manifest
+from isthmus.data.readers.data_names import FORMATS, HUB, PARTIAL, is_manifest, uncompressed_name
 from isthmus.errors import MissingInput, UsageError
 from isthmus.files.input_files import check_regular
 
@@ -39,42 +38,42 @@ def first_names(names: Sequence[str]) -> str:
 def find_sources(names: Sequence[Path | str]) -> DataFiles:
     if not names:
         raise UsageError("no data files given. Name at least one.")
-    found = DataFiles()
+    sources = DataFiles()
     for name in map(str, names):
         if name.startswith(HUB):
             check_name(name)
-            found.names.append(name)
+            sources.names.append(name)
         elif os.path.isdir(name):
-            _find_below(Path(name), found)
+            _find_below(Path(name), sources)
         elif os.path.exists(name):
-            found.names.append(name)
+            sources.names.append(name)
         elif glob.has_magic(name):
-            _find_matches(name, found)
+            _find_matches(name, sources)
         else:
             raise MissingInput(f"{name}: no such data file.")
-    for name in found.names:
+    for name in sources.names:
         if not name.startswith(HUB):
             check_regular(name)
-    return found
+    return sources
 
 
 def is_data_file(path: Path) -> bool:
     """Whether a file is data by its name, and neither a manifest nor metadata of a dataset."""
-    named = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
-    return named and path.name not in METADATA and not is_manifest(path)
+    has_data_name = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
+    return has_data_name and path.name not in METADATA and not is_manifest(path)
 
 
-def _find_matches(pattern: str, found: DataFiles) -> None:
+def _find_matches(pattern: str, sources: DataFiles) -> None:
     matches = sorted(glob.glob(pattern, recursive=True))
     files = [match for match in matches if not os.path.isdir(match)]
     if not matches:
         raise MissingInput(f"{pattern}: no data file matches this pattern.")
-    found.names += files
+    sources.names += files
     for folder in matches if not files else ():
-        _find_below(Path(folder), found)
+        _find_below(Path(folder), sources)
 
 
-def _find_below(folder: Path, found: DataFiles) -> None:
+def _find_below(folder: Path, sources: DataFiles) -> None:
     names: list[str] = []
     for place, folders, files in os.walk(folder):
         if is_dataset(Path(place)):
@@ -84,11 +83,11 @@ def _find_below(folder: Path, found: DataFiles) -> None:
         folders[:] = [name for name in folders if not (name.startswith(".") or name.endswith(PARTIAL))]
         for name in files:
             path = Path(place, name)
-            (names if is_data_file(path) else found.ignored).append(str(path))
+            (names if is_data_file(path) else sources.ignored).append(str(path))
     if not names:
         raise UsageError(
             f"{folder} is a folder with no data file in it. Expected files that end in {', '.join(_SUFFIXES)} "
             "(also .gz, .zst), or a data set made by save_to_disk."
         )
-    found.names += sorted(names)
-    found.ignored.sort()
+    sources.names += sorted(names)
+    sources.ignored.sort()

@@ -106,14 +106,14 @@ def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
             if size >= CHUNK_BYTES:
                 yield JsonArrayChunk(path, texts)
                 texts, size = [], 0
-            found = text.skip_blanks()
-            if found not in ("]", ","):
-                got = f"got {found!r}" if found else "the file ends"
+            separator = text.skip_blanks()
+            if separator not in ("]", ","):
+                got = f"got {separator!r}" if separator else "the file ends"
                 raise DataError(
                     f"{path}:{text.line()}: not JSON: expected ',' or ']' after a record, {got}. Is the file truncated?"
                 )
             text.position += 1
-            if found == "]":
+            if separator == "]":
                 break
             text.skip_blanks()
         if text.skip_blanks():

@@ -18,15 +18,15 @@ def neighbors(orders: Sequence[Int64], groups: Int64, batch_size: int) -> Int64:
     ``orders`` has the samples of each set in the order of training; together they contain every sample once. If the
     sample before is of the same group (the other answer to the prompt), it is the second before.
     """
-    found = np.empty(len(groups), dtype=np.int64)
+    result = np.empty(len(groups), dtype=np.int64)
     for order in orders:
         numbers = np.arange(len(order), dtype=np.int64)
         first = numbers - numbers % batch_size
         sizes = np.minimum(batch_size, len(order) - first)
-        one, two = (order[first + (numbers - first - shift) % sizes] for shift in (1, 2))
-        one = np.where(sizes == 1, np.roll(order, 1), one)  # a batch of one has the answer before it
-        found[order] = np.where(groups[one] == groups[order], two, one)
-    return found
+        before, second = (order[first + (numbers - first - shift) % sizes] for shift in (1, 2))
+        before = np.where(sizes == 1, np.roll(order, 1), before)  # a batch of one has the answer before it
+        result[order] = np.where(groups[before] == groups[order], second, before)
+    return result
 
 
 class MismatchedSamples:
@@ -90,9 +90,9 @@ class ScoredSamples:
         """(tokens, mask) of a sample."""
         length = int(self.lengths[index])
         tokens = np.append(self.store[index][0], self._end.after).astype(np.int32)[: length - 1]
-        kept = np.flatnonzero(tokens != (-1 if self._end.padding is None else self._end.padding))
+        unpadded = np.flatnonzero(tokens != (-1 if self._end.padding is None else self._end.padding))
         mask = np.zeros(length, dtype=np.uint8)
-        mask[1 + (int(kept[-1]) if len(kept) else 0)] = 1
+        mask[1 + (int(unpadded[-1]) if len(unpadded) else 0)] = 1
         return np.append(tokens, tokens[:1]), mask
 
     def digest(self) -> str:

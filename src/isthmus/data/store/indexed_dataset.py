@@ -76,7 +76,7 @@ class IndexedDataset:
     values: npt.NDArray[np.float32] | None = None
     """[n], the label of an answer, or on both answers the margin of a pair."""
     checksums: tuple[tuple[ListedFile, int], ...] = ()
-    """Of the files of tokens and mask, with bytes per token; readers check the tokens that they read."""
+    """Checksums of the files of tokens and mask, with bytes per token; readers check the tokens that they read."""
 
 
 def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, verify: bool = False) -> IndexedDataset:
@@ -109,8 +109,8 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
             raise MissingInput(f"{manifest_path}: no such manifest, so {data} cannot be verified.")
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
-            whole = (".idx", *([VALUES] if present[1] else ()))
-            for suffix in () if is_trusting() else record["pair"]["files"] if verify else whole:
+            checked_suffixes = (".idx", *([VALUES] if present[1] else ()))
+            for suffix in () if is_trusting() else record["pair"]["files"] if verify else checked_suffixes:
                 path, expected = indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"]
                 if (got := file_hash(path)) != expected:
                     raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")
@@ -182,8 +182,8 @@ def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
         largest = max(largest, int(part.max()))
         if int(part.min()) < 0:
             raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {HINT}")
-    given = {MASK: pair.mask, VALUES: pair.values}
-    suffixes = [suffix for suffix in SUFFIXES if suffix not in given or given[suffix] is not None]
+    optional = {MASK: pair.mask, VALUES: pair.values}
+    suffixes = [suffix for suffix in SUFFIXES if suffix not in optional or optional[suffix] is not None]
     return dataset_record(
         pair.tokens.dtype,
         sequences=len(pair.lengths),
@@ -228,9 +228,9 @@ class IndexedWriter:
         self._code = DTYPE_CODES[self.dtype.name]
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._tokens, self._largest = 0, -1
-        wanted = {MASK: masked, VALUES: valued}
+        enabled = {MASK: masked, VALUES: valued}
         self._blocks, self._written = WrittenBlocks(BLOCK_BYTES), dict.fromkeys(SUFFIXES, 0)
-        self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES if wanted.get(suffix, True)}
+        self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES if enabled.get(suffix, True)}
         self._files: dict[str, BinaryIO] = {}
         self._closed: dict[str, Any] | None = None
         with disk_errors(self.prefix):

@@ -16,16 +16,14 @@ import xxhash
 from isthmus.errors import DataError, MissingInput
 from isthmus.files.atomic_write import write_atomic
 from isthmus.files.checked_files import ListedFile, is_trusting
-from isthmus.files.file_checksums import Blocks, FileChecksums, hash_file, own_checksum
+from isthmus.files.file_checksums import Blocks, FileChecksums, content_checksum, hash_file
 
 MASK, VALUES = ".mask.bin", ".values.bin"
 SUFFIXES = (".bin", ".idx", MASK, VALUES)
-"""Of the indexed files; mask and values are optional."""
-PARTIAL = ".partial"
-"""Suffix of the folder in which indexed files are prepared."""
+"""Suffixes of the indexed files; mask and values are optional."""
 HINT = "Was it truncated or changed? Copy it again, or prepare it again."
 BLOCK_BYTES = 1 << 18
-"""Of the checksums: a sample needs at least one block, and has few KiB."""
+"""Block size of the checksums: a sample needs at least one block, and has few KiB."""
 _CHUNK = 1 << 24
 
 
@@ -34,16 +32,11 @@ def indexed_file(prefix: Path | str, suffix: str) -> Path:
     return Path(f"{prefix}{suffix}")
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether the file is the manifest of indexed files in the same folder."""
-    return path.suffix == ".json" and path.with_suffix(".idx").is_file()
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
         expected = record.pop("checksum", None)  # manifests of earlier versions have none
-        sound = is_trusting() or expected in (None, own_checksum(record))
+        sound = is_trusting() or expected in (None, content_checksum(record))
         sound = sound and all(
             isinstance(file["bytes"], int) and isinstance(file["xxh3_128"], str) and suffix in SUFFIXES
             for suffix, file in record["pair"]["files"].items()
@@ -66,7 +59,7 @@ def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller. The manifest
     also has a checksum of its own content.
     """
-    content = {**record, "checksum": own_checksum(record)}
+    content = {**record, "checksum": content_checksum(record)}
     write_atomic(indexed_file(prefix, ".json"), json.dumps(content, indent=1) + "\n")
 
 

@@ -42,7 +42,7 @@ class MixtureSchedule:
             self._block = block, sets[before : before + _BLOCK], numbers[before : before + _BLOCK]
         return int(self._block[1][within]), int(self._block[2][within])
 
-    def taken(self, positions: int) -> list[int]:
+    def consumed(self, positions: int) -> list[int]:
         """Sequences of each set in the first ``positions``."""
         sets, _, before = self._around(positions)
         early = np.bincount(sets[:before], minlength=len(self.weights))
@@ -99,4 +99,4 @@ class SequenceOrder:
 
     def epochs(self, positions: int) -> list[float]:
         """The number of epochs of each set in the first ``positions``."""
-        return [taken / count for taken, count in zip(self.schedule.taken(positions), self.counts, strict=True)]
+        return [used / count for used, count in zip(self.schedule.consumed(positions), self.counts, strict=True)]

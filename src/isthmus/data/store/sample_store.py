@@ -179,7 +179,7 @@ class SampleStore:
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples; tokens that two samples share count twice."""
+        """Number of tokens of all samples; tokens that two samples share count twice."""
         return int(self.lengths.sum())
 
     @property
@@ -201,9 +201,11 @@ class SampleStore:
         """Sample k as ``counts[k]`` windows of ``targets`` + 1 tokens; adjacent ones share a token."""
         chosen = np.repeat(np.arange(len(self), dtype=np.int64), counts)
         within = (np.arange(len(chosen), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)) * targets
-        whole = self.select(chosen)
-        lengths = np.minimum(whole.lengths - within, targets + 1)
-        return SampleStore(self.sources, whole.starts + within, lengths, whole.groups, whole.which, whole.values)
+        samples = self.select(chosen)
+        lengths = np.minimum(samples.lengths - within, targets + 1)
+        return SampleStore(
+            self.sources, samples.starts + within, lengths, samples.groups, samples.which, samples.values
+        )
 
     def digest(self) -> str:
         """A hash of sources and slices: equal only for the same slices of the same sources in the same order."""

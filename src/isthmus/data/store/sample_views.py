@@ -34,25 +34,25 @@ def chat_samples(indexed: IndexedDataset, seq_length: int, overlong: Overlong) -
     """The sequences of indexed files with a mask; only the masks of truncated sequences are read."""
     store = SampleStore.from_indexed(indexed)
     long = store.lengths > seq_length + 1
-    kept = store.lengths >= 2
-    without_loss = int(np.count_nonzero(~kept))
+    usable = store.lengths >= 2
+    without_loss = int(np.count_nonzero(~usable))
     if overlong == "drop":
         dropped = TokenizeStats(dropped_overlong=int(np.count_nonzero(long)), dropped_without_loss=without_loss)
-        return store.select(np.flatnonzero(kept & ~long)), dropped
+        return store.select(np.flatnonzero(usable & ~long)), dropped
     _check_overlong(indexed, store, seq_length, overlong)
     split = int(np.count_nonzero(long)) if overlong == "split" else 0
     if split:
         counts = np.maximum(-(-(store.lengths - 1) // seq_length), 1)
-        kept, long = np.repeat(kept, counts), np.repeat(long, counts)
+        usable, long = np.repeat(usable, counts), np.repeat(long, counts)
         store = store.windows(seq_length, counts)
     store = store.truncate(seq_length + 1)
     for index in np.flatnonzero(long):
         if not store[int(index)][1][1:].any():
-            kept[index] = False
+            usable[index] = False
             without_loss += not split
-    truncated = 0 if split else int(np.count_nonzero(long & kept))
+    truncated = 0 if split else int(np.count_nonzero(long & usable))
     cut = TokenizeStats(truncated=truncated, split_overlong=split, dropped_without_loss=without_loss)
-    return store.select(np.flatnonzero(kept)), cut
+    return store.select(np.flatnonzero(usable)), cut
 
 
 def _check_overlong(indexed: IndexedDataset, store: SampleStore, seq_length: int, overlong: Overlong) -> None:
@@ -79,10 +79,10 @@ def preference_samples(
     for number in np.flatnonzero(long.any(1) & with_loss & ~too_long):
         (chosen, mask), (rejected, other) = store[2 * int(number)], store[2 * int(number) + 1]
         with_loss[number] = bool(mask[1:].any() and other[1:].any()) and not np.array_equal(chosen, rejected)
-    kept = with_loss & ~too_long
+    usable = with_loss & ~too_long
     fit = TokenizeStats(
-        truncated=int(np.count_nonzero(long[kept])),
+        truncated=int(np.count_nonzero(long[usable])),
         dropped_overlong=int(np.count_nonzero(too_long)),
         dropped_without_loss=int(np.count_nonzero(~with_loss & ~too_long)),
     )
-    return store.select(np.flatnonzero(np.repeat(kept, 2))), fit
+    return store.select(np.flatnonzero(np.repeat(usable, 2))), fit

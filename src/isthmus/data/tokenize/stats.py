@@ -20,7 +20,7 @@ _COUNTS = {
     "loss_tokens": "learned_tokens",
     "split_records": "split_records",
     "split_tokens": "split_tokens",
-    "whole_tokens": "whole_tokens",
+    "unsplit_tokens": "whole_tokens",
     "truncated": "truncated",
     "split_overlong": "split_overlong",
     "dropped_overlong": "dropped_overlong",
@@ -49,7 +49,7 @@ class TokenizeStats:
     """Conversations with several samples, since the chat template rewrites earlier turns."""
     split_tokens: int = 0
     """Tokens of these samples."""
-    whole_tokens: int = 0
+    unsplit_tokens: int = 0
     """Tokens of these conversations if each were one sample."""
     truncated: int = 0
     """Samples cut to seq_length."""

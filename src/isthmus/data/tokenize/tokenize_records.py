@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.chat.chat_records import (
-    FIELDS,
     Conversation,
     Kind,
     kinds_of,
@@ -21,6 +20,7 @@ from isthmus.data.chat.chat_records import (
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
+from isthmus.data.readers.data_names import FIELDS
 from isthmus.data.readers.file_formats import chunk_records
 from isthmus.data.tokenize.record_kinds import RECORD_KINDS, RecordKind
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats, overlong_sample
@@ -176,7 +176,7 @@ class RecordTokenizer:
         is_pair = len(self._kind.roles) == 2
         if not self._kind.is_answers and len(sequences) > 1:
             stats.split_tokens += sum(len(ids) for ids, _, _ in sequences)
-            stats.whole_tokens += len(sequences[-1][0])
+            stats.unsplit_tokens += len(sequences[-1][0])
         fitting: list[Sequenced] = []
         overlong = without_loss = truncated = 0
         for ids, mask, value in sequences:
@@ -237,7 +237,7 @@ def notes_on(options: TokenizeOptions, stats: TokenizeStats) -> list[str]:
     if stats.split_records:
         notes.append(
             f"{stats.split_records} chats are split by turn, because the chat template renders earlier turns "
-            f"differently when more follow: {stats.split_tokens:,} tokens instead of {stats.whole_tokens:,}. "
+            f"differently when more follow: {stats.split_tokens:,} tokens instead of {stats.unsplit_tokens:,}. "
             "chat.split_turns=false keeps each as one sample, with earlier answers as the template renders them there"
         )
     if stats.without_end and options.loss_on != "all":
@@ -248,9 +248,9 @@ def notes_on(options: TokenizeOptions, stats: TokenizeStats) -> list[str]:
     if stats.empty_answers:
         notes.append(f"{stats.empty_answers} answers are empty, so the model learns to answer nothing")
     if stats.unused_fields:
-        named = ", ".join(f"{name} ({count})" for name, count in stats.unused_fields.most_common(8))
+        names = ", ".join(f"{name} ({count})" for name, count in stats.unused_fields.most_common(8))
         more = len(stats.unused_fields) - 8
-        notes.append(f"fields that are not used: {named}{f' and {more} more' if more > 0 else ''}")
+        notes.append(f"fields that are not used: {names}{f' and {more} more' if more > 0 else ''}")
     return notes
 
 

@@ -54,18 +54,18 @@ def aux_loss(scores: Tensor, chosen: Tensor, groups: TokenGroups, ranks: dist.Pr
     ``chosen`` [T, K]. ``ranks`` have other tokens of the groups: choices are counted on all ranks, scores on this one.
     """
     experts, top_k = scores.size(1), chosen.size(1)
-    cells = (groups.of_token[:, None] * experts + chosen).flatten()
+    cells = (groups.group_ids[:, None] * experts + chosen).flatten()
     counts = count(cells, (groups.number + 1) * experts).view(-1, experts)[:-1]
     if ranks is not None and ranks.size() > 1:
         dist.all_reduce(counts, group=ranks)
-    sums = scores.new_zeros(groups.number + 1, experts).index_add(0, groups.of_token, scores)[:-1]
+    sums = scores.new_zeros(groups.number + 1, experts).index_add(0, groups.group_ids, scores)[:-1]
     return ((counts * sums).sum(1) * (experts / top_k * groups.weights / groups.lengths.square())).sum()
 
 
 def z_loss(logits: Tensor, groups: TokenGroups) -> Tensor:
     """Sum over groups of ``n`` times the mean of ``logsumexp(logits)^2`` (arXiv 2202.08906); ``logits`` [T, E]."""
     weights = torch.cat([groups.weights / groups.lengths, groups.weights.new_zeros(1)])
-    return (logits.logsumexp(-1).square() * weights[groups.of_token]).sum()
+    return (logits.logsumexp(-1).square() * weights[groups.group_ids]).sum()
 
 
 def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
@@ -83,7 +83,7 @@ class RouterStats:
         """Add a micro batch; ``chosen`` is int64 [T, K]."""
         if self.sums is None:
             self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
-        real = torch.where(whole.of_token[:, None] == 0, chosen, self.num_experts)
+        real = torch.where(whole.group_ids[:, None] == 0, chosen, self.num_experts)
         self.sums[: self.num_experts] += count(real.flatten(), self.num_experts + 1)[:-1]
         for name, loss in losses.items():
             self.sums[self.num_experts + ROUTER_LOSSES.index(name)] += loss.detach()

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from isthmus.errors import disk_errors
 from isthmus.files.file_checksums import WrittenBlocks
-from isthmus.hf.model_folder import INDEX_FILE, SINGLE_FILE
 from isthmus.hf.tensors.safetensors_format import (
+    INDEX_FILE,
+    SINGLE_FILE,
     Bounds,
     CastBuffer,
     TensorInfo,

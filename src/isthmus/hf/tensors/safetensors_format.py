@@ -23,6 +23,8 @@ from isthmus.files.checked_files import ChecksumVerifier, ListedFile
 from isthmus.files.file_checksums import BLOCK_BYTES
 from isthmus.platforms.torch_features import FLOAT8_E8M0
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -14,11 +14,11 @@ from typing import Any, Literal
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds
+from isthmus.data.readers.data_names import PARTIAL
 from isthmus.data.readers.file_formats import check_columns
 from isthmus.data.readers.file_sources import find_sources, first_names
 from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
 from isthmus.data.store.indexed_dataset import indexed_file
-from isthmus.data.store.manifest import PARTIAL
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import MockSamples, Samples, SampleStore, split
 from isthmus.data.tokenize.stats import TokenizeStats

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.readers.data_names import HUB
+from isthmus.data.readers.data_names import HUB, PARTIAL
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
-from isthmus.data.store.manifest import PARTIAL, SUFFIXES, indexed_file
+from isthmus.data.store.manifest import SUFFIXES, indexed_file
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 

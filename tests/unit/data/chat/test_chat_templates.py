@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Message, parse_record
+from isthmus.data.chat.chat_records import Conversation, parse_record
 from isthmus.data.chat.chat_templates import TEMPLATE_TOKENS, find_template
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer
 from isthmus.data.chat.conversation_settings import ChatSettings
+from isthmus.data.chat.message_normalization import Message
 from isthmus.data.chat.preference_records import parse_preference
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import MissingInput, UsageError

@@ -6,9 +6,10 @@ from itertools import groupby
 
 import pytest
 
-from isthmus.data.chat.chat_records import Conversation, Message
+from isthmus.data.chat.chat_records import Conversation
 from isthmus.data.chat.chat_text import ChatRenderer, LossOn
 from isthmus.data.chat.loss_spans import token_mask
+from isthmus.data.chat.message_normalization import Message
 from isthmus.data.chat.template_capabilities import CHATML, default_template
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer

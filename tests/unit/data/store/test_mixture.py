@@ -20,7 +20,7 @@ def test_mixture_is_the_webster_apportionment(weights):
         best = max(share / (2 * count + 1) for share, count in zip(exact, taken, strict=True))
         assert float(exact[chosen] / (2 * taken[chosen] + 1)) == pytest.approx(float(best), rel=1e-12)
         assert number == taken[chosen]
-        assert MixtureSchedule(weights).taken(place) == taken
+        assert MixtureSchedule(weights).consumed(place) == taken
         taken[chosen] += 1
 
 
@@ -28,9 +28,10 @@ def test_mixture_shares_at_large_positions():
     turns = MixtureSchedule([0.6, 0.3, 0.1])
     for places in (10_000_000_000, 4096 * 1000, 4095):
         assert all(
-            abs(count - share * places) <= 1 for count, share in zip(turns.taken(places), (0.6, 0.3, 0.1), strict=True)
+            abs(count - share * places) <= 1
+            for count, share in zip(turns.consumed(places), (0.6, 0.3, 0.1), strict=True)
         )
-        before = MixtureSchedule([0.6, 0.3, 0.1]).taken(places)
+        before = MixtureSchedule([0.6, 0.3, 0.1]).consumed(places)
         for place in range(places, places + 20):
             chosen, number = turns.at(place)
             assert number == before[chosen]

@@ -126,5 +126,7 @@ def test_cost_of_splitting_by_turn_and_one_sample_instead(tmp_path):
     whole, whole_stats = tokenized("chat", [file], tokenizer, 4096, chat=ChatSettings(split_turns=False))
     assert (len(whole), whole_stats.split_records, whole_stats.notes) == (2, 0, [])
     assert loss_text(whole, 0, tokenizer) == "answer0<|im_end|>answer1<|im_end|>" + texts[2]
-    assert stats.split_tokens == int(split.lengths[:3].sum()) > stats.whole_tokens == int(whole.lengths[0])
-    assert f"{stats.split_tokens:,} tokens instead of {stats.whole_tokens:,}. chat.split_turns=false" in stats.notes[0]
+    assert stats.split_tokens == int(split.lengths[:3].sum()) > stats.unsplit_tokens == int(whole.lengths[0])
+    assert (
+        f"{stats.split_tokens:,} tokens instead of {stats.unsplit_tokens:,}. chat.split_turns=false" in stats.notes[0]
+    )

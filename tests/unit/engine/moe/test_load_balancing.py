@@ -83,7 +83,7 @@ def test_z_loss_is_a_mean_over_each_sample() -> None:
 def test_parts_of_a_sequence_have_parts_of_the_groups() -> None:
     whole, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
     parts = [token_groups(BATCH, rank, 2, torch.device("cpu"))[0] for rank in range(2)]
-    assert torch.equal(torch.cat([part.of_token for part in parts]), whole.of_token)
+    assert torch.equal(torch.cat([part.group_ids for part in parts]), whole.group_ids)
     assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
 
 
