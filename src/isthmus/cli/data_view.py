@@ -101,12 +101,12 @@ def view(
     else:
         from isthmus.recipes.data.data_sources import find_source
         from isthmus.recipes.data.shown_samples import shown_files
-        from isthmus.recipes.model.model_source import named_tokenizer
+        from isthmus.recipes.model.model_source import tokenizer_at
 
         source = find_source("train", file, "train", [file])
         if source.prepared:
             _refuse([name for name in given if name in _OF_RECORDS], f"{file} is prepared: its samples are tokens")
-        opened = named_tokenizer(tokenizer, tokenizer_type, trust_remote_code=trust_remote_code)
+        opened = tokenizer_at(tokenizer, tokenizer_type, trust_remote_code=trust_remote_code)
         samples = shown_files(source, opened, first=index, count=number, **options)
     if json:
         print(json_text.dumps({"samples": [sample.as_dict() for sample in samples]}), flush=True)

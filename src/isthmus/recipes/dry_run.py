@@ -65,12 +65,12 @@ def _size(context: RunContext, report: Report) -> str:
         check_profiled_steps(config, data.steps)
         return f"{describe(context, data)}; {data.steps * data.train.tokens_per_step:,.0f} tokens in all"
     estimate, batch = estimate_data(config, tokenizer, report), config.train.global_batch_size
-    parameters, given = describe_parameters(context.plan), config.train.steps
+    parameters, steps_setting = describe_parameters(context.plan), config.train.steps
     if estimate is None:
-        steps_known = "steps as many as the data has" if given is None else f"{given} steps"
+        steps_known = "steps as many as the data has" if steps_setting is None else f"{steps_setting} steps"
         return f"training: {steps_known}; {parameters}; the tokens of this data are known when it is tokenized"
     epoch = math.ceil(estimate.sequences / batch)
-    steps = given or math.ceil((config.train.epochs or 1) * epoch)
+    steps = steps_setting or math.ceil((config.train.epochs or 1) * epoch)
     for check in (check_schedule, check_profiled_steps):
         try:
             check(config, steps)
@@ -78,7 +78,7 @@ def _size(context: RunContext, report: Report) -> str:
             report(f"the run may fail after it has tokenized the data: {error}")
     tokens_per_step = estimate.tokens / estimate.sequences * batch
     return (
-        f"training: {'' if given else 'about '}{steps} steps, about {steps / epoch:.3g} epochs, about "
+        f"training: {'' if steps_setting else 'about '}{steps} steps, about {steps / epoch:.3g} epochs, about "
         f"{tokens_per_step:,.0f} tokens per step and {steps * tokens_per_step:,.0f} in all, estimated from the first "
         f"records; {parameters}"
     )
@@ -88,13 +88,20 @@ def _without_downloads(config: RunConfig, report: Report) -> RunConfig:
     """The config with the folders of models on the Hub; weights that are not in its cache are not downloaded."""
     code = config.model.trust_remote_code
 
-    def local(named: str | None, init: Literal["hf", "random"]) -> tuple[str | None, Literal["hf", "random"]]:
-        if named is None or is_model_file(named) or Path(named).exists() or not looks_like_id(named):
-            return named, init
-        folder = fetch(named, weights=False, code=code, report=report)
+    def local(path_or_id: str | None, init: Literal["hf", "random"]) -> tuple[str | None, Literal["hf", "random"]]:
+        if (
+            path_or_id is None
+            or is_model_file(path_or_id)
+            or Path(path_or_id).exists()
+            or not looks_like_id(path_or_id)
+        ):
+            return path_or_id, init
+        folder = fetch(path_or_id, weights=False, code=code, report=report)
         if init == "random" or ModelFolder.open(folder).has_weights:
             return str(folder), init
-        report(f"{named}: its weights are not in the Hub cache; the run downloads them, and they are not checked here")
+        report(
+            f"{path_or_id}: its weights are not in the Hub cache; the run downloads them, and they are not checked here"
+        )
         return str(folder), "random"
 
     path, init = local(config.model.path, config.model.init)

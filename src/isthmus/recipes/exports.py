@@ -93,9 +93,9 @@ class Exports:
         return sum_over_ranks([float(missing)], self.grace.device) != [0.0]
 
 
-def is_due(every: int | None, done: int) -> bool:
+def is_due(interval: int | None, done: int) -> bool:
     """Whether something that happens every ``every`` steps does after ``done`` steps."""
-    return bool(every) and done % (every or 1) == 0
+    return bool(interval) and done % (interval or 1) == 0
 
 
 def exports_model(config: RunConfig) -> bool:

@@ -69,7 +69,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
 
 
 def _hub_datasets(config: RunConfig) -> list[str]:
-    files = [*config.data.files, *(file for one in config.data.sets.values() for file in one.files)]
+    files = [*config.data.files, *(file for data_set in config.data.sets.values() for file in data_set.files)]
     names = (file.removeprefix(HUB).partition(":")[0].split("/") for file in files if file.startswith(HUB))
     return list(dict.fromkeys("/".join(parts[:2]) for parts in names))
 
@@ -78,13 +78,13 @@ def _losses(metrics: Path, step: int) -> str:
     """A table of the losses up to ``step``, with the other metrics of evaluations."""
     until = list(rows_until(metrics, step))
     valid = [row for row in until if "valid_loss" in row]
-    named = {"validation": valid[:1] + valid[-1:] if len(valid) > 1 else valid}
-    named["test"] = [row for row in until if "test_loss" in row][-1:]
-    named["training"] = [row for row in until if "loss" in row][-1:]
+    rows = {"validation": valid[:1] + valid[-1:] if len(valid) > 1 else valid}
+    rows["test"] = [row for row in until if "test_loss" in row][-1:]
+    rows["training"] = [row for row in until if "loss" in row][-1:]
     lines = ["| data | step | loss | other metrics |", "| --- | --- | --- | --- |"]
-    for name, found in named.items():
+    for name, part_rows in rows.items():
         prefix = {"validation": "valid_", "test": "test_"}.get(name, "")
-        for row in found:
+        for row in part_rows:
             others = {
                 key.removeprefix(prefix): value for key, value in row.items() if prefix and key.startswith(prefix)
             }
@@ -112,21 +112,21 @@ def _data(data: Batches, step: int) -> str:
 
 def _changed_settings(config: RunConfig) -> dict[str, Any]:
     """All settings that are not the default, in sections; of paths only the name."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
         if name in _UNPUBLISHED:
             continue
         if not isinstance(section, BaseModel):
-            found |= {name: _public(section)} if section != field.default else {}
+            settings |= {name: _public(section)} if section != field.default else {}
             continue
         changed = {
             key: value if name == "chat" and _is_text(key, value) else _public(value)
             for key, value in section.model_dump(mode="json").items()
             if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)
         }
-        found |= {name: changed} if changed else {}
-    return found
+        settings |= {name: changed} if changed else {}
+    return settings
 
 
 def _is_text(key: str, value: Any) -> bool:
@@ -136,9 +136,9 @@ def _is_text(key: str, value: Any) -> bool:
 
 def _public(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _public(one) for key, one in value.items()}
+        return {key: _public(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_public(one) for one in value]
+        return [_public(item) for item in value]
     if not isinstance(value, str) or "/" not in value or value.startswith(HUB):
         return value
     return value if looks_like_id(value) and not Path(value).exists() else Path(value).name

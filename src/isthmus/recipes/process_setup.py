@@ -18,7 +18,7 @@ from isthmus.platforms.environment import apply_env, remarks_on
 from isthmus.recipes.plan.validation import RunContext
 
 _MAX_THREADS = 64
-"""Of a rank on a machine with few cores."""
+"""Most threads of a rank on a machine with few cores."""
 _logger = logging.getLogger(__name__)
 
 
@@ -29,8 +29,8 @@ def leave_busy_cores(context: RunContext) -> RunContext:
     begins, and recorded in its config.
     """
     config, run_dir = context.config, context.run_dir
-    one_rank = context.platform.device_type == "cpu" and rank_env.world_size() == 1
-    if not one_rank or config.train.threads is not None or "OMP_NUM_THREADS" in os.environ:
+    is_alone = context.platform.device_type == "cpu" and rank_env.world_size() == 1
+    if not is_alone or config.train.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return context
     if context.resume is not None:
         recorded = load_config(None, run_dir.config).train.threads if run_dir.config.is_file() else None

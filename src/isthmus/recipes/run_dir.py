@@ -23,7 +23,7 @@ ENVIRONMENT = "environment.json"
 
 
 class RunDir:
-    """Also contains ``metrics.jsonl``, ``samples.jsonl``, ``tensorboard/`` and ``profile/``."""
+    """The folder of a run. It also contains ``metrics.jsonl``, ``samples.jsonl``, ``tensorboard/`` and ``profile/``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -13,7 +13,7 @@ from isthmus.train.mixer_memory import mixer_terms
 
 Recomputed = Literal["core_attn", "mlp", "layernorm", "mlp_act", "rope"]
 _NORMS = {"pre": (4, 2), "post": (4, 2), "sandwich": (6, 4), "parallel": (2, 1), "parallel_two_norms": (3, 2)}
-"""By form: [T, H] tensors saved by a layer's norms and the projections after them; number of norms."""
+"""[T, H] tensors by form of the layer, saved by a layer's norms and the projections after them; number of norms."""
 _NORMED = {"pre": 2, "post": 0, "sandwich": 2, "parallel": 1, "parallel_two_norms": 2}
 """Outputs of norms among them."""
 ATTENTION = "attention: T (queries, keys, values, rotated queries and keys, output)"
@@ -70,7 +70,7 @@ def layer_terms(
     if "attention" in mixers:
         float32 += num_tokens * _head_statistics(a) // tp
     sizes = {"num_tokens": num_tokens, "bytes_per_element": bytes_per_element, "tp": tp}
-    found = {
+    terms = {
         f"{tensors} T H of norms and the inputs of projections": outside * tensors * a.hidden_size * bytes_per_element,
         ATTENTION: num_tokens * _attention_channels(a, recomputed) // tp * bytes_per_element,
         f"{feed_forward} T F of the feed-forward block": (
@@ -79,21 +79,21 @@ def layer_terms(
         "float32 statistics of norms": 4 * float32,
     }
     if "attention" not in mixers:
-        del found[ATTENTION]
-    if own := (2 * a.hidden_size + 4 * a.layer_input_size) * bool(a.layer_input_size):
-        found["the layer's own input and its gate"] = outside * (own * bytes_per_element + 4)
+        del terms[ATTENTION]
+    if inputs_bytes := (2 * a.hidden_size + 4 * a.layer_input_size) * bool(a.layer_input_size):
+        terms["the layer's own input and its gate"] = outside * (inputs_bytes * bytes_per_element + 4)
     for mixer in set(mixers) - {"attention"}:
-        found |= mixer_terms(a, mixer, **sizes, recomputed="core_attn" in recomputed)
-    return found
+        terms |= mixer_terms(a, mixer, **sizes, recomputed="core_attn" in recomputed)
+    return terms
 
 
 def _head_statistics(a: Architecture) -> int:
     """Float32 numbers of a token that norms of heads save: one for each head, or copies if they are over all heads."""
-    found = a.num_query_groups if a.value_norm else 0
+    numbers = a.num_query_groups if a.value_norm else 0
     if a.qk_norm:
         heads = a.num_attention_heads + a.num_query_groups
-        found += heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels)
-    return found
+        numbers += heads * (1 if a.qk_norm_over == "head" else 2 * a.kv_channels)
+    return numbers
 
 
 def _feed_forward_tensors(a: Architecture, recomputed: Sequence[Recomputed], *, fused: bool) -> int:
@@ -166,10 +166,10 @@ def stage_bytes(
     outside = num_tokens // tp if sp else num_tokens
     full = (num_layers if recompute_layers is None else recompute_layers) if recompute == "full" else 0
     recomputed = recompute_modules if recompute == "selective" else ()
-    each = layer_bytes(
+    layer_size = layer_bytes(
         a, num_tokens=num_tokens, bytes_per_element=bytes_per_element, tp=tp, sp=sp, recomputed=recomputed
     )
-    total = (num_layers - full) * each + full * outside * a.hidden_size * bytes_per_element
+    total = (num_layers - full) * layer_size + full * outside * a.hidden_size * bytes_per_element
     if a.position == "rope":
         channels = sum(int(kind.kv_channels * kind.rotary_percent) for kind in a.rotary_kinds)
         total += num_tokens * channels * bytes_per_element

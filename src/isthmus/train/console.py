@@ -121,7 +121,7 @@ def _can_redraw() -> bool:
 
 
 def _handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Those of all loggers that write to a stream."""
+    """Handlers of all loggers that write to a stream."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for logger in loggers:
         for handler in getattr(logger, "handlers", ()):

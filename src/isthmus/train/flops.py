@@ -10,8 +10,8 @@ def matmul_parameters(architecture: Architecture, layer: int) -> int:
     a, moe = architecture, architecture.moe
     mixers = sum(_mixer_parameters(a.attention_of(layer), mixer) for mixer in a.mixers_of(layer))
     if a.key_source(layer) is not None:  # its queries only
-        own = a.attention_of(layer)
-        mixers = a.hidden_size * own.num_attention_heads * (own.kv_channels + own.value_width)
+        attention = a.attention_of(layer)
+        mixers = a.hidden_size * attention.num_attention_heads * (attention.kv_channels + attention.value_width)
     mixers += 3 * a.hidden_size * a.layer_input_size  # its part of the projection of embeddings, gate, projection
     matrices = 3 if a.gated else 2
     if layer in a.layers_without_mlp:
@@ -30,9 +30,9 @@ def _mixer_parameters(a: Architecture, mixer: Mixer) -> int:
         inner, groups = two.num_heads * two.head_dim, two.num_groups * two.state_size
         projections = a.hidden_size * (3 * inner + 2 * groups + two.num_heads)
         return projections + two.kernel * (inner + 2 * groups)
-    if mixer == "mamba" and (one := a.mamba) is not None:
-        selection = 2 * one.time_step_rank + 2 * one.state_size
-        return one.inner_size * (3 * a.hidden_size + selection + one.kernel)
+    if mixer == "mamba" and (mamba := a.mamba) is not None:
+        selection = 2 * mamba.time_step_rank + 2 * mamba.state_size
+        return mamba.inner_size * (3 * a.hidden_size + selection + mamba.kernel)
     if mixer == "short_convolution" and (short := a.short_convolution) is not None:
         return a.hidden_size * (4 * a.hidden_size + short.kernel)
     if mixer != "attention" and (delta := a.delta_net) is not None:
@@ -54,8 +54,8 @@ def _scan_operations(a: Architecture, mixer: Mixer) -> int:
     """FLOPs for each token of a recurrence: 7 for each element of the state, as Megatron-LM counts those of Mamba."""
     if mixer == "mamba2" and (two := a.mamba2) is not None:
         return 7 * two.num_heads * two.head_dim * two.state_size
-    if mixer == "mamba" and (one := a.mamba) is not None:
-        return 7 * one.inner_size * one.state_size
+    if mixer == "mamba" and (mamba := a.mamba) is not None:
+        return 7 * mamba.inner_size * mamba.state_size
     if mixer != "attention" and (delta := a.delta_net) is not None:
         # Decay, readout of the key, correction of the value, update, readout of the query (arXiv 2412.06464, eq. 10).
         return 7 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
@@ -102,9 +102,9 @@ def flops_per_batch(
             selection += _selection(a, num_tokens, pairs) if a.is_indexed(layer) else 0.0
             pairs = min(pairs, float(a.indexer.top_k) * num_tokens)
         layers += 2.0 * matmul_parameters(a, layer) * num_tokens
-        own, mixers = a.attention_of(layer), a.mixers_of(layer)
+        attention, mixers = a.attention_of(layer), a.mixers_of(layer)
         if "attention" in mixers:
-            mixing += 2.0 * own.num_attention_heads * (own.kv_channels + own.value_width) * pairs
+            mixing += 2.0 * attention.num_attention_heads * (attention.kv_channels + attention.value_width) * pairs
         mixing += sum(_scan_operations(a, mixer) for mixer in mixers) * float(num_tokens)
     rows = 1 if a.score_head else a.vocab_size
     head = 2.0 * a.hidden_size * rows * (num_tokens if loss_tokens is None else loss_tokens)

@@ -9,15 +9,29 @@ from typing import Any
 
 _ONLY_IF_KNOWN = ("loss_scale", "skipped", "memory_used")
 _PRINTED = {
-    "perplexity": "ppl", "mean_token_accuracy": "accuracy", "rewards/margins": "margin",
-    "rewards/accuracies": "accuracy", "sft_loss": "sft",
-}  # fmt: skip
+    "perplexity": "ppl",
+    "mean_token_accuracy": "accuracy",
+    "rewards/margins": "margin",
+    "rewards/accuracies": "accuracy",
+    "sft_loss": "sft",
+}
 """Printed metrics of the objective, and their printed names."""
 _PERFORMANCE = (
-    "tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "memory_used", "step_time_s", "slowest_rank",
-    "slowest_rank_s", "median_rank_s", "straggler_share", "gpu_temperature_c", "gpu_power_w", "gpu_clock_mhz",
+    "tokens_per_s",
+    "tflops_per_device",
+    "mfu",
+    "memory_gib",
+    "memory_used",
+    "step_time_s",
+    "slowest_rank",
+    "slowest_rank_s",
+    "median_rank_s",
+    "straggler_share",
+    "gpu_temperature_c",
+    "gpu_power_w",
+    "gpu_clock_mhz",
     "throttled_gpus",
-)  # fmt: skip
+)
 _MEGATRON_NAMES = {"mtp_loss": "mtp_1 loss"}
 
 
@@ -34,7 +48,7 @@ class StepMetrics:
     lr: float
     grad_norm: float
     tokens_per_s: float
-    """Of all ranks, without padding."""
+    """Tokens of all ranks, without padding."""
     tflops_per_device: float | None = None
     """Model FLOPs with causal attention; None if unknown."""
     mfu: float | None = None

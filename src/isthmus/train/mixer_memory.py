@@ -28,12 +28,12 @@ def mixer_terms(
         projected, convolved = 2 * inner + 2 * groups + two.num_heads, inner + 2 * groups
         convolved += 2 * two.state_size * tp if tp > two.num_groups else 0
         float32 = num_tokens * (3 * two.num_heads + inner) + -(-num_tokens // _CHUNK) * inner * two.state_size
-    elif mixer == "mamba" and (one := a.mamba) is not None:
-        inner = convolved = one.inner_size
+    elif mixer == "mamba" and (mamba := a.mamba) is not None:
+        inner = convolved = mamba.inner_size
         projected = 2 * inner
         # The selected time steps, B and C are small, and not divided by tp.
-        selected = 4 * tp * (one.time_step_rank + 2 * one.state_size)
-        float32 = num_tokens * (3 * inner + selected) + -(-num_tokens // _BLOCK) * inner * one.state_size
+        selected = 4 * tp * (mamba.time_step_rank + 2 * mamba.state_size)
+        float32 = num_tokens * (3 * inner + selected) + -(-num_tokens // _BLOCK) * inner * mamba.state_size
     elif mixer == "short_convolution":
         inner = a.hidden_size
         projected, convolved = 3 * inner, 2 * inner
@@ -43,13 +43,13 @@ def mixer_terms(
         projected = 2 * (delta.key_width + inner) + delta.num_value_heads + decays
     else:
         raise ValueError(f"the activations of {mixer} are not known")
-    kept = {
+    terms = {
         f"{mixer}: outer projections": num_tokens * (projected + inner) // tp * bytes_per_element,
         f"{mixer}: convolution": num_tokens * convolved // tp * bytes_per_element,
         f"{mixer}: float32": 4 * float32 // tp,
     }
     return {
-        name: size for name, size in kept.items() if name.endswith("projections") or not recomputed or "delta" in mixer
+        name: size for name, size in terms.items() if name.endswith("projections") or not recomputed or "delta" in mixer
     }
 
 
@@ -62,12 +62,12 @@ def mixer_buffers(architecture: Architecture, mixer: Mixer, *, num_tokens: int, 
     if mixer == "mamba2" and (two := architecture.mamba2) is not None:
         length = min(_CHUNK, num_tokens)
         chunk = 6 * 4 * length * two.num_heads * (length + two.head_dim + two.state_size) // tp
-    elif mixer == "mamba" and (one := architecture.mamba) is not None:
-        chunk = 6 * 4 * min(_BLOCK, num_tokens) * one.inner_size * one.state_size // tp
+    elif mixer == "mamba" and (mamba := architecture.mamba) is not None:
+        chunk = 6 * 4 * min(_BLOCK, num_tokens) * mamba.inner_size * mamba.state_size // tp
     elif (delta := architecture.delta_net) is not None:
         # In float32, with gradients: about 8 tensors like keys, 6 like values and 8 of pairs in chunks of 64 tokens,
         # states; with decays of channels, about 10 like keys for each of 6 halvings of a chunk.
         keys, values = delta.key_head_dim, delta.value_head_dim
-        of_head = (8 if mixer == "gated_delta_net" else 68) * keys + 6 * values + 8 * 64 + keys * values // 64
-        chunk = 2 * 4 * num_tokens * delta.num_value_heads * of_head // tp
+        head_elements = (8 if mixer == "gated_delta_net" else 68) * keys + 6 * values + 8 * 64 + keys * values // 64
+        chunk = 2 * 4 * num_tokens * delta.num_value_heads * head_elements // tp
     return (sum(terms.values()) + chunk) // bytes_per_element

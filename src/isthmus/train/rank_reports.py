@@ -37,13 +37,13 @@ class RankReports(Watcher):
     sensors: GpuSensors | None
     reporter: Reporter
     _measured: deque[tuple[int, WorkTime]] = field(default_factory=lambda: deque(maxlen=len(_MEASURED)))
-    _named: int | None = None
+    _last_slowest: int | None = None
     _throttled: set[int] = field(default_factory=set)
 
     def context(self, step: int) -> AbstractContextManager[None]:
         """Measures the step if a report needs it."""
-        every = self.settings.ranks_every
-        if not every or len(self.hosts) == 1 or all((step + lag) % every for lag in _MEASURED):
+        interval = self.settings.ranks_every
+        if not interval or len(self.hosts) == 1 or all((step + lag) % interval for lag in _MEASURED):
             return nullcontext()
         time = WorkTime(self.device)
         self._measured.append((step, time))
@@ -51,8 +51,8 @@ class RankReports(Watcher):
 
     def host_numbers(self, step: int) -> list[float]:
         """Work time of this rank and readings of its GPU, in the places of this rank."""
-        every = self.settings.ranks_every
-        if not every or step % every or (len(self.hosts) == 1 and self.sensors is None):
+        interval = self.settings.ranks_every
+        if not interval or step % interval or (len(self.hosts) == 1 and self.sensors is None):
             return []
         times = [time.seconds for measured, time in self._measured if measured <= step - _MEASURED[0]]
         gpu = GpuReading(math.nan, math.nan, math.nan, Throttle.NONE) if self.sensors is None else self.sensors.read()
@@ -100,8 +100,8 @@ class RankReports(Watcher):
                 "median_s": usual,
                 "share": share,
             }
-            self.reporter.event(step, "slow rank", text, prints=slowest != self._named, **details)
-        self._named = slowest if share >= self.settings.straggler_share else None
+            self.reporter.event(step, "slow rank", text, prints=slowest != self._last_slowest, **details)
+        self._last_slowest = slowest if share >= self.settings.straggler_share else None
         return {"slowest_rank": slowest, "slowest_rank_s": seconds, "median_rank_s": usual, "straggler_share": share}
 
     def _gpu_metrics(self, step: int, gpus: Sequence[GpuReading]) -> dict[str, float]:

@@ -212,7 +212,7 @@ class Reporter:
 def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity; they become null."""
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -46,14 +46,14 @@ class RowFile:
         self._unwritten: list[bytes] = []
         self._lock = threading.Lock()  # a background save syncs in its thread
         self._has_warned = False
-        kept = list(rows_until(path, start))
-        self._evaluations = {(start, kind) for row in kept if row["step"] == start for kind in _kinds(row)}
+        rows = list(rows_until(path, start))
+        self._evaluations = {(start, kind) for row in rows if row["step"] == start for kind in _kinds(row)}
         """Step and kind of the evaluations that need not be recorded again."""
         if path.exists():
-            if start and (missing := _missing(path, kept, start if every_step else None)):
+            if start and (missing := _missing(path, rows, start if every_step else None)):
                 without = "The model card and reports lack these rows; training does not use them."
                 warn(f"warning: {path} {missing}. {without}")
-            write_atomic(path, _lines(kept))
+            write_atomic(path, _lines(rows))
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows of one step and kind, unless they are of an evaluation that the file has."""
@@ -138,7 +138,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _missing(path: Path, kept: Sequence[Mapping[str, Any]], last_step: int | None) -> str:
+def _missing(path: Path, rows: Sequence[Mapping[str, Any]], last_step: int | None) -> str:
     """What is wrong with the rows in a file; "" if nothing is. A last row without its end is no damage."""
     damaged = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -148,7 +148,7 @@ def _missing(path: Path, kept: Sequence[Mapping[str, Any]], last_step: int | Non
             damaged.append(number)
     if damaged:
         return f"has damaged rows (line {', '.join(map(str, damaged[:5]))}{' ...' if len(damaged) > 5 else ''})"
-    if last_step is not None and all(row["step"] != last_step for row in kept):
+    if last_step is not None and all(row["step"] != last_step for row in rows):
         return f"has no row of step {last_step}, from which this run resumes"
     return ""
 

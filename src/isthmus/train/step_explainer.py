@@ -35,7 +35,7 @@ class SpikeDetector:
 
     factor: float
     limit: float = math.inf
-    """Of the next value: the median plus ``factor`` times the spread, which is 1.48 median absolute deviations."""
+    """Limit of the next value: the median plus ``factor`` times the spread, 1.48 median absolute deviations."""
     _values: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _was_spike: bool = False
 
@@ -87,25 +87,26 @@ class StepExplainer(Watcher):
         if not spikes:
             return
         losses = self._sample_losses(batches)
-        largest = [asdict(one) | sample_origin(self.samples, one.sample) for one in losses[:_MOST_SAMPLES]]
-        total = sum(one.loss for one in losses)
-        what = " and ".join(f"{one['metric']} {one['value']:.4g} (limit {one['limit']:.4g})" for one in spikes)
+        largest = [asdict(loss) | sample_origin(self.samples, loss.sample) for loss in losses[:_MOST_SAMPLES]]
+        total = sum(loss.loss for loss in losses)
+        what = " and ".join(f"{spike['metric']} {spike['value']:.4g} (limit {spike['limit']:.4g})" for spike in spikes)
         shares = ", ".join(
-            f"{_described(one)} {one['loss'] / total:.0%}" if total else _described(one) for one in largest[:3]
+            f"{_described(sample)} {sample['loss'] / total:.0%}" if total else _described(sample)
+            for sample in largest[:3]
         )
         text = f"spike in step {step}: {what}. Samples with the largest part of the loss: {shares}."
         self.reporter.event(step, "spike", text, spikes=spikes, samples=largest)
 
     def _sample_losses(self, batches: Sequence[PackedBatch]) -> list[SampleLoss]:
-        """Of all ranks, the largest first; documents of one sample are added up."""
-        found: dict[int, list[SampleLoss]] = defaultdict(list)
-        for one in (one for ranks in gather_objects(self.stepper.sample_losses(batches)) for one in ranks):
-            found[one.sample].append(one)
+        """Losses of the samples of all ranks, the largest first; documents of one sample are added up."""
+        parts_by_sample: dict[int, list[SampleLoss]] = defaultdict(list)
+        for loss in (loss for ranks in gather_objects(self.stepper.sample_losses(batches)) for loss in ranks):
+            parts_by_sample[loss.sample].append(loss)
         joined = [
-            SampleLoss(sample, sum(one.loss for one in parts), sum(one.loss_tokens for one in parts))
-            for sample, parts in found.items()
+            SampleLoss(sample, sum(loss.loss for loss in parts), sum(loss.loss_tokens for loss in parts))
+            for sample, parts in parts_by_sample.items()
         ]
-        return sorted(joined, key=lambda one: (one.loss == one.loss, -one.loss))  # NaN first
+        return sorted(joined, key=lambda loss: (loss.loss == loss.loss, -loss.loss))  # NaN first
 
     def explained(self, step: int, batches: Sequence[PackedBatch], error: NotFinite) -> IsthmusError:
         """The error with the first tensor that is not finite, which an event has, too.
@@ -113,34 +114,37 @@ class StepExplainer(Watcher):
         The micro batches run again: the state cannot be used afterwards.
         """
         try:
-            found, hosts = self._first_nonfinite(batches), gather_objects(socket.gethostname())
-            first = found[0] if found else None
+            tensors, hosts = self._first_nonfinite(batches), gather_objects(socket.gethostname())
+            first = tensors[0] if tensors else None
             samples = list(first.samples) if first else []
             if first and not samples and first.kind != "weight":  # such as the gradient of a weight
                 losses = self._sample_losses(batches)
-                samples = [one.sample for one in losses if not abs(one.loss) < float("inf")][:_MOST_SAMPLES]
+                samples = [loss.sample for loss in losses if not abs(loss.loss) < float("inf")][:_MOST_SAMPLES]
         except Exception:  # the step failed for a reason of its own, which matters more
             _logger.debug("the step cannot be explained", exc_info=True)
             return error
         origins = [{"sample": sample} | sample_origin(self.samples, sample) for sample in samples]
         text = _explanation(first, hosts, origins)
-        tensors = [
-            {"kind": one.kind, "name": one.name, "rank": one.rank, "host": hosts[one.rank]} for one in _each_kind(found)
+        rows = [
+            {"kind": tensor.kind, "name": tensor.name, "rank": tensor.rank, "host": hosts[tensor.rank]}
+            for tensor in _first_of_kinds(tensors)
         ]
-        self.reporter.event(step, "not finite", f"{error} {text}", prints=False, tensors=tensors, samples=origins)
+        self.reporter.event(step, "not finite", f"{error} {text}", prints=False, tensors=rows, samples=origins)
         return NotFinite(f"{error} {text}")
 
     def _first_nonfinite(self, batches: Sequence[PackedBatch]) -> list[NonFinite]:
-        """Of all ranks, in the order of computation."""
+        """Tensors of all ranks that are not finite, in the order of computation."""
         ranks = gather_objects(find_nonfinite(self.stepper, batches))
-        return sorted((one for found in ranks for one in found), key=lambda one: (*one.order, one.rank))
+        return sorted(
+            (tensor for tensors in ranks for tensor in tensors), key=lambda tensor: (*tensor.order, tensor.rank)
+        )
 
 
-def _each_kind(found: Iterable[NonFinite]) -> list[NonFinite]:
+def _first_of_kinds(tensors: Iterable[NonFinite]) -> list[NonFinite]:
     """The first of each kind."""
     first: dict[str, NonFinite] = {}
-    for one in found:
-        first.setdefault(one.kind, one)
+    for tensor in tensors:
+        first.setdefault(tensor.kind, tensor)
     return list(first.values())
 
 

@@ -174,7 +174,9 @@ def _use(event: Any, ancestors: Sequence[Any], uses: Mapping[Shape, str]) -> str
     """
     if any("CrossEntropy" in ancestor.name for ancestor in ancestors):
         return "the output layer"
-    function = next((one for one in reversed(ancestors) if not re.match("aten::|autograd::", one.name)), None)
+    function = next(
+        (ancestor for ancestor in reversed(ancestors) if not re.match("aten::|autograd::", ancestor.name)), None
+    )
     if function is None or not re.search(r"Backward\d*$", function.name):
         return uses.get(_last_operand(event)[::-1], "no weight")
     first = min(_matmuls_below(function), key=_span)
@@ -212,9 +214,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
     """Length of the intersection; both are without overlaps."""
-    return length(left) + length(right) - length(union([*left, *right]))
+    return length(first) + length(second) - length(union([*first, *second]))
 
 
 def length(spans: Iterable[Span]) -> float:
@@ -228,7 +230,7 @@ class StepProfile(Watcher):
     steps: range
     """Counted from 1; empty for none."""
     folder: Path
-    """For ``rank<N>.json.gz`` and ``rank<N>.md``."""
+    """Folder of ``rank<N>.json.gz`` and ``rank<N>.md``."""
     rank: int
     weights: Mapping[str, Shape]
     """Shapes of this rank's weights by canonical name."""

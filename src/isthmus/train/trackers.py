@@ -73,7 +73,9 @@ class _TensorBoard:
             threading.excepthook = _without_tensorboard
         purge_step = run.start + 1 if run.start else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge_step)  # type: ignore[no-untyped-call]
-        plain = {name: one if isinstance(one, bool | int | float) else str(one) for name, one in run.settings.items()}
+        plain = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in run.settings.items()
+        }
         experiment, session, _ = hparams(plain, {"train/loss": 0.0, "eval/loss": 0.0})  # type: ignore[no-untyped-call]
         for summary in (experiment, session):  # SummaryWriter.add_hparams would write them into another run
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
@@ -105,9 +107,13 @@ class _WandB:
         import wandb
 
         self._run: Any = wandb.init(
-            project=run.project, name=run.name, dir=str(run.folder), config=dict(run.settings),
-            id=run.known_id("wandb"), resume="allow",
-        )  # fmt: skip
+            project=run.project,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.settings),
+            id=run.known_id("wandb"),
+            resume="allow",
+        )
         run.keep_id("wandb", self._run.id)
         # W&B's own step cannot go back, as it does in a run that resumes from an earlier checkpoint.
         self._run.define_metric("*", step_metric="step")
@@ -168,9 +174,12 @@ class _Trackio:
 
         with redirect_stdout(sys.stderr):  # it prints how to open its dashboard; stdout is for results
             self._run: Any = trackio.init(
-                project=run.project, name=run.known_id("trackio") or run.name, config=dict(run.settings),
-                resume="allow", embed=False,
-            )  # fmt: skip
+                project=run.project,
+                name=run.known_id("trackio") or run.name,
+                config=dict(run.settings),
+                resume="allow",
+                embed=False,
+            )
         run.keep_id("trackio", self._run.name)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

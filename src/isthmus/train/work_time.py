@@ -13,12 +13,32 @@ import torch
 import torch.distributed as dist
 
 _COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "send", "recv", "recv_anysource", "gather",
-    "scatter", "allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
-    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "_end_coalescing",
-)  # fmt: skip
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "barrier",
+    "send",
+    "recv",
+    "recv_anysource",
+    "gather",
+    "scatter",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_end_coalescing",
+)
 """Methods of process groups, of all supported versions of torch."""
 _WAITS = ("wait", "synchronize", "block_current_stream")
 _STREAM_WAITS = ("wait_event",)

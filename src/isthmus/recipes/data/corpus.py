@@ -60,8 +60,8 @@ class Corpus:
         """Random tokens; the sizes of validation and test are fractions of the samples that the run trains on."""
 
         def part(name: Literal["valid", "test"], fraction: float) -> MockSamples | None:
-            taken = (config.train.steps or 0) * config.train.global_batch_size
-            return make(part=name, count=max(1, round(fraction * taken))) if fraction else None
+            sequences = (config.train.steps or 0) * config.train.global_batch_size
+            return make(part=name, count=max(1, round(fraction * sequences))) if fraction else None
 
         data = config.data
         make = partial(MockSamples, seq_length=data.seq_length, vocab_size=vocab_size, seed=data.seed)
@@ -71,7 +71,7 @@ class Corpus:
         """Equal if step k of two runs takes the same sequences."""
         data = config.data
         order: list[Any] = [self.train.digest(), data.seq_length, data.packing, data.seed]
-        order += [config.train.global_batch_size, [[one.samples, one.weight] for one in self.mixture]]
+        order += [config.train.global_batch_size, [[data_set.samples, data_set.weight] for data_set in self.mixture]]
         if data.crosses_documents:
             order += [getattr(data, name) for name in DOCUMENT_SETTINGS]
         return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
@@ -251,9 +251,13 @@ def _tokenize_source(
     files = find_sources(source.files)
     try:
         return tokenize_files(
-            files, folder / source.key, tokenizer, tokenize_options(config), known_digests=digests,
+            files,
+            folder / source.key,
+            tokenizer,
+            tokenize_options(config),
+            known_digests=digests,
             on_progress=check_stop,
-        )  # fmt: skip
+        )
     except Hang:  # a signal to the whole process group ends the workers too
         check_stop(TokenizeStats())
         raise

@@ -43,15 +43,15 @@ def model_positions(architecture: Architecture) -> int:
 
 
 def _repeats(config: RunConfig, train: Batches, steps: int) -> list[str]:
-    """With ``train.epochs``: sequences beyond these epochs, since all steps have the same size."""
+    """Sequences beyond ``train.epochs``, since all steps have the same size."""
     if config.train.steps is not None:
         return []
-    wanted, taken = (config.train.epochs or 1) * train.sequences_per_epoch, steps * train.global_batch_size
-    more = math.floor(taken - wanted)
+    requested, sequences = (config.train.epochs or 1) * train.sequences_per_epoch, steps * train.global_batch_size
+    more = math.floor(sequences - requested)
     if more < 1:
         return []
     return [
-        f"{more:,} of {taken:,} sequences are repeated: {steps:,} steps of {train.global_batch_size} take more than "
-        f"the {wanted:,.0f} of train.epochs={config.train.epochs or 1:g}, since the last step of an epoch is filled "
-        "up with sequences of the next"
+        f"{more:,} of {sequences:,} sequences are repeated: {steps:,} steps of {train.global_batch_size} take more "
+        f"than the {requested:,.0f} of train.epochs={config.train.epochs or 1:g}, since the last step of an epoch is "
+        "filled up with sequences of the next"
     ]

@@ -56,7 +56,8 @@ def find_data_sources(config: RunConfig, tokenized: Path | None = None) -> list[
         return find_source(use, name, key, files, weight)
 
     sources = [
-        source("train", name, f"set-{k}", one.files, one.weight) for k, (name, one) in enumerate(data.sets.items())
+        source("train", name, f"set-{k}", data_set.files, data_set.weight)
+        for k, (name, data_set) in enumerate(data.sets.items())
     ]
     rest: list[tuple[Use, str, Sequence[str]]] = [
         ("train", "data", data.files),
@@ -112,7 +113,7 @@ def _is_partial(path: Path) -> bool:
 _IRRELEVANT = {"files", "sets", "valid_files", "test_files", "valid_fraction", "test_fraction", "seed"}
 _IRRELEVANT |= {"packing", "length_buckets", *DOCUMENT_SETTINGS}
 _FORMAT = 3
-"""Of the files in the run folder."""
+"""Format of the files in the run folder."""
 
 
 def data_fingerprint(
@@ -125,8 +126,10 @@ def data_fingerprint(
     chat = chat_settings(config)
     return {
         "format": _FORMAT,
-        "sources": [[source.use, len(one), source.prepared] for source, one in zip(sources, files, strict=True)],
-        "files": [file for one in files for file in one],
+        "sources": [
+            [source.use, len(records), source.prepared] for source, records in zip(sources, files, strict=True)
+        ],
+        "files": [file for records in files for file in records],
         "tokenizer": tokenizer_record(tokenizer),
         "recipe": config.recipe,
         "settings": {name: settings[name] for name in sorted(settings) if name not in _IRRELEVANT},

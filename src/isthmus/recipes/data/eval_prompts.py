@@ -42,8 +42,12 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architec
     settings = config.eval
     if not settings.generate:
         return ()
-    given = settings.prompts
-    records = _read(Path(given)) if isinstance(given, str) else [(text, "eval.prompts") for text in given]
+    prompts_setting = settings.prompts
+    records = (
+        _read(Path(prompts_setting))
+        if isinstance(prompts_setting, str)
+        else [(text, "eval.prompts") for text in prompts_setting]
+    )
     render = None if recipe_of(config).records.is_text else ChatRenderer(tokenizer, settings=chat_settings(config))
     prompts = tuple(_prompt(record, where, render, tokenizer) for record, where in records)
     longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
@@ -63,13 +67,13 @@ def _read(path: Path) -> list[tuple[Any, str]]:
         lines = read_bytes(path).decode("utf-8").split("\n")  # JSON may have other line separators in a text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}). Convert it.") from error
-    found = [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+    prompts = [(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
         raise DataError(f"{path} has no prompts. Write one per line.")
     if path.suffix != ".jsonl":
-        return list(found)
+        return list(prompts)
     try:
-        return [(parse_json(line), where) for line, where in found]
+        return [(parse_json(line), where) for line, where in prompts]
     except ValueError as error:
         raise DataError(f"{path} has a line that is not JSON ({error}). Correct it, or name the file .txt.") from error
 

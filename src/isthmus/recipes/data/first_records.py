@@ -37,7 +37,7 @@ from isthmus.recipes.data.source_samples import open_samples, open_sources, writ
 from isthmus.recipes.registry import recipe_of
 
 _FIRST_RECORDS, _FIRST_BYTES = 8, 4096
-"""Of each file, or of each text."""
+"""Most records of each file, and bytes of each text."""
 _MOST_FILES = 256
 _MOST_CHUNKS = 16
 """Files whose first chunk is tokenized for the estimate."""
@@ -45,7 +45,7 @@ _MOST_CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class DataEstimate:
-    """Of an epoch of the training data."""
+    """Size of an epoch of the training data."""
 
     sequences: float
     """Packed sequences, samples, pairs or answers, as ``train.global_batch_size`` counts them."""
@@ -148,7 +148,7 @@ def _size(
     """(sequences, tokens with a label) of the files of a source; None if it cannot be estimated."""
     tokenize, names = RecordTokenizer(tokenizer, tokenize_options(config)), _local_names(source)
     stats, known = TokenizeStats(), len(names) == len(find_sources(source.files).names)
-    whole = known and len(names) <= _MOST_CHUNKS
+    is_complete = known and len(names) <= _MOST_CHUNKS
     sequences = tokens = seen_bytes = 0.0
     for number, name in enumerate(names[:_MOST_FILES]):
         first, *more = islice(read_chunks([name]), 2)
@@ -158,7 +158,7 @@ def _size(
             continue
         chunks = _chunks(first, name, done.stats.records) if more or isinstance(first, TextFileChunk) else 1.0
         known &= chunks is not None
-        whole &= chunks == 1.0
+        is_complete &= chunks == 1.0
         inputs = np.maximum(done.lengths - 1, 0)
         sequences += _num_sequences(config, inputs) * (chunks or 0)
         tokens += float(inputs.sum()) * (chunks or 0)
@@ -167,7 +167,7 @@ def _size(
         report(f"{source.name}: {', '.join(not_opened)} is not checked here: the run downloads it")
     if names:
         report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
-    if whole:
+    if is_complete:
         check_not_empty(stats, names, tokenize.options.seq_length)
     if not known or not sequences:
         return None

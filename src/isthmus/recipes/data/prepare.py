@@ -30,7 +30,7 @@ from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
-from isthmus.recipes.model.model_source import named_tokenizer
+from isthmus.recipes.model.model_source import tokenizer_at
 
 OnProgress = Callable[[TokenizeStats], None]
 """Called after each chunk with the counts so far."""
@@ -108,7 +108,7 @@ def prepare(
     files = find_sources(data)
     _check_prefix(Path(out))
     _check_new(PartialOutput(Path(out).absolute()))
-    opened = named_tokenizer(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
+    opened = tokenizer_at(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or kind_of_first(files.names, on_error, columns)
     if RECORD_KINDS[kind].is_text:
         check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)

@@ -36,8 +36,8 @@ def start_method() -> StartMethod:
 
     Process groups of torch.distributed have threads that Python does not count.
     """
-    one_thread = threading.active_count() == 1 and not (dist.is_available() and dist.is_initialized())
-    return "fork" if sys.platform == "linux" and one_thread else "spawn"
+    has_one_thread = threading.active_count() == 1 and not (dist.is_available() and dist.is_initialized())
+    return "fork" if sys.platform == "linux" and has_one_thread else "spawn"
 
 
 def tokenize_chunks(

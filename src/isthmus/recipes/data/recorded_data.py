@@ -32,7 +32,7 @@ from isthmus.recipes.run_dir import RunDir
 class RecordedData:
     tokenizer: Tokenizer
     train: Batches
-    """Of one data-parallel rank, so that its steps have all sequences."""
+    """Batches of one data-parallel rank, so that its steps have all sequences."""
 
     def samples(self, first: int, count: int) -> Iterator[ShownSample]:
         """``count`` training samples from sample ``first`` on, in the order of the steps, counted from 0.
@@ -87,15 +87,15 @@ def _tokenizer(run: RunDir, config: RunConfig) -> Tokenizer:
     if settings.type == "NullTokenizer":
         assert settings.vocab_size is not None
         return NumberTokenizer(settings.vocab_size)
-    given = settings.path or config.model.path
-    places = [*([] if given is None else [Path(given)]), run.export(), run.adapter()]
+    tokenizer_path = settings.path or config.model.path
+    places = [*([] if tokenizer_path is None else [Path(tokenizer_path)]), run.export(), run.adapter()]
     with suppress(DataError):
         if (checkpoint := latest(run.checkpoints)) is not None:
             places.append(checkpoint / HF_SUBFOLDER)
     reasons = []
     for place in places:
         try:
-            tokenizer = open_tokenizer(place, settings.type if str(place) == given else None)
+            tokenizer = open_tokenizer(place, settings.type if str(place) == tokenizer_path else None)
             tokenizer.use_chat_template(config.chat.template)
             return tokenizer
         except (MissingInput, DataError, UsageError, UnsafeInput) as error:

@@ -45,7 +45,7 @@ class ShownSample:
     name: str
     """``file:line`` of a record, or the number of a sample."""
     role: str
-    """Of an answer: chosen, rejected, desirable or undesirable. Else empty, or why a record has no sample."""
+    """Role of an answer: chosen, rejected, desirable or undesirable. Else empty, or why a record has no sample."""
     input_ids: tuple[int, ...]
     """All tokens, [n]; the first is never a target."""
     loss_mask: tuple[bool, ...]
@@ -53,7 +53,7 @@ class ShownSample:
     parts: tuple[TextPart, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The sample for ``--json``."""
         return {
             "name": self.name,
             "role": self.role,
@@ -131,7 +131,7 @@ def shown_files(
         if len(source.files) > 1:
             listed = ", ".join(source.files)
             raise UsageError(f"{source.name} has {len(source.files)} prepared data sets: {listed}. Name one of them.")
-        return _of_indexed(Path(source.files[0]), tokenizer, first, count)
+        return _indexed_samples(Path(source.files[0]), tokenizer, first, count)
     check_columns(options["columns"])
     names = find_sources(source.files).names
     kind = options.pop("kind") or kind_of_first(names, "stop", options["columns"])
@@ -140,10 +140,10 @@ def shown_files(
         check_text_options(options["seq_length"], has_chat_options=has_chat_options)
     tokenizer.use_chat_template(chat_template)
     tokenize = RecordTokenizer(tokenizer, TokenizeOptions(kind, **options))
-    return _of_records(names, tokenize, tokenizer.decode, first, count)
+    return _record_samples(names, tokenize, tokenizer.decode, first, count)
 
 
-def _of_records(
+def _record_samples(
     names: Sequence[str], tokenize: RecordTokenizer, decode: Decode, first: int, count: int
 ) -> Iterator[ShownSample]:
     """A record without a sample is shown without tokens, with the reason."""
@@ -181,7 +181,7 @@ def _store_of(done: TokenizedChunk) -> SampleStore:
     return SampleStore([source], np.cumsum(done.lengths) - done.lengths, done.lengths, groups, values=done.values)
 
 
-def _of_indexed(prefix: Path, tokenizer: Tokenizer, first: int, count: int) -> Iterator[ShownSample]:
+def _indexed_samples(prefix: Path, tokenizer: Tokenizer, first: int, count: int) -> Iterator[ShownSample]:
     """Documents of text, samples of chats, or pairs."""
     indexed = open_indexed(prefix)
     record: dict[str, Any] = indexed.manifest or {}
@@ -205,7 +205,10 @@ def _in_order(store: SampleStore, kind: RecordKind) -> Batches:
     """Batches of one sample, or one pair, in the order of the store."""
     make = PairBatches if kind.roles else AnswerBatches if kind.is_answers else Batches
     settings = BatchSettings(
-        seq_length=int(store.lengths.max(initial=1)), micro_batch_size=1, global_batch_size=1, packing=False,
+        seq_length=int(store.lengths.max(initial=1)),
+        micro_batch_size=1,
+        global_batch_size=1,
+        packing=False,
         shuffle=False,
-    )  # fmt: skip
+    )
     return make(store, settings)

@@ -64,7 +64,7 @@ def open_samples(
     seq_length, overlong = most_targets(config), config.data.overlong
     stores, total = [], TokenizeStats()
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
-        manifest = _own_manifest(source, number, folder)
+        manifest = _manifest_path(source, number, folder)
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
         _check(indexed, config, tokenizer_hashes)
         if records.is_text:
@@ -83,7 +83,7 @@ def write_missing_manifests(source: DataSource, folder: Path) -> bool:
     missing = [
         (path, file)
         for number, file in enumerate(source.files)
-        if not indexed_file(file, ".json").is_file() and not (path := _own_manifest(source, number, folder)).is_file()
+        if not indexed_file(file, ".json").is_file() and not (path := _manifest_path(source, number, folder)).is_file()
     ]
     for path, file in missing:
         write_manifest(path.with_suffix(""), {"pair": scan_indexed(open_indexed(file))})
@@ -95,7 +95,7 @@ def most_targets(config: RunConfig) -> int:
     return config.data.seq_length - recipe_of(config).trains_scores
 
 
-def _own_manifest(source: DataSource, number: int, folder: Path) -> Path:
+def _manifest_path(source: DataSource, number: int, folder: Path) -> Path:
     return folder / f"{source.key}-{number}.json"
 
 
@@ -123,11 +123,11 @@ def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[st
         raise DataError(
             f"{indexed.prefix}: prepared with unknown settings of chats. Prepare the records again."
         ) from None
-    for name, wanted in asdict(chat_settings(config)).items() if kind != "text" else ():
-        if (got := getattr(prepared, name)) != wanted:
+    for name, expected_value in asdict(chat_settings(config)).items() if kind != "text" else ():
+        if (got := getattr(prepared, name)) != expected_value:
             raise DataError(
-                f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={wanted!r}. Prepare the "
-                "records again with the settings of the run."
+                f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={expected_value!r}. Prepare "
+                "the records again with the settings of the run."
             )
     loss_on = record.get("loss_on", config.data.loss_on)
     if kind == "chat" and loss_on != config.data.loss_on:

@@ -35,7 +35,7 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
         adapter.linear: LoraFactors(
             tensors["lora_A"], tensors["lora_B"], adapter.scale, tensors.get("lora_magnitude_vector")
         )
-        for adapter, tensors in _whole_adapters(model)
+        for adapter, tensors in _full_adapters(model)
     }
     settings = _settings(config, plan)
     if (pissa := model.pissa) is not None:  # it was subtracted from the weights
@@ -49,17 +49,21 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
 
     def write() -> None:
         if model.position.rank == 0:
-            every = [linear for own in all_linears(plan.family, plan.architecture).values() for linear in own]
+            linears = [
+                linear
+                for weight_linears in all_linears(plan.family, plan.architecture).values()
+                for linear in weight_linears
+            ]
             towers = [name.rpartition(".")[0] for name in Towers(plan.weights.source, plan.family).tensors]
             with StagedFolder(destination, replace=True) as staged:
-                write_adapter(staged.path, settings, factors, every, saved, towers)
+                write_adapter(staged.path, settings, factors, linears, saved, towers)
 
     agree(write)
     barrier()
 
 
 def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
-    """Those of the file; its writer adds the targets."""
+    """Settings of the adapter's file; its writer adds the targets."""
     lora, modules = config.lora, modules_to_save(config, plan.existing)
     task = "SEQ_CLS" if plan.architecture.score_head else "CAUSAL_LM"
     if plan.existing is not None:
@@ -77,24 +81,24 @@ def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
     )
 
 
-def _whole_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tensor]]]:
+def _full_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tensor]]]:
     """The whole tensors of each adapter, on the host of rank 0; a collective."""
     adapters = model.plan.adapters
     assert adapters is not None
-    own = {(tensor.adapter.linear, tensor.role): tensor for tensor in adapter_tensors(model.stages)}
+    local_tensors = {(tensor.adapter.linear, tensor.role): tensor for tensor in adapter_tensors(model.stages)}
     device = next(model.stages[0].parameters()).device
-    for adapter in (adapter for of_weight in adapters.of_weights.values() for adapter in of_weight):
-        found: dict[Role, Tensor] = {}
+    for adapter in (adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters):
+        tensors: dict[Role, Tensor] = {}
         for role in adapters.roles:
-            whole = torch.zeros(adapter.shape(role), dtype=model.dtype, device=device)
-            part = own.get((adapter.linear, role))
+            full = torch.zeros(adapter.shape(role), dtype=model.dtype, device=device)
+            part = local_tensors.get((adapter.linear, role))
             if part is not None and _is_written_by(model.position, part):
                 for index, local in part.pieces:
-                    whole[index] = part.parameter.detach()[local]
-            if sum_bytes(whole, rank0_only=True):
-                found[role] = whole.cpu()
-        if found:
-            yield adapter, found
+                    full[index] = part.parameter.detach()[local]
+            if sum_bytes(full, rank0_only=True):
+                tensors[role] = full.cpu()
+        if tensors:
+            yield adapter, tensors
 
 
 def _is_written_by(position: Position, part: AdapterTensor) -> bool:

@@ -106,7 +106,7 @@ class AutoBridge:
             UsageError: another bridge built the model.
             OutputExists, OutputInUse, NoSpace, IOFailure: the folder exists or cannot be written.
         """
-        export_hf(self._own(model), Path(path), None, dtype=dtype, replace=replace)
+        export_hf(self._check_model(model), Path(path), None, dtype=dtype, replace=replace)
 
     def export_weights(
         self, model: Any, *, dtype: torch.dtype | None = None, rank0_only: bool = False
@@ -124,7 +124,7 @@ class AutoBridge:
         Raises:
             UsageError: another bridge built the model.
         """
-        return iterate_full_weights(self._own(model), dtype=dtype, rank0_only=rank0_only)
+        return iterate_full_weights(self._check_model(model), dtype=dtype, rank0_only=rank0_only)
 
     @classmethod
     def import_ckpt(cls, hf_dir: Path | str, megatron_path: Path | str, **options: Any) -> ConversionResult:
@@ -145,7 +145,7 @@ class AutoBridge:
             options = {"hf_like": self._folder} | options
         return convert(megatron_path, hf_path, "hf", **options)
 
-    def _own(self, model: Any) -> RankModel:
+    def _check_model(self, model: Any) -> RankModel:
         stages = list(model) if isinstance(model, list | tuple) else [model]
         if self._model is None or len(stages) != len(self._model.stages):
             raise UsageError("this bridge has not built this model. Give what its to_megatron_model returned.")

@@ -70,9 +70,9 @@ def export_hf(
             return merge(name, weight)
 
         export_weights(*arguments, layout=model.layout, writes=writes, merge=checked, written=written)
-        if own := [*towers.tensors][model.position.rank :: plan.world_size]:
+        if local_names := [*towers.tensors][model.position.rank :: plan.world_size]:
             with SafetensorsWriter(files, staged.path, written) as writer:
-                towers.copy(writer, own, lambda done, total: check())
+                towers.copy(writer, local_names, lambda done, total: check())
 
     def finish() -> None:
         if main:
@@ -123,14 +123,14 @@ def iterate_full_weights(
 
 
 def _dtypes(plan: ModelPlan, dtype: torch.dtype | None) -> torch.dtype | dict[str, torch.dtype]:
-    found = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
-    if dtype is None or not found:
-        return dtype or found or config_dtype(plan.source.config, torch.float32)
+    stored = {name: info.dtype for name, info in plan.weights.source.tensors.items()}
+    if dtype is None or not stored:
+        return dtype or stored or config_dtype(plan.source.config, torch.float32)
     placements = plan.family.placements(plan.architecture).values()
     rules = {name: placed.rule for placed in placements for name in placed.hf}
     names = plan.family.hf_shapes(plan.architecture)
-    given = {name: found.get(name, dtype) for name in names}
-    return {name: copied_dtype(rules[name], partial(given.__getitem__, name), dtype) for name in names}
+    targets = {name: stored.get(name, dtype) for name in names}
+    return {name: copied_dtype(rules[name], partial(targets.__getitem__, name), dtype) for name in names}
 
 
 def _merge(model: RankModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -160,12 +160,12 @@ def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
     if model.plan.parallel.fsdp:
         return tensors, first_replica
     first_expert_replica = position.edp_rank == 0
-    own = {
+    live = {
         name: tensor
         for name, tensor in tensors.items()
         if (first_replica if expert_of(name) is None else first_expert_replica)
     }
-    return own, True
+    return live, True
 
 
 def write_checkpoint_config(model: RankModel, checkpoint: Path, tokenizer: Tokenizer) -> None:

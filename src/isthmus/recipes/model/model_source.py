@@ -35,41 +35,42 @@ def open_source(model: ModelConfig) -> ModelFolder:
     if model.path is None:
         return _described("model.config", model.config)
     if is_model_file(model.path):
-        found = _described(model.path, read_model(model.path))
+        folder = _described(model.path, read_model(model.path))
     else:
-        folder = local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code)
-        _check_is_model(folder)
-        found = ModelFolder.open(folder)
-    own = language_config(found.config)
-    if model.init == "random" and own is not found.config:
-        found = ModelFolder.from_config(found.path, own)
+        path = local_folder(model.path, weights=model.init == "hf", code=model.trust_remote_code)
+        _check_is_model(path)
+        folder = ModelFolder.open(path)
+    config = language_config(folder.config)
+    if model.init == "random" and config is not folder.config:
+        folder = ModelFolder.from_config(folder.path, config)
     if not model.config:
-        return found
-    merged = merge_config(own, model.config)
-    merged |= overlay_rotary(own, model.config, family_for(merged).rope_names)
+        return folder
+    merged = merge_config(config, model.config)
+    merged |= overlay_rotary(config, model.config, family_for(merged).rope_names)
     _check_keys("model.config", model.config, keys_read(family_for(merged), merged), merged)
     if model.init == "random":
-        return ModelFolder.from_config(found.path, merged)
-    if why := _changed_tensors(own, merged):
+        return ModelFolder.from_config(folder.path, merged)
+    if why := _changed_tensors(config, merged):
         raise UsageError(
-            f"model.config changes the tensors of {found}: {why}. Leave out the keys that do, or set model.init=random."
+            f"model.config changes the tensors of {folder}: {why}. Leave out the keys that do, or set "
+            "model.init=random."
         )
-    _check_effects(own, model.config, merged)
-    nested = None if own is found.config else family_for(found.config).nested
-    return found.with_config(merged if nested is None else nested.with_language_config(found.config, merged))
+    _check_effects(config, model.config, merged)
+    nested = None if config is folder.config else family_for(folder.config).nested
+    return folder.with_config(merged if nested is None else nested.with_language_config(folder.config, merged))
 
 
 def _check_effects(before: Mapping[str, Any], keys: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
     """Refuse keys without which the model is the same, such as the window of a model whose layers have none."""
     family = family_for(merged)
-    wanted = family.to_architecture(merged), family.read_dropout(merged)
+    meaning = family.to_architecture(merged), family.read_dropout(merged)
     for key, value in keys.items():
         if not value or is_metadata(key) or key in IGNORED_KEYS or before.get(key) == merged[key]:
             continue
         others = {name: other for name, other in keys.items() if name != key}
         without = merge_config(before, others) | overlay_rotary(before, others, family.rope_names)
         try:
-            is_same = (family.to_architecture(without), family.read_dropout(without)) == wanted
+            is_same = (family.to_architecture(without), family.read_dropout(without)) == meaning
         except (UsageError, DataError):  # other keys need it
             continue
         if is_same:
@@ -92,21 +93,21 @@ def _changed_tensors(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
     shapes, others = (families[0].hf_shapes(arch) for arch in (old, new))
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):
-            there, here = (list(found[name]) if name in found else "absent" for found in (shapes, others))
+            there, here = (list(model[name]) if name in model else "absent" for model in (shapes, others))
             return f"{name} is {there}, with model.config {here}"
     return None
 
 
-def local_folder(named: str, *, weights: bool, code: bool = False) -> Path:
+def local_folder(path_or_id: str, *, weights: bool, code: bool = False) -> Path:
     """A local path, downloaded if ``named`` is a Hub id; ``code`` includes Python files."""
-    path = Path(named)
+    path = Path(path_or_id)
     if path.exists():
         return path
-    if not looks_like_id(named):
+    if not looks_like_id(path_or_id):
         raise MissingInput(
-            f"{named} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
+            f"{path_or_id} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
-    return fetch(named, weights=weights, code=code, report=lambda line: print(line, file=sys.stderr, flush=True))
+    return fetch(path_or_id, weights=weights, code=code, report=lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _check_is_model(folder: Path) -> None:
@@ -126,7 +127,7 @@ def _check_is_model(folder: Path) -> None:
             )
 
 
-def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
+def _described(name: str, config: Mapping[str, Any]) -> ModelFolder:
     """A model given as a complete config, which may have keys that only transformers uses."""
     config = language_config(config)
     family = family_for(config)
@@ -135,8 +136,8 @@ def _described(named: str, config: Mapping[str, Any]) -> ModelFolder:
         from isthmus.hf.tiny_model import default_config  # a slow import
 
         known |= default_config(family.name).keys()
-    _check_keys(named, config, known, config)
-    return ModelFolder.from_config(named, config)
+    _check_keys(name, config, known, config)
+    return ModelFolder.from_config(name, config)
 
 
 def _check_keys(where: str, keys: Mapping[str, Any], known: set[str], config: Mapping[str, Any]) -> None:
@@ -176,9 +177,9 @@ def run_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> To
     return tokenizer
 
 
-def named_tokenizer(named: str, kind: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
+def tokenizer_at(path_or_id: str, kind: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
     """Open a tokenizer: a folder, a sentencepiece file, or an id on the Hub."""
-    folder = local_folder(named, weights=False, code=trust_remote_code)
+    folder = local_folder(path_or_id, weights=False, code=trust_remote_code)
     return open_tokenizer(folder, kind, trust_remote_code=trust_remote_code)
 
 
@@ -190,7 +191,7 @@ def _open_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> 
             raise UsageError(f"NullTokenizer reads numbers, and {config.recipe} trains on chats. Leave it out.")
         return NumberTokenizer(settings.vocab_size)
     if settings.path is not None:
-        return named_tokenizer(settings.path, settings.type, trust_remote_code=code)
+        return tokenizer_at(settings.path, settings.type, trust_remote_code=code)
     if tokenizer_files(source.path):
         return open_tokenizer(source.path, settings.type, trust_remote_code=code)
     if config.data.mock and settings.type is None:
@@ -219,5 +220,5 @@ def answer_end(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerEnd:
     tokens = (tokenizer.inner.pad_token_id, hf_config.get("pad_token_id"), tokenizer.eos_id)
     turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     text = tokenizer.apply_chat_template(turns)
-    whole, answer = tokenizer.encode_batch([text, text.rstrip()])
-    return AnswerEnd(next((token for token in tokens if token is not None), None), tuple(whole[len(answer) :]))
+    full, answer = tokenizer.encode_batch([text, text.rstrip()])
+    return AnswerEnd(next((token for token in tokens if token is not None), None), tuple(full[len(answer) :]))

@@ -22,7 +22,12 @@ class PissaAdapters:
     """The initial adapters of all linear layers that this rank has; of the whole model on rank 0."""
 
     def __init__(
-        self, init: str, adapters: AdapterSet, source: WeightSource, own: Collection[HfLinear], device: torch.device
+        self,
+        init: str,
+        adapters: AdapterSet,
+        source: WeightSource,
+        local_linears: Collection[HfLinear],
+        device: torch.device,
     ) -> None:
         """A collective: each rank decomposes a part of the weights, read whole from ``source`` in float32.
 
@@ -30,15 +35,17 @@ class PissaAdapters:
         """
         self._values: dict[HfLinear, LoraFactors] = {}
         iterations = int(init.rpartition("_")[2]) if init != PISSA else None
-        every = [adapter for of_weight in adapters.of_weights.values() for adapter in of_weight]
+        all_adapters = [adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        mine = {one.linear: principal_part(one, source, iterations, device) for one in every[rank::ranks]}
-        for number, adapter in enumerate(every):
+        parts = {
+            adapter.linear: principal_part(adapter, source, iterations, device) for adapter in all_adapters[rank::ranks]
+        }
+        for number, adapter in enumerate(all_adapters):
             shapes = [adapter.shape(role) for role in ("lora_A", "lora_B")]
-            tensors = mine.pop(adapter.linear, None) or [torch.empty(shape, device=device) for shape in shapes]
+            tensors = parts.pop(adapter.linear, None) or [torch.empty(shape, device=device) for shape in shapes]
             for tensor in tensors:
                 dist.broadcast(tensor, number % ranks)
-            if not rank or adapter.linear in own:
+            if not rank or adapter.linear in local_linears:
                 self._values[adapter.linear] = LoraFactors(tensors[0].cpu(), tensors[1].cpu(), adapter.scale)
 
     def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:

@@ -40,7 +40,7 @@ class RankModel:
     source: WeightSource
     """The initial weights."""
     messages: tuple[str, ...] = ()
-    """For the log."""
+    """Lines for the log."""
     pissa: PissaAdapters | None = None
     """The adapters that were subtracted from the weights."""
 
@@ -116,8 +116,8 @@ def build_rank_model(
         if plan.existing is not None:
             start = ExistingAdapters(plan.existing)
         elif config.lora.init.startswith(PISSA):
-            own = {tensor.adapter.linear for tensor in adapter_tensors(stages)}
-            start = pissa = PissaAdapters(config.lora.init, plan.adapters, source, own, device)
+            local_linears = {tensor.adapter.linear for tensor in adapter_tensors(stages)}
+            start = pissa = PissaAdapters(config.lora.init, plan.adapters, source, local_linears, device)
             model = replace(model, pissa=pissa)
         load_adapters(stages, start)
         if model.pissa is not None:

@@ -56,11 +56,11 @@ def check_teacher(config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, plat
 
 
 def teacher_messages(config: RunConfig, plan: ModelPlan, precision: str) -> list[str]:
-    """For the log; none without distillation."""
+    """Lines for the log; none without distillation."""
     if (teacher := plan.teacher) is None:
         return []
-    own = teacher_precision(config, precision)
-    line = f"teacher {teacher.source}: {teacher.family.name}, {teacher.architecture.num_layers} layers, {own}"
+    teacher_dtype = teacher_precision(config, precision)
+    line = f"teacher {teacher.source}: {teacher.family.name}, {teacher.architecture.num_layers} layers, {teacher_dtype}"
     return [line, *(f"teacher: {note}" for note in teacher.weights.notes)]
 
 
@@ -72,8 +72,8 @@ def build_teacher(
 
     if plan.teacher is None:
         return None
-    own = teacher_config(config)
+    teacher_settings = teacher_config(config)
     model = build_rank_model(
-        own, plan.teacher, platform, position, teacher_precision(config, precision), training=False
+        teacher_settings, plan.teacher, platform, position, teacher_precision(config, precision), training=False
     )
     return Teacher(model.stages, config.distill)

@@ -35,7 +35,7 @@ class Activations:
     """Activations of a pipeline rank, in bytes."""
 
     tokens: int
-    """Of a micro batch on this rank."""
+    """Tokens of a micro batch on this rank."""
     layers: dict[str, dict[str, int]]
     """Parts of what a layer of each kind (:func:`_layer_kinds`) keeps of a micro batch."""
     kept: Counter[str]
@@ -44,7 +44,7 @@ class Activations:
     """Layers that are: each keeps its ``input_bytes``."""
     input_bytes: int = 0
     outside: int = 0
-    """Of a micro batch outside of the layers: tables, token ids, last norm, gradient of the hidden states."""
+    """Bytes of a micro batch outside of the layers: tables, token ids, last norm, gradient of the hidden states."""
     in_flight: Fraction = Fraction(1)
     """Micro batches; with virtual stages a fraction of their layers."""
     once: int = 0
@@ -52,13 +52,13 @@ class Activations:
 
     @property
     def total(self) -> int:
-        each = self.outside + self.recomputed * self.input_bytes
-        each += sum(count * sum(self.layers[kind].values()) for kind, count in self.kept.items())
-        return int(each * self.in_flight) + self.once
+        per_micro_batch = self.outside + self.recomputed * self.input_bytes
+        per_micro_batch += sum(count * sum(self.layers[kind].values()) for kind, count in self.kept.items())
+        return int(per_micro_batch * self.in_flight) + self.once
 
 
 def activations(plan: ModelPlan, config: RunConfig, precision: str, *, on_gpu: bool) -> list[Activations]:
-    """Of all micro batches that each pipeline rank has in flight.
+    """Activations of all micro batches that each pipeline rank has in flight.
 
     An MoE layer counts as a dense layer as wide as a token's experts, plus the routed rows at a uniform load; MLA as
     attention of its widths.
@@ -70,21 +70,25 @@ def activations(plan: ModelPlan, config: RunConfig, precision: str, *, on_gpu: b
     number, dense = micro_batches(plan, config), _as_dense(arch, is_moe=False)
     input_bytes = settings.outside * arch.hidden_size * settings.element
     in_flight = [_in_flight(parallel, rank, number) for rank in range(parallel.pp)]
-    ranks = [Activations(settings.tokens, terms, Counter(), 0, input_bytes, 0, each) for each in in_flight]
+    ranks = [Activations(settings.tokens, terms, Counter(), 0, input_bytes, 0, number) for number in in_flight]
     sizes = layers_per_stage(arch.num_layers, parallel.pp, parallel.vpp)
     for stage, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         rank, layers = ranks[stage % parallel.pp], kinds[end - size : end]
         rank.outside += stage_bytes(
-            dense, num_layers=0, loss_tokens=settings.tokens, first=stage == 0, last=stage == len(sizes) - 1,
+            dense,
+            num_layers=0,
+            loss_tokens=settings.tokens,
+            first=stage == 0,
+            last=stage == len(sizes) - 1,
             **settings.sizes,
-        )  # fmt: skip
+        )
         full = settings.recomputed_layers(size)
         rank.recomputed += full
         rank.kept.update(layers[full:])
         # Full recomputation has one layer's activations at a time.
         rank.once = max([rank.once, *(sum(terms[kind].values()) for kind in set(layers[:full]))])
     _add_mtp_layers(ranks[-1], arch, settings, on_gpu=on_gpu)
-    ranks[-1].once += _taught_bytes(plan, config, precision)
+    ranks[-1].once += _teacher_bytes(plan, config, precision)
     return ranks
 
 
@@ -110,7 +114,7 @@ def _in_flight(parallel: ParallelConfig, rank: int, micro_batches: int) -> Fract
     return Fraction(min(warmup + 1, parallel.vpp * micro_batches), parallel.vpp)
 
 
-def _taught_bytes(plan: ModelPlan, config: RunConfig, precision: str) -> int:
+def _teacher_bytes(plan: ModelPlan, config: RunConfig, precision: str) -> int:
     """The teacher's hidden states on the last stage: of a micro batch, with pipeline parallelism of all of a step."""
     if plan.teacher is None:
         return 0
@@ -122,7 +126,7 @@ def _taught_bytes(plan: ModelPlan, config: RunConfig, precision: str) -> int:
 def temporary_bytes(
     plan: ModelPlan, config: RunConfig, precision: str, gpu_bytes: int | None, *, compiles: bool | None = None
 ) -> tuple[int, int]:
-    """Of the backward pass of a layer, and of the loss on the last stage; they follow each other.
+    """Temporary bytes of the backward pass of a layer, and of the loss on the last stage; they follow each other.
 
     ``gpu_bytes`` is the memory of a GPU, None: a CPU. ``compiles``: the GPU's machine has a compiler for the loss;
     None: if this machine has one.
@@ -132,15 +136,15 @@ def temporary_bytes(
     layer = settings.element * max(_layer_buffers(arch, settings, fp8=precision == "fp8", on_gpu=gpu_bytes is not None))
     rows = 1 if arch.score_head else math.ceil(arch.vocab_size / parallel.tp)
     hidden_bytes = settings.tokens * arch.hidden_size * settings.element
-    taught = 0 if plan.teacher is None else DTYPES[teacher_precision(config, precision)].itemsize
+    teacher_element = 0 if plan.teacher is None else DTYPES[teacher_precision(config, precision)].itemsize
     if gpu_bytes is None:
         logits = min(cross_entropy_cpu.CHUNK_ELEMENTS, settings.tokens * rows)
         block = 4 * min(cross_entropy_cpu.BLOCK_ELEMENTS, logits) if settings.element < 4 else 0
-        loss = logits * (settings.element + taught) + block + hidden_bytes
+        loss = logits * (settings.element + teacher_element) + block + hidden_bytes
     else:
-        logits = min(elements_for(gpu_bytes) // (CHUNK_SHARE if taught else 1), settings.tokens * rows)
+        logits = min(elements_for(gpu_bytes) // (CHUNK_SHARE if teacher_element else 1), settings.tokens * rows)
         copies = 0 if _compiles(config, compiles) else TEMPORARY_BYTES * (1 if arch.logits_softcap is None else 2)
-        copies = taught + (DIVERGENCE_BYTES if copies else 0) if taught else copies
+        copies = teacher_element + (DIVERGENCE_BYTES if copies else 0) if teacher_element else copies
         loss = logits * (settings.element + copies) + hidden_bytes
     if parallel.fsdp:  # without main_grad, the gradient of the projection is float32, then also of the model's dtype
         loss = 4 * rows * arch.hidden_size + max(loss, settings.element * rows * arch.hidden_size)
@@ -152,27 +156,27 @@ def _layer_buffers(arch: Architecture, settings: _Settings, *, fp8: bool, on_gpu
     parallel, hidden, gated = settings.parallel, arch.hidden_size, 2 if arch.gated else 1
     eager = 0 if on_gpu else 2
     dense = arch.ffn_hidden_size // parallel.tp
-    found = [settings.tokens * 2 * hidden]  # the gathered input of a block and its gradient
+    buffers = [settings.tokens * 2 * hidden]  # the gathered input of a block and its gradient
     if any(kind.startswith("dense") for kind in _layer_kinds(arch)):
-        found.append(settings.tokens * (gated + eager) * dense + 2 * settings.outside * hidden)
+        buffers.append(settings.tokens * (gated + eager) * dense + 2 * settings.outside * hidden)
         if fp8:  # a float32 weight gradient, and FP8 copies of its factors and of the weight
-            found.append(gated * dense * (5 * hidden + settings.tokens) // settings.element)
+            buffers.append(gated * dense * (5 * hidden + settings.tokens) // settings.element)
     if arch.indexer is not None and settings.longest > arch.indexer.top_k:  # float32 scores, probabilities, gradients
         heads = 4 * arch.num_attention_heads // parallel.tp + 2 * arch.indexer.num_heads
-        found.append(4 * heads * BLOCK_QUERIES * settings.longest // settings.element)
-    found += [
+        buffers.append(4 * heads * BLOCK_QUERIES * settings.longest // settings.element)
+    buffers += [
         mixer_buffers(arch, mixer, num_tokens=settings.tokens, bytes_per_element=settings.element, tp=parallel.tp)
         for mixer in {mixer for mixers in arch.mixers for mixer in mixers} - {"attention"}
     ]
     if arch.moe is not None:
         experts, width = arch.moe.num_experts // parallel.ep, arch.moe.ffn_hidden_size // parallel.expert_tp
-        found.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
-        found.append(experts * gated * width * hidden + settings.rows * ((gated + eager) * width + hidden))
-    return found
+        buffers.append(4 * settings.rows * hidden)  # rows and gradients on both sides of an exchange
+        buffers.append(experts * gated * width * hidden + settings.rows * ((gated + eager) * width + hidden))
+    return buffers
 
 
 def micro_batches(plan: ModelPlan, config: RunConfig) -> int:
-    """Of a rank in a step."""
+    """Number of micro batches of a rank in a step."""
     samples = config.train.micro_batch_size * plan.parallel.dp(plan.world_size)
     return max(1, config.train.global_batch_size // samples)
 
@@ -188,32 +192,35 @@ class _Settings:
         self.longest = config.data.seq_length
         """Tokens of a sample."""
         self.tokens = longest // parallel.cp
-        """Of the longest micro batch on a rank."""
+        """Tokens of the longest micro batch on a rank."""
         self.outside = self.tokens // parallel.tp if sp else self.tokens
         """Outside of tensor-parallel blocks."""
         self.element = DTYPES[precision].itemsize
         self.sizes: dict[str, Any] = {
-            "num_tokens": self.tokens, "bytes_per_element": self.element, "tp": parallel.tp, "sp": sp,
-        }  # fmt: skip
+            "num_tokens": self.tokens,
+            "bytes_per_element": self.element,
+            "tp": parallel.tp,
+            "sp": sp,
+        }
         self._full = train.recompute_layers if train.recompute == "full" else 0
         self.recomputed = tuple(train.recompute_modules) if train.recompute == "selective" else ()
         moe = plan.architecture.moe
         self.rows = 0 if moe is None else self.outside * moe.top_k * (parallel.expert_tp if sp else 1)
         """Routed rows of this rank's experts."""
 
-    def recomputed_layers(self, of_stage: int) -> int:
+    def recomputed_layers(self, num_layers: int) -> int:
         """Layers of a stage that are recomputed as a whole."""
-        return of_stage if self._full is None else min(self._full, of_stage)
+        return num_layers if self._full is None else min(self._full, num_layers)
 
 
 def _layer_terms(arch: Architecture, layer: int, settings: _Settings, *, fused: bool) -> dict[str, int]:
     """Bytes by part of a layer, from 0; rows are tokens that are routed to an expert of this rank."""
     parallel, element, is_moe = settings.parallel, settings.element, arch.is_moe(layer)
     blocks: Any = {"mixers": arch.mixers_of(layer), "has_mlp": layer not in arch.layers_without_mlp}
-    own_groups, width = int(arch.key_source(layer) is None), arch.mlp_width(layer)
+    has_keys, width = int(arch.key_source(layer) is None), arch.mlp_width(layer)
     arch = replace(arch.attention_of(layer), ffn_hidden_size=width)
     dense = _as_dense(arch, is_moe=is_moe)
-    queries = replace(dense, num_query_groups=own_groups * dense.num_query_groups)
+    queries = replace(dense, num_query_groups=has_keys * dense.num_query_groups)
     # The dense layer's names of what an MoE layer recomputes.
     names = {"moe": "mlp", "moe_act": "mlp_act"} if is_moe else {"mlp": "mlp", "mlp_act": "mlp_act"}
     names |= {name: name for name in ("core_attn", "layernorm", "rope")}
@@ -248,9 +255,9 @@ def _latent_terms(arch: Architecture, settings: _Settings, *, recomputed: bool, 
     mla = arch.mla
     assert mla is not None
     keys, values = arch.kv_channels, mla.v_head_dim
-    of_attention = keys + (2 * keys if on_gpu else mla.qk_nope_head_dim + values)  # keys, values; output
+    attention = keys + (2 * keys if on_gpu else mla.qk_nope_head_dim + values)  # keys, values; output
     gated = 1 + values if arch.head_gate else 0
-    channels = arch.num_attention_heads * (keys + values + gated + (0 if recomputed else of_attention))
+    channels = arch.num_attention_heads * (keys + values + gated + (0 if recomputed else attention))
     selected = 0 if arch.indexer is None or settings.longest <= arch.indexer.top_k else arch.indexer.top_k
     low_rank = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
     return {

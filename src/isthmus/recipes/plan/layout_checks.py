@@ -57,9 +57,9 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
     """Check that the model has the experts and the expert bias that ``moe`` settings need."""
     if architecture.moe is None and moe != MoeConfig():
-        given = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
+        settings = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
         raise UsageError(
-            f"{given} is for MoE models, and this model has no experts ({architecture.family}). Leave it out."
+            f"{settings} is for MoE models, and this model has no experts ({architecture.family}). Leave it out."
         )
     if moe.expert_bias_update_rate and not (architecture.moe is not None and architecture.moe.expert_bias):
         raise UsageError(

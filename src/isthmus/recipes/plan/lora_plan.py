@@ -47,7 +47,11 @@ def plan_adapters(
         adapters = _new_adapters(lora, family, arch)
     else:
         adapters = _adapters_of(existing, lora, family, arch)
-    gates = [own[0].linear.module for name, own in adapters.of_weights.items() if name.endswith(".gate_weight")]
+    gates = [
+        adapters_of_weight[0].linear.module
+        for name, adapters_of_weight in adapters.of_weights.items()
+        if name.endswith(".gate_weight")
+    ]
     if gates:
         raise UsageError(
             f"lora.targets: {gates[0]} cannot have an adapter in training. Use all-linear, or name the targets without "
@@ -66,11 +70,11 @@ def plan_adapters(
 def _new_adapters(lora: LoraConfig, family: Family, arch: Architecture) -> AdapterSet:
     assert lora.rank is not None
     rank, scale = lora.rank, lora.scale(lora.rank)
-    of_weights = {
+    by_weight = {
         name: tuple(Adapter(linear, rank, scale) for linear in linears)
         for name, linears in adapted_linears(family, arch, lora.targets).items()
     }
-    adapters = AdapterSet(of_weights=of_weights, dropout=lora.dropout, dora=lora.dora, lr_ratio=lora.lr_ratio)
+    adapters = AdapterSet(of_weights=by_weight, dropout=lora.dropout, dora=lora.dora, lr_ratio=lora.lr_ratio)
     if lora.init.startswith(PISSA):
         _check_pissa(lora, adapters)
     return adapters
@@ -78,12 +82,12 @@ def _new_adapters(lora: LoraConfig, family: Family, arch: Architecture) -> Adapt
 
 def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
     """The routed experts of a layer are computed together: all have adapters of the same rank, or none."""
-    of_layers: dict[str, list[tuple[Adapter, ...]]] = {}
-    for name, own in adapters.of_weights.items():
+    by_layer: dict[str, list[tuple[Adapter, ...]]] = {}
+    for name, weight_adapters in adapters.of_weights.items():
         layer, is_expert, weight = re.sub(r"local_experts\.\d+", "local_experts", name).partition("local_experts")
         if is_expert:
-            of_layers.setdefault(layer + weight, []).append(own)
-    for experts in of_layers.values():
+            by_layer.setdefault(layer + weight, []).append(weight_adapters)
+    for experts in by_layer.values():
         module = experts[0][0].linear.module
         for setting, used in {"lora.dora": adapters.dora, "lora.dropout": adapters.dropout}.items():
             if used:
@@ -91,7 +95,7 @@ def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
                     f"{setting} with adapters of routed experts ({module}) is not supported, in PEFT neither. Leave it "
                     "out, or name lora.targets without experts, such as q_proj,k_proj,v_proj,o_proj."
                 )
-        ranks = {sum(adapter.rank for adapter in own) for own in experts}
+        ranks = {sum(adapter.rank for adapter in weight_adapters) for weight_adapters in experts}
         if arch.moe is not None and (len(experts) != arch.moe.num_experts or len(ranks) > 1):
             raise UsageError(
                 f"{module}: {len(experts)} of {arch.moe.num_experts} routed experts of the layer have adapters"
@@ -110,7 +114,7 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
         raise UsageError(
             "lora.init=pissa with lora.dora=true: the adapter could not be exported. Leave one of them out."
         )
-    for adapter in (adapter for own in adapters.of_weights.values() for adapter in own):
+    for adapter in (adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters):
         linear, widest = adapter.linear, min(adapter.linear.out, adapter.linear.inputs)
         if linear.expert is not None:
             raise UsageError(
@@ -125,7 +129,7 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
 
 def _check_parameters(adapters: AdapterSet) -> None:
     """Refuse adapters that PEFT could not load."""
-    linears = [adapter.linear for own in adapters.of_weights.values() for adapter in own]
+    linears = [adapter.linear for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters]
     parameter = next((linear.module for linear in linears if linear.parameter), None)
     for setting, used in {
         "lora.dora=true": adapters.dora,
@@ -145,13 +149,11 @@ def existing_adapter(config: RunConfig) -> PeftFolder | None:
 
 def _adapters_of(existing: PeftFolder, lora: LoraConfig, family: Family, arch: Architecture) -> AdapterSet:
     tensors = existing.modules
-    of_weights = {
+    by_weight = {
         name: tuple(Adapter(linear, tensors[linear.module].rank, tensors[linear.module].scale) for linear in linears)
         for name, linears in linears_with_adapter(existing, family, arch, "the model").items()
     }
-    return AdapterSet(
-        of_weights=of_weights, dropout=lora.dropout, dora=existing.config.use_dora, lr_ratio=lora.lr_ratio
-    )
+    return AdapterSet(of_weights=by_weight, dropout=lora.dropout, dora=existing.config.use_dora, lr_ratio=lora.lr_ratio)
 
 
 class ExistingAdapters:
@@ -181,32 +183,32 @@ def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str], ad
         UsageError: a module does not exist or has an adapter, or its tensors are one with those of other modules.
     """
     tensors = trained_tensors(family, arch)
-    found: set[str] = set()
-    for wanted in modules:
+    names: set[str] = set()
+    for module in modules:
         matching = [
-            (name, [module_path(family, hf.rpartition(".")[0]).endswith(wanted) for hf in placed.hf])
+            (name, [module_path(family, hf.rpartition(".")[0]).endswith(module) for hf in placed.hf])
             for name, placed in tensors.items()
         ]
         if partly := next((name for name, parts in matching if any(parts) and not all(parts)), None):
             raise UsageError(
-                f"lora.modules_to_save: {wanted} is trained as one tensor with {' and '.join(tensors[partly].hf)}. "
+                f"lora.modules_to_save: {module} is trained as one tensor with {' and '.join(tensors[partly].hf)}. "
                 "Name all of their modules, or use lora.targets."
             )
         chosen = {name for name, parts in matching if all(parts)}
         if not chosen:
             raise UsageError(
-                f"lora.modules_to_save: {wanted} is no module of {family.name}. Use names such as embed_tokens, "
+                f"lora.modules_to_save: {module} is no module of {family.name}. Use names such as embed_tokens, "
                 "lm_head or norm, or paths."
             )
         if adapted := sorted(chosen & adapters.of_weights.keys()):
             raise UsageError(
-                f"lora.modules_to_save: {wanted} is also in lora.targets, which gives {tensors[adapted[0]].hf[0]} an "
+                f"lora.modules_to_save: {module} is also in lora.targets, which gives {tensors[adapted[0]].hf[0]} an "
                 "adapter. Name the targets without it, or leave it out."
             )
         if arch.tie_embeddings and chosen & {"embedding.word_embeddings.weight", "output_layer.weight"}:
             raise UsageError(
-                f"lora.modules_to_save: {wanted} is one tensor with the other end of this model (tie_word_embeddings), "
+                f"lora.modules_to_save: {module} is one tensor with the other end of this model (tie_word_embeddings), "
                 "and PEFT would train two copies. Leave it out, or train all weights without lora."
             )
-        found |= chosen
-    return frozenset(found)
+        names |= chosen
+    return frozenset(names)

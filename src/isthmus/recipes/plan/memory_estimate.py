@@ -32,11 +32,11 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
-    """Of all micro batches in flight."""
+    """Bytes of all micro batches in flight."""
     temporary: int = 0
-    """Of the backward pass of a layer."""
+    """Bytes of the backward pass of a layer."""
     logits: int = 0
-    """Of the loss on the last stage; at another time than ``temporary``, so the larger one counts."""
+    """Bytes of the loss on the last stage; at another time than ``temporary``, so the larger one counts."""
     quantized: int = 0
     """FP8 copies of weights, which a step of several micro batches keeps in both layouts."""
     offloaded: int = 0
@@ -57,9 +57,11 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         parts = {
-            "weights": self.weights, "gradients": self.gradients, "optimizer state": self.optimizer,
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
             "activations about": self.activations,
-        }  # fmt: skip
+        }
         if self.copied:
             parts["copy for checkpoint.async"] = self.copied
         if self.teacher:
@@ -109,17 +111,17 @@ def estimate_ranks(
     if plan.parallel.fsdp:
         layer += _fsdp_buffers(plan, precision, counts)
         if not on_gpu:  # without streams, the buffer of an all-gather is there until the next one
-            copied = DTYPES[precision].itemsize * sum(counts.every.largest(plan.parallel))
+            copied = DTYPES[precision].itemsize * sum(counts.all.largest(plan.parallel))
             layer, loss = layer + copied, loss + copied
-    found = []
+    students = []
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
         moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
         logits = loss if rank == plan.parallel.pp - 1 else 0
-        found.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
+        students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
-        return found
-    own = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
-    return [replace(student, teacher=teacher.weights) for student, teacher in zip(found, own, strict=True)]
+        return students
+    teachers = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
+    return [replace(student, teacher=teacher.weights) for student, teacher in zip(students, teachers, strict=True)]
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
@@ -130,15 +132,17 @@ def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCount
 def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
     parallel, element = plan.parallel, DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
-    (count,), (trained,), (muon,) = (each.of_ranks(parallel) for each in (counts.every, counts.trained, counts.by_muon))
-    every, total = count.total(), trained.total()
+    (count,), (trained,), (muon,) = (
+        counter.of_ranks(parallel) for counter in (counts.all, counts.trained, counts.by_muon)
+    )
+    num_weights, total = count.total(), trained.total()
     shard = math.ceil(total / replicas)
-    weights = 4 * shard + math.ceil(element * (every - total) / replicas)
-    weights += sum(counts.every.largest(parallel)) * element if replicas > 1 or element < 4 else 0
+    weights = 4 * shard + math.ceil(element * (num_weights - total) / replicas)
+    weights += sum(counts.all.largest(parallel)) * element if replicas > 1 or element < 4 else 0
     optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // replicas
-    copied = math.ceil((element * every + 12 * total - 4 * muon.total()) / replicas)
+    copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / replicas)
     copied = copied if config.checkpoint.asynchronous else 0
-    return [MemoryEstimate(every, weights, 4 * shard, optimizer, 0, copied=copied)]
+    return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
 
 
 def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
@@ -146,7 +150,7 @@ def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
     being reduced, about half of its own, and the gradient of the projection, which is reduced at the end.
     """
     element, arch = DTYPES[precision].itemsize, plan.architecture
-    gathered, trained = counts.every.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
+    gathered, trained = counts.all.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
     rows = 1 if arch.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
     return element * gathered + (4 * trained + element * trained // 2) + element * rows * arch.hidden_size
 
@@ -162,32 +166,32 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
         return math.ceil(ordinary / replicas) + math.ceil(expert / expert_replicas)
 
     estimates = []
-    by_kind = (each.of_ranks(parallel) for each in (counts.every, counts.trained, counts.adapters, counts.by_muon))
+    by_kind = (counter.of_ranks(parallel) for counter in (counts.all, counts.trained, counts.adapters, counts.by_muon))
     quantized = counts.quantized.of_ranks(parallel)
-    for (every, trained, adapters, muon), frozen in zip(zip(*by_kind, strict=True), quantized, strict=True):
-        every, trained = every + adapters, trained + adapters
+    for (counted, trained, adapters, muon), frozen in zip(zip(*by_kind, strict=True), quantized, strict=True):
+        counted, trained = counted + adapters, trained + adapters
         float32, expert = trained["float32"], trained["expert"]
         ordinary = trained.total() - float32 - expert
         optimizer = sharded(state * ordinary + moments * float32, state * expert)
         optimizer -= 4 * ((muon.total() - muon["expert"]) // replicas + muon["expert"] // expert_replicas)
-        weights = element * (every.total() - every["float32"]) + 4 * every["float32"]
+        weights = element * (counted.total() - counted["float32"]) + 4 * counted["float32"]
         if config.lora.quantize is not None:
             weights -= math.floor((element - ELEMENT_BYTES[config.lora.quantize]) * frozen.total())
         copied = 0
         if config.checkpoint.asynchronous:  # of a rank that also writes weights
-            copied = element * (trained if plan.adapters else every).total()
+            copied = element * (trained if plan.adapters else counted).total()
             copied += sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
         several = precision == "fp8" and micro_batches(plan, config) > 1
         estimates.append(
             MemoryEstimate(
-                every.total(),
+                counted.total(),
                 weights,
                 4 * trained.total(),
                 optimizer,
                 0,
                 copied=copied,
                 offloaded=sharded(8 * (ordinary + float32), 8 * expert) if config.optim.offload else 0,
-                quantized=2 * every["linear"] if several else 0,
+                quantized=2 * counted["linear"] if several else 0,
             )
         )
     return estimates

@@ -59,7 +59,7 @@ class ModelPlan:
     existing: PeftFolder | None = None
     """The adapter to start from."""
     teacher: ModelPlan | None = None
-    """Of distillation: has the layout of the student, and no tensor that is trained."""
+    """Teacher of distillation: it has the layout of the student, and no tensor that is trained."""
     least_vocab_size: int = 0
     """The embedding has at least as many rows."""
 
@@ -116,8 +116,8 @@ def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
     try:
         return _teacher(config, student)
     except IsthmusError as error:
-        named = re.sub(r"\bmodel\.(config|init)\b", r"distill.teacher_\1", str(error))
-        raise type(error)(f"distill.teacher={config.distill.teacher}: {named}") from error
+        text = re.sub(r"\bmodel\.(config|init)\b", r"distill.teacher_\1", str(error))
+        raise type(error)(f"distill.teacher={config.distill.teacher}: {text}") from error
 
 
 def _teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
@@ -185,7 +185,7 @@ def dropout_of(train: TrainConfig, configured: Dropout) -> Dropout:
 
 
 def dropout_messages(plan: ModelPlan) -> list[str]:
-    """For the log: the dropout rates, if there are any, and those that the exported config cannot have."""
+    """Lines for the log: the dropout rates, if there are any, and those that the exported config cannot have."""
     rates = {name: rate for name, rate in asdict(plan.dropout).items() if rate}
     without = ", ".join(name for name in rates if name not in plan.family.dropout)
     if not rates:
@@ -318,9 +318,12 @@ def check_precision(platform: Platform, precision: str, *, emulate_fp8: bool = F
 
 def check_best(config: RunConfig, *, has_validation: bool) -> None:
     """Refuse settings that need validations without any."""
-    wanted = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.early_stopping": config.train.early_stopping}
+    requested = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "train.early_stopping": config.train.early_stopping,
+    }
     missing = "train.eval_every" if config.train.eval_every is None else "data.valid_files or data.valid_fraction"
-    for name in (name for name, value in wanted.items() if value):
+    for name in (name for name, value in requested.items() if value):
         if config.train.eval_every is None or not has_validation:
             raise UsageError(f"{name} needs validations during training. Set {missing}, or leave it out.")
 

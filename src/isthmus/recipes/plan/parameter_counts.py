@@ -55,55 +55,55 @@ class ParameterCounter:
             # The last stage has one copy of a tied embedding, for the output layer and MTP layers.
             if is_mtp_copy(name) and (arch.tie_embeddings or name != _MTP_EMBEDDING):
                 continue
-            of_weight = () if adapters is None else adapters.of_weights.get(name, ())
-            if adapters is not None and not of_weight:
+            weight_adapters = () if adapters is None else adapters.of_weights.get(name, ())
+            if adapters is not None and not weight_adapters:
                 continue
             rule = placement.rule
             self._rules[id(rule)] = rule
             kind = _kind(name, rule) if adapters is None or rule.is_expert else "ordinary"
-            shapes = tuple((adapter.rank, adapter.linear.out) for adapter in of_weight)
+            shapes = tuple((adapter.rank, adapter.linear.out) for adapter in weight_adapters)
             experts[_place(name), kind, (id(rule), shapes)].append(placement.expert)
         self._groups = [(*key, sorted(numbers)) for key, numbers in experts.items()]
-        self._found: dict[tuple[int, int, int, bool], dict[int, Counter[str]]] = {}
-        self._of_ranks: dict[tuple[int, ...], list[Counter[str]]] = {}
+        self._by_layout: dict[tuple[int, int, int, bool], dict[int, Counter[str]]] = {}
+        self._by_rank: dict[tuple[int, ...], list[Counter[str]]] = {}
 
     def of_ranks(self, parallel: ParallelConfig) -> list[Counter[str]]:
-        """Of each pipeline rank: its first tensor parallel rank, which has most."""
+        """Numbers of parameters of each pipeline rank: of its first tensor parallel rank, which has most."""
         key = (parallel.tp, parallel.expert_tp, parallel.ep, parallel.pp, parallel.vpp)
-        if key not in self._of_ranks:
-            self._of_ranks[key] = self._sum(parallel)
-        return self._of_ranks[key]
+        if key not in self._by_rank:
+            self._by_rank[key] = self._sum(parallel)
+        return self._by_rank[key]
 
     def _sum(self, parallel: ParallelConfig) -> list[Counter[str]]:
         counts = [Counter[str]() for _ in range(parallel.pp)]
         stages = enumerate(layers_per_stage(self._arch.num_layers, parallel.pp, parallel.vpp))
         rank_of = [stage % parallel.pp for stage, layers in stages for _ in range(layers)]
-        for place, found in self._by_layer(parallel).items():
-            counts[rank_of[place] if place >= 0 else 0 if place == _FIRST else -1].update(found)
+        for place, counted in self._by_layer(parallel).items():
+            counts[rank_of[place] if place >= 0 else 0 if place == _FIRST else -1].update(counted)
         return counts
 
     def largest(self, parallel: ParallelConfig) -> tuple[int, int]:
         """Parameters of the largest layer, and of all that is outside of the layers, on the only stage."""
-        by_layer = {place: found.total() for place, found in self._by_layer(parallel).items()}
+        by_layer = {place: counted.total() for place, counted in self._by_layer(parallel).items()}
         outside = sum(by_layer.pop(place, 0) for place in (_FIRST, _LAST, _LAST_EMBEDDING))
         return max(by_layer.values(), default=0), outside
 
     def _by_layer(self, parallel: ParallelConfig) -> dict[int, Counter[str]]:
         key = (parallel.tp, parallel.expert_tp, parallel.ep, parallel.pp > 1)
-        if key not in self._found:
+        if key not in self._by_layout:
             numel: dict[tuple[int, _Adapters], int] = {}
-            own_experts = 0 if self._arch.moe is None else self._arch.moe.num_experts // parallel.ep
-            found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+            local_experts = 0 if self._arch.moe is None else self._arch.moe.num_experts // parallel.ep
+            counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
             for place, kind, tensor, experts in self._groups:
                 rule = self._rules[tensor[0]]
                 if (rule.alias or place == _LAST_EMBEDDING) and parallel.pp == 1:  # on the same stage
                     continue
                 if tensor not in numel:
                     numel[tensor] = self._numel(rule, tensor[1], parallel)
-                number = bisect_left(experts, own_experts) if rule.is_expert else len(experts)
-                found[place][kind] += numel[tensor] * number
-            self._found[key] = found
-        return self._found[key]
+                number = bisect_left(experts, local_experts) if rule.is_expert else len(experts)
+                counts[place][kind] += numel[tensor] * number
+            self._by_layout[key] = counts
+        return self._by_layout[key]
 
     def _numel(self, rule: Rule, adapters: _Adapters, parallel: ParallelConfig) -> int:
         padded = math.ceil(self._arch.vocab_size / parallel.tp) * parallel.tp
@@ -112,8 +112,8 @@ class ParameterCounter:
         if not adapters:
             return math.prod(shape)
         (rows, columns), share = shape, rule.canonical_shape(self._arch)[0]
-        own_rows = [(rank, out * rows // share) for rank, out in adapters]
-        return sum(rank * (columns + own) + own * self._dora for rank, own in own_rows)
+        rows_by_rank = [(rank, out * rows // share) for rank, out in adapters]
+        return sum(rank * (columns + local_rows) + local_rows * self._dora for rank, local_rows in rows_by_rank)
 
 
 class PlanCounts:
@@ -122,8 +122,8 @@ class PlanCounts:
     def __init__(self, plan: ModelPlan, config: RunConfig) -> None:
         placements, arch = plan.family.placements(plan.architecture), plan.architecture
         nothing = ParameterCounter({}, arch)
-        self.every = ParameterCounter(placements, arch)
-        self.trained = ParameterCounter(placements, arch, plan.frozen) if plan.frozen else self.every
+        self.all = ParameterCounter(placements, arch)
+        self.trained = ParameterCounter(placements, arch, plan.frozen) if plan.frozen else self.all
         self.adapters = self.by_muon = self.quantized = nothing
         if plan.adapters is not None:
             self.adapters = ParameterCounter(placements, arch, adapters=plan.adapters)
@@ -137,7 +137,7 @@ class PlanCounts:
 
 
 def num_parameters(family: Family, arch: Architecture, frozen: Collection[str] = ()) -> int:
-    """Of the whole model without ``frozen`` tensors; a tied tensor counts once."""
+    """Number of parameters of the model without ``frozen`` tensors; a tied tensor counts once."""
     return ParameterCounter(family.placements(arch), arch, frozen).of_ranks(ParallelConfig())[0].total()
 
 

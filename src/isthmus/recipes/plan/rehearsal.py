@@ -41,9 +41,9 @@ def rehearse(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
         models["distill.teacher_config"] = teacher_config(config).model
     settings, former = _settings(config, world_size), dict[str, Any]()
     for section, model in models.items():
-        given, keys = _small_model(model, config)
+        former_keys, keys = _small_model(model, config)
         settings |= {f"{section}.{key}": value for key, value in keys.items()}
-        former |= {f"{section}.{key}": given.get(key) for key in keys}
+        former |= {f"{section}.{key}": former_keys.get(key) for key in keys}
     values: dict[str, Any] = config.model_dump(mode="json")
     lines = []
     for name, value in settings.items():
@@ -69,12 +69,12 @@ def _small_model(model: ModelConfig, config: RunConfig) -> tuple[Mapping[str, An
 
 def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of ``small`` to lay over ``config``, without other spellings of the same settings."""
-    wanted = dict(family.to_hf_config(small, config))
+    target = dict(family.to_hf_config(small, config))
     layers = family.to_architecture(config).num_layers
-    for key, value in wanted.items():  # transformers lists the kinds of layers for models of one kind, too
+    for key, value in target.items():  # transformers lists the kinds of layers for models of one kind, too
         if isinstance(value, list) and len(value) == layers:
-            wanted[key] = value[: small.num_layers]
-    keys = {key: value for key, value in wanted.items() if config.get(key) != value}
+            target[key] = value[: small.num_layers]
+    keys = {key: value for key, value in target.items() if config.get(key) != value}
     meant = family.to_architecture({**config, **keys})
     for key in list(keys):
         rest = {name: value for name, value in keys.items() if name != key}
@@ -95,9 +95,13 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
     heads = next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio)
     head, ffn = _head_width(arch), 32 * math.lcm(4, parallel.tp, parallel.expert_tp)
     mla = arch.mla and replace(
-        arch.mla, kv_lora_rank=32, q_lora_rank=arch.mla.q_lora_rank and 32, qk_nope_head_dim=head,
-        qk_rope_head_dim=head, v_head_dim=head,
-    )  # fmt: skip
+        arch.mla,
+        kv_lora_rank=32,
+        q_lora_rank=arch.mla.q_lora_rank and 32,
+        qk_nope_head_dim=head,
+        qk_rope_head_dim=head,
+        v_head_dim=head,
+    )
     rope = arch.rope_scaling and replace(
         arch.rope_scaling,
         short_factor=arch.rope_scaling.short_factor[: int(head * arch.rotary_percent) // 2],
@@ -108,12 +112,22 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
         arch.moe, parallel, ffn if arch.moe.ffn_hidden_size == arch.ffn_hidden_size else None
     )
     return replace(
-        arch, num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * head,
-        kv_channels=2 * head if mla else head, value_channels=arch.value_channels and _HEAD, window_attention=window,
-        ffn_hidden_size=ffn, mla=mla, moe=experts, rope_scaling=rope, vocab_size=vocab_size or arch.vocab_size,
-        mtp_layers=min(arch.mtp_layers, 1), layer_input_size=min(arch.layer_input_size, _HEAD),
+        arch,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        hidden_size=heads * head,
+        kv_channels=2 * head if mla else head,
+        value_channels=arch.value_channels and _HEAD,
+        window_attention=window,
+        ffn_hidden_size=ffn,
+        mla=mla,
+        moe=experts,
+        rope_scaling=rope,
+        vocab_size=vocab_size or arch.vocab_size,
+        mtp_layers=min(arch.mtp_layers, 1),
+        layer_input_size=min(arch.layer_input_size, _HEAD),
         **_small_mixers(arch, heads, head),
-    )  # fmt: skip
+    )
 
 
 def _first_layers(arch: Architecture, stages: int) -> Architecture:
@@ -127,7 +141,7 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
     least = max(2, 1 + max(map(kinds.index, kinds)))
     layers = min(arch.num_layers, math.ceil(least / stages) * stages)
 
-    def kept(listed: tuple[int, ...]) -> tuple[int, ...]:
+    def remaining(listed: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer for layer in listed if layer < layers)
 
     return replace(
@@ -135,13 +149,15 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
         num_layers=layers,
         mixers=arch.mixers[:layers],
         key_sharing_layers=max(0, layers - (arch.num_layers - arch.key_sharing_layers)),
-        layers_without_mlp=kept(arch.layers_without_mlp),
-        unrotated_layers=kept(arch.unrotated_layers),
-        full_attention_layers=kept(arch.full_attention_layers),
+        layers_without_mlp=remaining(arch.layers_without_mlp),
+        unrotated_layers=remaining(arch.unrotated_layers),
+        full_attention_layers=remaining(arch.full_attention_layers),
         swiglu_limits=arch.swiglu_limits[:layers],
         moe=arch.moe
-        and replace(arch.moe, dense_layers=kept(arch.moe.dense_layers), swiglu_limits=arch.moe.swiglu_limits[:layers]),
-        indexer=arch.indexer and replace(arch.indexer, shared_layers=kept(arch.indexer.shared_layers)),
+        and replace(
+            arch.moe, dense_layers=remaining(arch.moe.dense_layers), swiglu_limits=arch.moe.swiglu_limits[:layers]
+        ),
+        indexer=arch.indexer and replace(arch.indexer, shared_layers=remaining(arch.indexer.shared_layers)),
     )
 
 
@@ -152,18 +168,18 @@ def _head_width(arch: Architecture) -> int:
     return next((width for width in widths if all(int(width * share) % 2 == 0 for share in shares)), arch.kv_channels)
 
 
-def _small_windows(arch: Architecture, own: WindowAttention, heads: int, groups: int, head: int) -> WindowAttention:
+def _small_windows(arch: Architecture, windows: WindowAttention, heads: int, groups: int, head: int) -> WindowAttention:
     """Sizes of sliding-window layers, multiples of those of other layers if they have more heads."""
-    if own.num_attention_heads:
-        heads *= max(1, own.num_attention_heads // arch.num_attention_heads)
-    if own.num_query_groups:
-        groups = min(heads, groups * max(1, own.num_query_groups // arch.num_query_groups))
+    if windows.num_attention_heads:
+        heads *= max(1, windows.num_attention_heads // arch.num_attention_heads)
+    if windows.num_query_groups:
+        groups = min(heads, groups * max(1, windows.num_query_groups // arch.num_query_groups))
     return replace(
-        own,
-        num_attention_heads=own.num_attention_heads and heads,
-        num_query_groups=own.num_query_groups and groups,
-        kv_channels=own.kv_channels and head,
-        value_channels=own.value_channels and _HEAD,
+        windows,
+        num_attention_heads=windows.num_attention_heads and heads,
+        num_query_groups=windows.num_query_groups and groups,
+        kv_channels=windows.kv_channels and head,
+        value_channels=windows.value_channels and _HEAD,
     )
 
 
@@ -173,24 +189,24 @@ def _small_mixers(arch: Architecture, heads: int, head: int) -> dict[str, Any]:
     Tensor parallelism divides ``heads`` and the model's numbers of heads, so also their common divisors. The channels
     of Mamba stay the same multiple of the hidden size.
     """
-    delta, two, one, indexer = arch.delta_net, arch.mamba2, arch.mamba, arch.indexer
-    found: dict[str, Any] = {}
+    delta, two, mamba, indexer = arch.delta_net, arch.mamba2, arch.mamba, arch.indexer
+    sizes: dict[str, Any] = {}
     if delta is not None:
         keys = math.gcd(delta.num_key_heads, heads)
         values = keys * min(delta.num_value_heads // delta.num_key_heads, 2)
-        found["delta_net"] = replace(
+        sizes["delta_net"] = replace(
             delta, num_key_heads=keys, num_value_heads=values, key_head_dim=_HEAD, value_head_dim=_HEAD
         )
     if two is not None:
         width = head * max(1, two.num_heads * two.head_dim // arch.hidden_size)
         groups = math.gcd(two.num_groups, heads)
-        found["mamba2"] = replace(two, num_heads=heads, head_dim=width, state_size=_HEAD, num_groups=groups)
-    if one is not None:
-        channels = one.inner_size // arch.hidden_size * heads * head
-        found["mamba"] = replace(one, inner_size=channels, time_step_rank=_HEAD)
+        sizes["mamba2"] = replace(two, num_heads=heads, head_dim=width, state_size=_HEAD, num_groups=groups)
+    if mamba is not None:
+        channels = mamba.inner_size // arch.hidden_size * heads * head
+        sizes["mamba"] = replace(mamba, inner_size=channels, time_step_rank=_HEAD)
     if indexer is not None:
-        found["indexer"] = replace(indexer, num_heads=min(indexer.num_heads, 4), head_dim=2 * head)
-    return found
+        sizes["indexer"] = replace(indexer, num_heads=min(indexer.num_heads, 4), head_dim=2 * head)
+    return sizes
 
 
 def _small_experts(moe: Moe, parallel: ParallelConfig, width: int | None) -> Moe:
@@ -200,36 +216,39 @@ def _small_experts(moe: Moe, parallel: ParallelConfig, width: int | None) -> Moe
     width = width or 32 * math.lcm(parallel.tp, parallel.expert_tp)
     shared = width * max(1, moe.shared_ffn_hidden_size // moe.ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
     return replace(
-        moe, num_experts=min(experts, moe.num_experts), ffn_hidden_size=width, shared_ffn_hidden_size=shared,
+        moe,
+        num_experts=min(experts, moe.num_experts),
+        ffn_hidden_size=width,
+        shared_ffn_hidden_size=shared,
         latent_size=moe.latent_size and 2 * _HEAD,
-    )  # fmt: skip
+    )
 
 
 def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:
     """All changed settings except ``model.config``."""
     train, optim, parallel = config.train, config.optim, config.parallel
-    found: dict[str, Any] = {"platform": "cpu", "model.init": "random"}
+    settings: dict[str, Any] = {"platform": "cpu", "model.init": "random"}
     steps = min(train.steps or STEPS, STEPS)
-    found |= {"train.steps": steps, "train.epochs": None}
-    of_ranks = train.micro_batch_size * parallel.dp(world_size)
-    if of_ranks and train.global_batch_size % of_ranks == 0:  # else the usual error
-        found["train.global_batch_size"] = min(train.global_batch_size, of_ranks * 2 * parallel.pp)
-    found["train.precision"] = train.precision or "bf16"
+    settings |= {"train.steps": steps, "train.epochs": None}
+    rank_samples = train.micro_batch_size * parallel.dp(world_size)
+    if rank_samples and train.global_batch_size % rank_samples == 0:  # else the usual error
+        settings["train.global_batch_size"] = min(train.global_batch_size, rank_samples * 2 * parallel.pp)
+    settings["train.precision"] = train.precision or "bf16"
     if train.precision == "fp8":
-        found["train.emulate_fp8"] = True
+        settings["train.emulate_fp8"] = True
     if train.profile is not None:
-        found["train.profile"] = f"{steps}-{steps}"
-    found["data.seq_length"] = min(config.data.seq_length, _LENGTH[config.data.mock])
-    found["data.length_buckets"] = []
+        settings["train.profile"] = f"{steps}-{steps}"
+    settings["data.seq_length"] = min(config.data.seq_length, _LENGTH[config.data.mock])
+    settings["data.length_buckets"] = []
     if config.tokenizer.type == "NullTokenizer" and config.data.mock:
-        found["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
+        settings["tokenizer.vocab_size"] = _MOCK_VOCABULARY - 1
     if optim.warmup_steps + (optim.decay_steps or 0) > steps - 1:
-        found |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
+        settings |= {"optim.warmup_steps": min(optim.warmup_steps, 1), "optim.decay_steps": optim.decay_steps and 1}
     if recipe_of(config).has_teacher:
-        found["distill.teacher_init"] = "random"
-    found |= {"optim.offload": False, "train.attention": "auto", "tune.file": None}
+        settings["distill.teacher_init"] = "random"
+    settings |= {"optim.offload": False, "train.attention": "auto", "tune.file": None}
     if config.checkpoint.push is not None:
-        found |= {"checkpoint.push": None, "checkpoint.push_public": False}
+        settings |= {"checkpoint.push": None, "checkpoint.push_public": False}
     if config.checkpoint.resume != "never":
-        found["checkpoint.resume"] = "auto"
-    return found
+        settings["checkpoint.resume"] = "auto"
+    return settings

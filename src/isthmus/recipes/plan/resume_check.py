@@ -40,15 +40,15 @@ def checked_record(context: RunContext) -> tuple[dict[str, Any], list[str]]:
         older = f"{context.resume} was written by an older version and has no run record"
         return now, [f"{older}: its settings and its model are not compared with those of this run"]
     try:
-        found, history = [*changes(saved, now)], [*saved["changes"]]
+        differences, history = [*changes(saved, now)], [*saved["changes"]]
     except (LookupError, TypeError, AttributeError) as error:
         record = context.resume / RUN_RECORD
         raise DataError(f"{record} has other content than a run record. Resume from another checkpoint.") from error
     accepted = names_accepted(context.config.checkpoint.accept_changes)
-    refused = [each for each in found if each.rule != "noted" and each.name not in accepted]
+    refused = [change for change in differences if change.rule != "noted" and change.name not in accepted]
     if refused:
         raise UsageError(_refusal(context, refused))
-    texts = [each.text for each in found]
+    texts = [change.text for change in differences]
     now["changes"] = history
     if not texts:
         return now, []
@@ -57,11 +57,11 @@ def checked_record(context: RunContext) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refusal(context: RunContext, refused: Sequence[Change]) -> str:
-    texts = [each.text for each in refused]
-    own = context.resume is not None and context.resume.parent == context.run_dir.checkpoints
-    anew = "another --out" if own else "checkpoint.resume=never"
+    texts = [change.text for change in refused]
+    continues = context.resume is not None and context.resume.parent == context.run_dir.checkpoints
+    anew = "another --out" if continues else "checkpoint.resume=never"
     hint = f"Restore {'it' if len(texts) == 1 else 'them'}, or start a new run with {anew}."
-    if asked := list(dict.fromkeys(each.name for each in refused if each.rule == "ask")):
+    if asked := list(dict.fromkeys(change.name for change in refused if change.rule == "ask")):
         names = ",".join(asked)
         hint += f" To resume with another {names}: --accept-changes {names} (setting checkpoint.accept_changes)."
     if len(texts) == 1:

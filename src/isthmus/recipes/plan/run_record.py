@@ -30,8 +30,20 @@ from isthmus.recipes.plan.validation import RunContext
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
 _VARIABLES = (
-    "NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "HSA_", "ROCR_", "GPU_", "OMP_", "MKL_", "KMP_",
-)  # fmt: skip
+    "NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "HIP_",
+    "HSA_",
+    "ROCR_",
+    "GPU_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+)
 """Prefixes of environment variables that change speed or results."""
 _PROBE = "Hello, world! 3.14 + 2026\n\tdef f(x):  return x**2  # \u00e9\u00df\u4f60\u597d\u0416 \U0001f600 don't <b>"
 """Its tokens tell tokenizers with the same vocabulary and other merges or normalization apart."""
@@ -40,8 +52,8 @@ _PROBE = "Hello, world! 3.14 + 2026\n\tdef f(x):  return x**2  # \u00e9\u00df\u4
 def run_record(context: RunContext) -> dict[str, Any]:
     """The record of a run; reads some bytes of each tensor of the model."""
     config, plan = context.config, context.plan
-    given = config.model_dump(mode="json")
-    values = {name: _value(given, name) for name in RESUME_RULES}
+    settings = config.model_dump(mode="json")
+    values = {name: _value(settings, name) for name in RESUME_RULES}
     values |= {
         "train.precision": context.precision,
         "train.attention_dropout": plan.dropout.attention,
@@ -66,9 +78,9 @@ def run_record(context: RunContext) -> dict[str, Any]:
     return dict(json.loads(json.dumps(record)))
 
 
-def _value(given: Mapping[str, Any], name: str) -> Any:
+def _value(settings: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
-    return given[section][key] if key else given[section]
+    return settings[section][key] if key else settings[section]
 
 
 def _model_identity(plan: ModelPlan, config: RunConfig, init: str) -> dict[str, Any]:
@@ -108,6 +120,6 @@ def speed_variables() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Isthmus, Python and the packages that compute."""
+    """Versions of Isthmus, Python and the packages that compute."""
     numbers = {package: version(package) for package in _PACKAGES}
     return {"isthmus": isthmus.__version__, "python": python_platform.python_version(), **numbers}

@@ -69,24 +69,24 @@ def step_matmuls(
             continue
         rows, columns = local_shape(placement.rule, plan.architecture, layout)
         fits_fp8 = rows % ALIGNMENT == columns % ALIGNMENT == 0
-        own_tokens = placement.rule.shard == "whole" and plan.parallel.sequence_parallel
+        is_split = placement.rule.shard == "whole" and plan.parallel.sequence_parallel
         if precision != "fp8" or not fits_fp8 or placement.rule.shard == "whole":
-            key = _LAYER.sub("", name).removesuffix(".weight"), rows, columns, own_tokens
+            key = _LAYER.sub("", name).removesuffix(".weight"), rows, columns, is_split
             counts[key] += 1
             trained[key] = trained.get(key, False) or name not in plan.frozen
-    found = []
+    matmuls = []
     for length in tokens:
-        for (weight, rows, columns, own_tokens), count in counts.items():
-            part = length // plan.parallel.tp if own_tokens else length
-            is_trained = trained[weight, rows, columns, own_tokens]
-            shapes = _of_weight(part, rows, columns, DTYPES[precision], trained=is_trained)
-            found += [StepMatmul(weight, name, shape, count) for name, shape in shapes.items()]
-        found += _output_matmuls(plan, precision, platform, length)
-    return found
+        for (weight, rows, columns, is_split), count in counts.items():
+            part = length // plan.parallel.tp if is_split else length
+            is_trained = trained[weight, rows, columns, is_split]
+            shapes = _weight_matmuls(part, rows, columns, DTYPES[precision], trained=is_trained)
+            matmuls += [StepMatmul(weight, name, shape, count) for name, shape in shapes.items()]
+        matmuls += _output_matmuls(plan, precision, platform, length)
+    return matmuls
 
 
 def first_layout(plan: ModelPlan) -> Layout:
-    """Of the first tensor-parallel rank; all have tensors of the same sizes."""
+    """Layout of the first tensor-parallel rank; all have tensors of the same sizes."""
     parallel = plan.parallel
     return Layout(tp_size=parallel.tp, etp_size=parallel.expert_tp, padded_vocab_size=plan.padded_vocab_size)
 
@@ -98,27 +98,29 @@ def _output_matmuls(plan: ModelPlan, precision: str, platform: Platform, length:
         return []
     rows = plan.padded_vocab_size // plan.parallel.tp
     device = torch.device(platform.device_type)
-    of_device = cross_entropy_cpu if platform.device_type == "cpu" else cross_entropy_gpu
-    chunks = Counter(end - start for start, end in chunk_bounds(length, rows, of_device.chunk_elements(device)))
+    implementation = cross_entropy_cpu if platform.device_type == "cpu" else cross_entropy_gpu
+    chunks = Counter(end - start for start, end in chunk_bounds(length, rows, implementation.chunk_elements(device)))
     name = "embedding.word_embeddings.weight" if arch.tie_embeddings else f"{OUTPUT}.weight"
     return [
         StepMatmul(OUTPUT, part, shape, count)
         for chunk, count in chunks.items()
-        for part, shape in _of_weight(
+        for part, shape in _weight_matmuls(
             chunk, rows, arch.hidden_size, DTYPES[precision], trained=name not in plan.frozen
         ).items()
     ]
 
 
-def _of_weight(tokens: int, rows: int, columns: int, dtype: torch.dtype, *, trained: bool) -> dict[str, MatmulShape]:
-    """Of a weight [rows, columns]."""
-    found = {
+def _weight_matmuls(
+    tokens: int, rows: int, columns: int, dtype: torch.dtype, *, trained: bool
+) -> dict[str, MatmulShape]:
+    """The matmuls of a weight [rows, columns] by part of the step."""
+    shapes = {
         "forward": MatmulShape("matmul", tokens, columns, rows, True, dtype),
         "input gradient": MatmulShape("matmul", tokens, rows, columns, False, dtype),
     }
     if trained:
-        found["weight gradient"] = MatmulShape("add_matmul", rows, tokens, columns, False, dtype)
-    return found
+        shapes["weight gradient"] = MatmulShape("add_matmul", rows, tokens, columns, False, dtype)
+    return shapes
 
 
 def check_tuning(config: RunConfig, platform: Platform, *, of_tunable_op: bool) -> None:
@@ -158,11 +160,13 @@ def tuning_messages(config: RunConfig, plan: ModelPlan, platform: Platform, prec
     if not tuned.of_tunable_op:
         check_made_for(path, tuned.made_for, made_for(platform))
     matmuls = step_matmuls(plan, config, precision, platform, token_counts(config))
-    known = [one for one in matmuls if tuned.covers(one.shape)]
+    known = [known_matmul for known_matmul in matmuls if tuned.covers(known_matmul.shape)]
     if not known:
         raise UsageError(
             f"tune.file={path} has none of the {len(matmuls)} matmuls of this run, so it is for another model, layout, "
             "precision or length. Run isthmus tune with the settings of this run, or leave tune.file out."
         )
-    share = math.fsum(one.shape.flops * one.count for one in known) / sum(m.shape.flops * m.count for m in matmuls)
+    share = math.fsum(known_matmul.shape.flops * known_matmul.count for known_matmul in known) / sum(
+        m.shape.flops * m.count for m in matmuls
+    )
     return (f"tune.file: {len(known)} of {len(matmuls)} matmuls of this run were measured, {share:.0%} of their FLOPs",)

@@ -44,7 +44,7 @@ class RunContext:
     plan: ModelPlan
     tokenizer: Tokenizer
     prompts: tuple[EvalPrompt, ...]
-    """Of ``eval.generate``."""
+    """Prompts of ``eval.generate``."""
     platform: Platform
     shape: RunShape
     precision: str

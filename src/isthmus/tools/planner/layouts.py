@@ -12,9 +12,9 @@ from isthmus.recipes.plan.layout_checks import check_layout, check_micro_batches
 
 _MOST_STAGES = 64
 _LEAST_TOKENS = 2048
-"""Of a context parallel rank: with fewer, splitting the tokens of a sequence costs more than it saves."""
+"""Fewest tokens of a context parallel rank: with fewer, splitting the tokens of a sequence costs more than it saves."""
 _MOST_TOKENS = 1 << 16
-"""Of a micro batch on a rank: GEMMs do not get faster with more."""
+"""Most tokens of a micro batch on a rank: GEMMs do not get faster with more."""
 _CHEAP = ("layernorm", "mlp_act", "moe_act", "rope")
 """Recomputed without matmuls."""
 
@@ -30,51 +30,56 @@ def layouts(
     Raises:
         UsageError: no layout is possible; that of the first one that is not.
     """
-    given = {name.removeprefix("parallel."): getattr(config.parallel, name.removeprefix("parallel."))
-             for name in fixed if name.startswith("parallel.")}  # fmt: skip
+    fixed_sizes = {
+        name.removeprefix("parallel."): getattr(config.parallel, name.removeprefix("parallel."))
+        for name in fixed
+        if name.startswith("parallel.")
+    }
     refused: UsageError | None = None
-    found = False
-    for sizes in _sizes(arch, config, world_size, gpus_per_node, given):
+    has_layout = False
+    for sizes in _sizes(arch, config, world_size, gpus_per_node, fixed_sizes):
         try:
-            layout = config.parallel.model_copy(update={"sp": given.get("sp")} | sizes)
+            layout = config.parallel.model_copy(update={"sp": fixed_sizes.get("sp")} | sizes)
             check_layout(arch, layout)
             layout.check_world_size(world_size)
         except UsageError as error:
             refused = refused or error
             continue
-        found = True
+        has_layout = True
         yield layout
-    if not found:
+    if not has_layout:
         raise refused or UsageError(
             f"no layout of {world_size:,} ranks is possible with {', '.join(sorted(fixed))}. Leave one of them out."
         )
 
 
 def _sizes(
-    arch: Architecture, config: RunConfig, world_size: int, gpus_per_node: int, given: dict[str, Any]
+    arch: Architecture, config: RunConfig, world_size: int, gpus_per_node: int, fixed_sizes: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     def choices(name: str, of: int, most: int) -> list[int]:
-        return [given[name]] if name in given else [n for n in range(1, min(of, most) + 1) if of % n == 0]
+        return [fixed_sizes[name]] if name in fixed_sizes else [n for n in range(1, min(of, most) + 1) if of % n == 0]
 
     experts = 1 if arch.moe is None else arch.moe.num_experts
     for tp in choices("tp", gpus_per_node, gpus_per_node):
         for pp in choices("pp", max(1, world_size // tp), min(arch.num_layers, _MOST_STAGES)):
-            left = max(1, world_size // (tp * pp))
-            for cp in choices("cp", left, max(1, config.data.seq_length // _LEAST_TOKENS)):
+            remaining = max(1, world_size // (tp * pp))
+            for cp in choices("cp", remaining, max(1, config.data.seq_length // _LEAST_TOKENS)):
                 for vpp in choices("vpp", max(1, arch.num_layers // pp), 4 if pp > 1 else 1):
-                    for etp in [given["etp"]] if "etp" in given else [tp, 1] if experts > 1 and tp > 1 else [None]:
+                    for etp in (
+                        [fixed_sizes["etp"]] if "etp" in fixed_sizes else [tp, 1] if experts > 1 and tp > 1 else [None]
+                    ):
                         for ep in choices("ep", experts, max(1, world_size // (pp * (etp or tp)))):
                             sizes = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
-                            yield from _sharded(sizes, config, left // cp * cp, given)
+                            yield from _sharded(sizes, config, remaining // cp * cp, fixed_sizes)
 
 
 def _sharded(
-    sizes: dict[str, Any], config: RunConfig, replicas: int, given: dict[str, Any]
+    sizes: dict[str, Any], config: RunConfig, replicas: int, fixed_sizes: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """With and without fsdp, where it is possible."""
+    """The settings with and without fsdp, where it is possible."""
     sizes["etp"] = None if sizes["etp"] == sizes["tp"] else sizes["etp"]
-    if "fsdp" in given:
-        yield {**sizes, "fsdp": given["fsdp"]}
+    if "fsdp" in fixed_sizes:
+        yield {**sizes, "fsdp": fixed_sizes["fsdp"]}
         return
     yield {**sizes, "fsdp": False}
     alone = sizes["pp"] == sizes["ep"] == 1 and sizes["etp"] is None and replicas > 1
@@ -93,15 +98,15 @@ def micro_batch_sizes(
         tokens = min([_MOST_TOKENS * parallel.cp, *config.data.length_buckets[-1:]])
         most = max(1, tokens // config.data.seq_length)
         sizes = [size for power in range(8) if (size := 1 << power) <= most]
-    found = []
+    accepted = []
     for size in sizes:
         if train.global_batch_size % size == 0:
             try:
                 check_micro_batches(train.model_copy(update={"micro_batch_size": size}), parallel, world_size)
             except UsageError:
                 continue
-            found.append(size)
-    return found
+            accepted.append(size)
+    return accepted
 
 
 def recompute_choices(
@@ -121,7 +126,9 @@ def _cheap_modules(arch: Architecture, parallel: ParallelConfig) -> tuple[str, .
     is_moe = [arch.is_moe(layer) for layer in range(arch.num_layers)]
     shared_heads = arch.qk_norm and arch.num_query_groups < parallel.tp
     present = {
-        "layernorm": arch.has_norms_before_blocks, "mlp_act": not all(is_moe), "moe_act": any(is_moe),
+        "layernorm": arch.has_norms_before_blocks,
+        "mlp_act": not all(is_moe),
+        "moe_act": any(is_moe),
         "rope": arch.position == "rope" and arch.mla is None and not shared_heads,
-    }  # fmt: skip
+    }
     return tuple(name for name in _CHEAP if present[name])

@@ -25,7 +25,7 @@ class PlannedGpus:
     gpus_per_node: int
     nodes: int
     memory_bytes: int
-    """Of a GPU."""
+    """Memory of a GPU."""
     part: Part | None
     """None: only the memory is known, and the plan has no step times."""
 
@@ -35,7 +35,7 @@ class PlannedGpus:
 
     @property
     def cluster(self) -> Cluster | None:
-        """For step times."""
+        """The cluster for step times; None without a data sheet."""
         return None if self.part is None else Cluster(self.part, self.gpus_per_node, self.nodes)
 
     @property

@@ -18,7 +18,7 @@ from isthmus.tools.planner.planned_gpus import PlannedGpus
 from isthmus.tools.planner.search import Candidate, Search
 
 _STEP_TOKENS = 1 << 22
-"""Of a step, at most, if the batch size is not given."""
+"""Most tokens of a step if the batch size is not given."""
 _LEAST_BATCH = 16
 _MOST_RANKS = 1 << 14
 _LEAST_LENGTH = 512
@@ -75,29 +75,37 @@ def make_plans(
     parameters = num_parameters(plan.family, plan.architecture)
     name = model or config.model.path or "model.config"
     return Plans(
-        name, config, plan, machine, precision, parameters, best, search.evaluated,
-        None if best else search.closest, suggestions,
-    )  # fmt: skip
+        name,
+        config,
+        plan,
+        machine,
+        precision,
+        parameters,
+        best,
+        search.evaluated,
+        None if best else search.closest,
+        suggestions,
+    )
 
 
 def load_request(
     model: str | None, file: Path | None, overrides: Sequence[str], machine: PlannedGpus, recipe: str | None = None
 ) -> tuple[RunConfig, frozenset[str]]:
     """The config of the run, and the dotted names of the settings that were given."""
-    given = load_settings(None, file, overrides, check=False).given
-    flags = _model_flags(model, given)
-    flags |= {"out": None if "out" in given else "run"}
-    if not {"files", "sets", "mock"} & (given.get("data") or {}).keys():
+    settings = load_settings(None, file, overrides, check=False).given
+    flags = _model_flags(model, settings)
+    flags |= {"out": None if "out" in settings else "run"}
+    if not {"files", "sets", "mock"} & (settings.get("data") or {}).keys():
         flags["data"] = ["data"]
-    train, length = given.get("train") or {}, (given.get("data") or {}).get("seq_length", 2048)
+    train, length = settings.get("train") or {}, (settings.get("data") or {}).get("seq_length", 2048)
     if "global_batch_size" not in train and isinstance(length, int) and length > 0:
         flags["train.global_batch_size"] = _batch_size(machine.world_size, length)
-    if is_model_file(str((given.get("distill") or {}).get("teacher", ""))):
+    if is_model_file(str((settings.get("distill") or {}).get("teacher", ""))):
         flags["distill.teacher_init"] = "random"
-    config = load_config(given.get("recipe") or recipe or "pretrain", file, overrides, flags)
+    config = load_config(settings.get("recipe") or recipe or "pretrain", file, overrides, flags)
     if recipe is not None and config.recipe != recipe:
         raise UsageError(f"--recipe {recipe}, but {file} is for {config.recipe}. Leave --recipe out.")
-    sections = ((name, values) for name, values in given.items() if isinstance(values, dict))
+    sections = ((name, values) for name, values in settings.items() if isinstance(values, dict))
     return config, frozenset(f"{name}.{setting}" for name, values in sections for setting in values)
 
 
@@ -108,9 +116,9 @@ def _batch_size(world_size: int, seq_length: int) -> int:
     return odd << max((max(sequences, 1) // odd).bit_length() - 1, math.ceil(math.log2(_LEAST_BATCH / odd)), 0)
 
 
-def _model_flags(model: str | None, given: dict[str, Any]) -> dict[str, Any]:
+def _model_flags(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Weights are not read: they are random for the plan."""
-    known = given.get("model")
+    known = settings.get("model")
     if model is None and not (
         isinstance(known, str) or (isinstance(known, dict) and {"path", "config"} & known.keys())
     ):
@@ -145,17 +153,17 @@ def _precision(config: RunConfig, machine: PlannedGpus) -> str:
 
 def _suggestions(search: Search) -> list[str]:
     """What makes the run fit, each by itself."""
-    found = [_more_gpus(search)]
+    suggestions = [_more_gpus(search)]
     free = frozenset(name for name in search.fixed if not name.startswith(("parallel.", "train.recompute")))
     if len(free) < len(search.fixed):
         config = search.config.model_copy(update={"parallel": ParallelConfig()})
-        found.append(_attempt("without the given layout", search, config, search.machine, free))
-    found.append(_shorter(search))
+        suggestions.append(_attempt("without the given layout", search, config, search.machine, free))
+    suggestions.append(_shorter(search))
     if not search.config.lora.enabled:
         lora = search.config.lora.model_copy(update={"rank": 16})
         config = search.config.model_copy(update={"lora": lora})
-        found.append(_attempt("with lora.rank=16", search, config, search.machine, search.fixed))
-    return [text for text in found if text is not None]
+        suggestions.append(_attempt("with lora.rank=16", search, config, search.machine, search.fixed))
+    return [text for text in suggestions if text is not None]
 
 
 def _more_gpus(search: Search) -> str | None:

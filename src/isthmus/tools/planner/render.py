@@ -22,16 +22,18 @@ _TRAIN = ("global_batch_size", "micro_batch_size", "recompute", "recompute_modul
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """The settings that a plan chooses, by dotted name; those with their default value are left out."""
     sections: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-        ("parallel", config.parallel, _LAYOUT), ("train", config.train, _TRAIN), ("optim", config.optim, ("offload",)),
+        ("parallel", config.parallel, _LAYOUT),
+        ("train", config.train, _TRAIN),
+        ("optim", config.optim, ("offload",)),
         ("data", config.data, ("seq_length",)),
-    )  # fmt: skip
-    found: dict[str, Any] = {}
+    )
+    settings: dict[str, Any] = {}
     for section, values, names in sections:
         for name in names:
             value, always = getattr(values, name), name in _ALWAYS
             if always or value != type(values).model_fields[name].get_default(call_default_factory=True):
-                found[f"{section}.{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
+                settings[f"{section}.{name}"] = list(value) if isinstance(value, tuple) else value
+    return settings
 
 
 def as_words(config: RunConfig) -> str:
@@ -50,11 +52,17 @@ def memory_parts(candidate: Candidate) -> dict[str, int]:
     memory = candidate.memory
     at_loss = memory.logits > memory.temporary
     parts = {
-        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
-        "teacher": memory.teacher, "activations": memory.activations, "fp8_weights": memory.quantized,
-        "logits": memory.logits if at_loss else 0, "layer_buffers": 0 if at_loss else memory.temporary,
-        "fragmentation": candidate.fragmentation, "context": CONTEXT_BYTES,
-    }  # fmt: skip
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "teacher": memory.teacher,
+        "activations": memory.activations,
+        "fp8_weights": memory.quantized,
+        "logits": memory.logits if at_loss else 0,
+        "layer_buffers": 0 if at_loss else memory.temporary,
+        "fragmentation": candidate.fragmentation,
+        "context": CONTEXT_BYTES,
+    }
     return {name: number for name, number in parts.items() if number or name in ("logits", "layer_buffers")}
 
 
@@ -63,24 +71,36 @@ def as_json(plans: Plans) -> dict[str, Any]:
 
     def described(candidate: Candidate) -> dict[str, Any]:
         time = candidate.time
-        step = None if time is None else {
-            "seconds": time.total_s, "tokens_per_s": time.tokens_per_s, "mfu": time.mfu, "bound_by": time.binds,
-            "parts_s": time.parts,
-        }  # fmt: skip
+        step = (
+            None
+            if time is None
+            else {
+                "seconds": time.total_s,
+                "tokens_per_s": time.tokens_per_s,
+                "mfu": time.mfu,
+                "bound_by": time.binds,
+                "parts_s": time.parts,
+            }
+        )
         memory = {**memory_parts(candidate), "total": candidate.total_bytes}
         host = {"host": candidate.memory.offloaded} if candidate.memory.offloaded else {}
         return {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
 
     machine = plans.machine
     return {
-        "model": plans.model, "family": plans.plan.family.name, "parameters": plans.parameters,
-        "recipe": plans.config.recipe, "precision": plans.precision,
-        "gpus": machine.world_size, "gpu": None if machine.part is None else machine.part.name,
-        "gpu_memory_bytes": machine.memory_bytes, "evaluated": plans.evaluated,
-        "plans": [described(each) for each in plans.best],
+        "model": plans.model,
+        "family": plans.plan.family.name,
+        "parameters": plans.parameters,
+        "recipe": plans.config.recipe,
+        "precision": plans.precision,
+        "gpus": machine.world_size,
+        "gpu": None if machine.part is None else machine.part.name,
+        "gpu_memory_bytes": machine.memory_bytes,
+        "evaluated": plans.evaluated,
+        "plans": [described(candidate) for candidate in plans.best],
         "closest": None if plans.closest is None else described(plans.closest),
         "suggestions": list(plans.suggestions),
-    }  # fmt: skip
+    }
 
 
 def as_text(plans: Plans, *, explained: bool) -> str:
@@ -112,17 +132,30 @@ def as_text(plans: Plans, *, explained: bool) -> str:
 def _table(plans: Plans) -> list[str]:
     heads = ["", "layout", "micro batch", "recompute", "GiB/GPU", "s/step", "tokens/s", "MFU", "bound by"]
     rows = [heads]
-    for number, each in enumerate(plans.best, start=1):
-        train, time = each.config.train, each.time
+    for number, candidate in enumerate(plans.best, start=1):
+        train, time = candidate.config.train, candidate.time
         layers = "" if train.recompute_layers is None else f" ({train.recompute_layers} layers)"
-        offload = " +offload" if each.config.optim.offload else ""
-        times = ["-"] * 4 if time is None else [
-            f"{time.total_s:.3f}", f"{time.tokens_per_s:,.0f}", f"{time.mfu:.1%}", time.binds,
-        ]  # fmt: skip
-        rows.append([
-            str(number), each.config.parallel.describe(plans.machine.world_size) + offload, str(train.micro_batch_size),
-            train.recompute + layers, _gib(each.total_bytes), *times,
-        ])  # fmt: skip
+        offload = " +offload" if candidate.config.optim.offload else ""
+        times = (
+            ["-"] * 4
+            if time is None
+            else [
+                f"{time.total_s:.3f}",
+                f"{time.tokens_per_s:,.0f}",
+                f"{time.mfu:.1%}",
+                time.binds,
+            ]
+        )
+        rows.append(
+            [
+                str(number),
+                candidate.config.parallel.describe(plans.machine.world_size) + offload,
+                str(train.micro_batch_size),
+                train.recompute + layers,
+                _gib(candidate.total_bytes),
+                *times,
+            ]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -153,35 +186,35 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
     plan = plan_of(plans.plan, parallel, world)
     ranks = estimate_ranks(plan, config, precision, gpu_bytes=plans.machine.memory_bytes, compiles=True)
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
-    found, kept = ranks[rank], activations(plan, config, precision, on_gpu=True)[rank]
+    estimate, saved = ranks[rank], activations(plan, config, precision, on_gpu=True)[rank]
     replicas, element = parallel.dp(world) * parallel.cp, DTYPES[precision].itemsize
-    trained = found.gradients // 4
+    trained = estimate.gradients // 4
     yield f"memory of plan 1, on pipeline rank {rank}:"
     if parallel.fsdp:
         yield (
             f"  weights: 4 bytes x {trained:,} parameters, a share of 1 / {replicas}, and {element} bytes x those of a "
-            f"layer, the embedding and the output layer, which are gathered = {_gib(found.weights)} GiB"
+            f"layer, the embedding and the output layer, which are gathered = {_gib(estimate.weights)} GiB"
         )
     else:
-        yield f"  weights: {element} bytes x {found.parameters:,} parameters = {_gib(found.weights)} GiB"
-    yield f"  gradients: 4 bytes x {trained:,} trained parameters = {_gib(found.gradients)} GiB"
+        yield f"  weights: {element} bytes x {estimate.parameters:,} parameters = {_gib(estimate.weights)} GiB"
+    yield f"  gradients: 4 bytes x {trained:,} trained parameters = {_gib(estimate.gradients)} GiB"
     yield (
         f"  optimizer ({config.optim.optimizer}): float32 weights and moments over {replicas} replicas "
-        f"(dp x cp; experts: over fewer) = {_gib(found.optimizer)} GiB"
+        f"(dp x cp; experts: over fewer) = {_gib(estimate.optimizer)} GiB"
     )
     yield (
-        f"  activations: {float(kept.in_flight):g} micro batches in flight x (layers + {_mib(kept.outside)} MiB "
-        f"outside) + {_mib(kept.once)} MiB of a recomputed layer = {_gib(found.activations)} GiB, with T = "
-        f"{kept.tokens:,} tokens of a micro batch on a rank (cp={parallel.cp}), H = {plan.architecture.hidden_size:,} "
+        f"  activations: {float(saved.in_flight):g} micro batches in flight x (layers + {_mib(saved.outside)} MiB "
+        f"outside) + {_mib(saved.once)} MiB of a recomputed layer = {_gib(estimate.activations)} GiB, with T = "
+        f"{saved.tokens:,} tokens of a micro batch on a rank (cp={parallel.cp}), H = {plan.architecture.hidden_size:,} "
         f"and widths over tp={parallel.tp}"
     )
-    for kind, count in kept.kept.items():
-        yield f"    {count} {kind} layers, each keeps {_mib(sum(kept.layers[kind].values()))} MiB of a micro batch:"
-        yield from (f"      {name}: {_mib(number)} MiB" for name, number in kept.layers[kind].items())
-    if kept.recomputed:
-        yield f"    {kept.recomputed} recomputed layers, each keeps its input, T H: {_mib(kept.input_bytes)} MiB"
-    yield f"  logits of a chunk with the gradient of the hidden states: {_gib(found.logits)} GiB, or"
-    yield f"  buffers of a layer's backward pass: {_gib(found.temporary)} GiB; the larger one counts"
+    for kind, count in saved.kept.items():
+        yield f"    {count} {kind} layers, each keeps {_mib(sum(saved.layers[kind].values()))} MiB of a micro batch:"
+        yield from (f"      {name}: {_mib(number)} MiB" for name, number in saved.layers[kind].items())
+    if saved.recomputed:
+        yield f"    {saved.recomputed} recomputed layers, each keeps its input, T H: {_mib(saved.input_bytes)} MiB"
+    yield f"  logits of a chunk with the gradient of the hidden states: {_gib(estimate.logits)} GiB, or"
+    yield f"  buffers of a layer's backward pass: {_gib(estimate.temporary)} GiB; the larger one counts"
     yield f"  fragmentation: {FRAGMENTATION:.0%} of activations and buffers = {_gib(candidate.fragmentation)} GiB"
     yield f"  context, kernels and communication buffers: {_gib(CONTEXT_BYTES)} GiB"
     if candidate.time is not None:

@@ -26,7 +26,7 @@ class Candidate:
 
     config: RunConfig
     memory: MemoryEstimate
-    """Of the rank that needs most."""
+    """Memory of the rank that needs most."""
     time: StepTime | None
     """None without the data of a part."""
 
@@ -37,12 +37,12 @@ class Candidate:
 
     @property
     def needed_bytes(self) -> int:
-        """Of the allocator."""
+        """Bytes of the allocator."""
         return self.memory.total + self.fragmentation
 
     @property
     def total_bytes(self) -> int:
-        """Of the GPU."""
+        """Bytes of the GPU."""
         return self.needed_bytes + CONTEXT_BYTES
 
     @property
@@ -82,16 +82,16 @@ class Search:
         """That needs the least memory."""
         self._counts = PlanCounts(plan, config)
         self._any_fits = False
-        found = [best for layout in self._layouts() if (best := self._best(layout)) is not None]
-        self.fitting = sorted(found, key=lambda candidate: candidate.order)
+        candidates = [best for layout in self._layouts() if (best := self._best(layout)) is not None]
+        self.fitting = sorted(candidates, key=lambda candidate: candidate.order)
         """One for each layout that fits, from the fastest."""
 
     def best(self, number: int) -> list[Candidate]:
         """The first ``number`` that pass all checks of a run."""
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         refused: UsageError | None = None
         for candidate in self.fitting:
-            if len(found) == number:
+            if len(candidates) == number:
                 break
             try:
                 load_config(None, None, replaced=candidate.config.model_dump(mode="json", exclude_unset=True))
@@ -103,41 +103,48 @@ class Search:
             except UsageError as error:
                 refused = refused or error
                 continue
-            found.append(candidate)
-        if refused is not None and not found:
+            candidates.append(candidate)
+        if refused is not None and not candidates:
             raise refused
-        return found
+        return candidates
 
     def _layouts(self) -> Iterator[ParallelConfig]:
         machine = self.machine
         return layouts(
-            self.plan.architecture, self.config, world_size=machine.world_size, gpus_per_node=machine.gpus_per_node,
+            self.plan.architecture,
+            self.config,
+            world_size=machine.world_size,
+            gpus_per_node=machine.gpus_per_node,
             fixed=self.fixed,
-        )  # fmt: skip
+        )
 
     def _plan_of(self, layout: ParallelConfig) -> ModelPlan:
         return plan_of(self.plan, layout, self.machine.world_size)
 
     def _best(self, layout: ParallelConfig) -> Candidate | None:
         plan = self._plan_of(layout)
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for size in micro_batch_sizes(self.config, layout, self.machine.world_size, self.fixed):
             fitting = self._least_recomputed(plan, size, offload=self.config.optim.offload)
             recomputes = fitting is None or fitting.config.train.recompute != self.config.train.recompute
             if recomputes and self._may_offload(layout):
-                found += [each for each in (self._least_recomputed(plan, size, offload=True),) if each is not None]
-            found += [] if fitting is None else [fitting]
-            if not found:  # a larger micro batch does not fit either
+                candidates += [
+                    candidate
+                    for candidate in (self._least_recomputed(plan, size, offload=True),)
+                    if candidate is not None
+                ]
+            candidates += [] if fitting is None else [fitting]
+            if not candidates:  # a larger micro batch does not fit either
                 break
-        return min(found, key=lambda candidate: candidate.order, default=None)
+        return min(candidates, key=lambda candidate: candidate.order, default=None)
 
     def _may_offload(self, layout: ParallelConfig) -> bool:
         optim = self.config.optim
-        given = "optim.offload" in self.fixed or optim.offload
-        return not given and not layout.fsdp and optim.optimizer == "adamw"
+        is_decided = "optim.offload" in self.fixed or optim.offload
+        return not is_decided and not layout.fsdp and optim.optimizer == "adamw"
 
     def _least_recomputed(self, plan: ModelPlan, micro_batch_size: int, *, offload: bool) -> Candidate | None:
-        """With the least recomputation that fits, which is the fastest."""
+        """The candidate with the least recomputation that fits, which is the fastest."""
         choices = recompute_choices(plan.architecture, self.config, plan.parallel, self.fixed)
         configs = [self._settings(plan, micro_batch_size, recompute, offload=offload) for recompute in choices]
         for config in configs:

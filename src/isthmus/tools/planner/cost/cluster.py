@@ -11,7 +11,7 @@ LINK_SHARE = 0.75
 NETWORK_SHARE = 0.9
 """The same between nodes: 4 nodes of H200 91%, of B200 94%."""
 LINK_LATENCY_S = 5.5e-6
-"""Of a step of a ring, which gives the times of small messages on 8 B200."""
+"""Latency of a step of a ring, which gives the times of small messages on 8 B200."""
 NETWORK_LATENCY_S = 11e-6
 """Added by the steps between nodes, from 4 nodes of B200. Both and the shares: collectives in "Machine Learning
 Engineering" (S. Bekman, 2026), chapter on networks.
@@ -50,10 +50,10 @@ class Ring:
         self.links_bytes_per_s = LINK_SHARE * part.link_between(self.in_node) * 1e9
         """From a device to all others of its node."""
         self.network_bytes_per_s = NETWORK_SHARE * part.network_gb_s * 1e9
-        """Of a device."""
+        """Bandwidth of a device."""
         self.bytes_per_s = self.links_bytes_per_s
-        """Of a device in a ring through all ranks: the slowest connection counts. A ring uses as many network cards of
-        a node as it has ranks there.
+        """Bandwidth of a device in a ring through all ranks: the slowest connection counts. A ring uses as many network
+        cards of a node as it has ranks there.
         """
         if self.nodes > 1:
             network = self.network_bytes_per_s * self.in_node

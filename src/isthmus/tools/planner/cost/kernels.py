@@ -21,7 +21,7 @@ WIDE_HEAD = 64
 MEMORY_SHARE = 0.8
 """Share of the data sheet's memory bandwidth that elementwise kernels reach."""
 QUANTIZE_BYTES = 6.0
-"""Of an element of an activation or gradient that is read for its scale and rounded to FP8, in both layouts."""
+"""Bytes of an element of an activation or gradient that is read for its scale and rounded to FP8, in both layouts."""
 LAUNCH_S = 4e-6
 """Least time of a kernel."""
 

@@ -52,7 +52,7 @@ class LayerTime:
     recomputed: Times = field(default_factory=Times)
     """Part of the forward pass that the backward pass repeats."""
     parameters: float = 0.0
-    """Of this rank, without experts."""
+    """Parameters of this rank, without experts."""
     expert_parameters: float = 0.0
     adapters: float = 0.0
 
@@ -66,7 +66,7 @@ class LayerModel:
         self.tp = parallel.tp
         self.sp = parallel.sequence_parallel
         self.tokens = work.micro_batch_size * work.sequences_per_sample * work.seq_length / parallel.cp
-        """Of a micro batch on this rank."""
+        """Tokens of a micro batch on this rank."""
         self.outside = self.tokens / self.tp if self.sp else self.tokens
         """Outside of tensor-parallel blocks."""
         self.tp_ring = Ring(cluster, parallel.tp)
@@ -75,22 +75,22 @@ class LayerModel:
         self.ep_ring = Ring(cluster, parallel.ep, parallel.expert_tp)
         self.tp_ep_ring = Ring(cluster, parallel.ep * parallel.expert_tp)
         self.trained = work.lora_rank is None
-        self._found: dict[tuple[frozenset[str], int | None], LayerTime] = {}
+        self._times: dict[tuple[frozenset[str], int | None], LayerTime] = {}
 
     def layer(self, number: int) -> LayerTime:
         """Layer ``number``, counted from 0."""
         kind = self.arch.layer_kinds(number), self.arch.window(number)
-        if kind not in self._found:
-            self._found[kind] = self._layer(*kind)
-        return self._found[kind]
+        if kind not in self._times:
+            self._times[kind] = self._layer(*kind)
+        return self._times[kind]
 
     def _layer(self, kinds: frozenset[str], window: int | None) -> LayerTime:
-        found, is_moe = LayerTime(), "moe" in kinds
+        time, is_moe = LayerTime(), "moe" in kinds
         mixing, core, feed_forward = LayerTime(), LayerTime(), LayerTime()
-        self._norms(found)
+        self._norms(time)
         if "attention" in kinds:
             arch = self.arch if window is None else self.arch.windowed
-            self._projections(mixing, arch, own_keys=not kinds & {"full_queries", "windowed_queries"})
+            self._projections(mixing, arch, has_keys=not kinds & {"full_queries", "windowed_queries"})
             core = self._core_attention(arch, window)
             self._rope(mixing, arch)
         for mixer in MIXERS & kinds:
@@ -104,17 +104,17 @@ class LayerModel:
             for rows, columns in ((width, self.arch.hidden_size),) * 2 + ((self.arch.hidden_size, width),):
                 self._linear(feed_forward, rows, columns, split=None, fp8=False)
         for part in (mixing, core, feed_forward):
-            found.forward.add(part.forward)
-            found.backward.add(part.backward)
-            found.recomputed.add(part.recomputed)
-            found.parameters += part.parameters
-            found.expert_parameters += part.expert_parameters
-            found.adapters += part.adapters
+            time.forward.add(part.forward)
+            time.backward.add(part.backward)
+            time.recomputed.add(part.recomputed)
+            time.parameters += part.parameters
+            time.expert_parameters += part.expert_parameters
+            time.adapters += part.adapters
         if self.work.recomputes("core_attn"):
-            found.recomputed.add(core.forward)
+            time.recomputed.add(core.forward)
         if self.work.recomputes("moe" if is_moe else "mlp"):
-            found.recomputed.add(feed_forward.forward)
-        return found
+            time.recomputed.add(feed_forward.forward)
+        return time
 
     def _mixer(self, to: LayerTime, core: LayerTime, shape: MixerShape) -> None:
         """Projections as linear layers; the recurrence as one matmul, and passes over its inputs and outputs.
@@ -132,9 +132,16 @@ class LayerModel:
         core.backward.gemm += 2 * scan
 
     def _linear(
-        self, to: LayerTime, out: float, inside: float, *, split: str | None, rows: float | None = None,
-        groups: float = 1, fp8: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        to: LayerTime,
+        out: float,
+        inside: float,
+        *,
+        split: str | None,
+        rows: float | None = None,
+        groups: float = 1,
+        fp8: bool = True,
+    ) -> None:
         """A weight [out, inside] of this rank; forward, input gradient and, if it is trained, weight gradient.
 
         ``split`` is the dimension over which tp ranks split the weight: ``column`` gathers the input before it, ``row``
@@ -187,20 +194,20 @@ class LayerModel:
         """
         if self.tp == 1 or split is None:
             return
-        whole = self.tokens * (inside if split == "column" else out) * self.kernels.element
+        full = self.tokens * (inside if split == "column" else out) * self.kernels.element
         hidden = HIDDEN_BY_ASYNC_TP if self.parallel.async_tp and self.sp else 0.0
-        one = self.tp_ring.gather(whole)
+        gather_s = self.tp_ring.gather(full)
         if not self.sp:
             if split == "row":
-                to.forward.tp += 2 * one
+                to.forward.tp += 2 * gather_s
             else:
-                to.backward.tp += max(0.0, 2 * one - update)
+                to.backward.tp += max(0.0, 2 * gather_s - update)
             return
-        to.forward.tp += max((1 - hidden) * one, one - forward if hidden else one)
+        to.forward.tp += max((1 - hidden) * gather_s, gather_s - forward if hidden else gather_s)
         if split == "row":
-            to.backward.tp += max((1 - hidden) * one, one - gradient if hidden else one)
+            to.backward.tp += max((1 - hidden) * gather_s, gather_s - gradient if hidden else gather_s)
             return
-        to.backward.tp += (max(0.0, one - gradient) if self.trained else 0.0) + max(0.0, one - update)
+        to.backward.tp += (max(0.0, gather_s - gradient) if self.trained else 0.0) + max(0.0, gather_s - update)
 
     def _norms(self, to: LayerTime) -> None:
         """Two norms (read, write) and residual sums (two read, one written), at 1.5 times the cost backward."""
@@ -213,14 +220,14 @@ class LayerModel:
         if self.work.recomputes("layernorm"):
             to.recomputed.memory += norm
 
-    def _projections(self, to: LayerTime, arch: Architecture, *, own_keys: bool) -> None:
+    def _projections(self, to: LayerTime, arch: Architecture, *, has_keys: bool) -> None:
         tp = self.tp
         width = arch.num_attention_heads * arch.kv_channels / tp
         if arch.head_gate:
             self._linear(to, arch.num_attention_heads / tp, arch.hidden_size, split="column")
         if (mla := arch.mla) is None:
-            of_key = arch.kv_channels + (0 if arch.values_are_keys else arch.value_width)
-            keys = max(1.0, arch.num_query_groups / tp) * of_key if own_keys else 0.0
+            key_width = arch.kv_channels + (0 if arch.values_are_keys else arch.value_width)
+            keys = max(1.0, arch.num_query_groups / tp) * key_width if has_keys else 0.0
             self._linear(to, width + keys, arch.hidden_size, split="column")
             self._linear(to, arch.hidden_size, arch.num_attention_heads * arch.value_width / tp, split="row")
             return
@@ -252,37 +259,37 @@ class LayerModel:
         With context parallelism each rank has an equal part of the pairs, gathers keys and values, and reduces their
         gradients.
         """
-        found, work = LayerTime(), self.work
+        time, work = LayerTime(), self.work
         length = work.seq_length / work.samples_per_sequence
         keys = length / 2 if window is None else window / (2 if arch.window_kind == "chunks" else 1)
         pairs = self.tokens * min(length / 2, keys)
         heads, width = arch.num_attention_heads / self.tp, arch.kv_channels + arch.value_width
         if arch.indexer is not None and length > arch.indexer.top_k:
             return self._selected_attention(heads, pairs, width, arch.indexer)
-        found.forward.attention = self.kernels.attention(heads, pairs, width)
-        found.backward.attention = self.kernels.attention(heads, pairs, width, backward=True)
+        time.forward.attention = self.kernels.attention(heads, pairs, width)
+        time.backward.attention = self.kernels.attention(heads, pairs, width, backward=True)
         if self.parallel.cp > 1:
             groups = heads if arch.mla is not None else max(1.0, arch.num_query_groups / self.tp)
-            whole = self.tokens * self.parallel.cp * groups * width * self.kernels.element
-            found.forward.cp = found.backward.cp = self.cp_ring.gather(whole)
-        return found
+            full = self.tokens * self.parallel.cp * groups * width * self.kernels.element
+            time.forward.cp = time.backward.cp = self.cp_ring.gather(full)
+        return time
 
     def _selected_attention(self, heads: float, pairs: float, width: float, indexer: KeyIndexer) -> LayerTime:
         """Plain PyTorch scores all pairs, of the indexer and of attention, which the backward pass repeats."""
-        kernels, found = self.kernels, LayerTime()
-        own = kernels.attention(heads, pairs, width) + kernels.memory(SCORE_PASSES * 4 * heads * pairs)
-        found.forward.attention = own + kernels.attention(indexer.num_heads, pairs, indexer.head_dim)
-        found.forward.attention += kernels.memory(SCORE_PASSES * 4 * indexer.num_heads * pairs)
-        found.backward.attention = 3 * own
-        return found
+        kernels, time = self.kernels, LayerTime()
+        attention_s = kernels.attention(heads, pairs, width) + kernels.memory(SCORE_PASSES * 4 * heads * pairs)
+        time.forward.attention = attention_s + kernels.attention(indexer.num_heads, pairs, indexer.head_dim)
+        time.forward.attention += kernels.memory(SCORE_PASSES * 4 * indexer.num_heads * pairs)
+        time.backward.attention = 3 * attention_s
+        return time
 
     def _activation(self, to: LayerTime, rows: float, width: float, module: str, extra: int = 0) -> None:
         """The first matmul's output is read, the second one's input written; backward both are read, one is written."""
         gates = 2 if self.arch.gated else 1
-        one = rows * width * self.kernels.element
-        forward = self.kernels.memory((gates + 1 + extra) * one)
+        size = rows * width * self.kernels.element
+        forward = self.kernels.memory((gates + 1 + extra) * size)
         to.forward.memory += forward
-        to.backward.memory += self.kernels.memory((2 * gates + 1 + extra) * one)
+        to.backward.memory += self.kernels.memory((2 * gates + 1 + extra) * size)
         if self.work.recomputes(module):
             to.recomputed.memory += forward
 
@@ -300,17 +307,23 @@ class LayerModel:
         to.forward.gemm += router
         to.backward.gemm += 2 * router
         to.parameters += arch.hidden_size * moe.num_experts
-        own = moe.num_experts / parallel.ep
+        local_experts = moe.num_experts / parallel.ep
         source = self.outside if self.sp or self.tp == 1 else self.tokens
         rows = source * moe.top_k * parallel.expert_tp
         width = moe.ffn_hidden_size / parallel.expert_tp
         self._linear(
-            to, (2 if arch.gated else 1) * width, arch.hidden_size, split=None, rows=rows, groups=own, fp8=False
+            to,
+            (2 if arch.gated else 1) * width,
+            arch.hidden_size,
+            split=None,
+            rows=rows,
+            groups=local_experts,
+            fp8=False,
         )
         self._activation(to, rows, width, "moe_act", extra=1)
-        self._linear(to, arch.hidden_size, width, split=None, rows=rows, groups=own, fp8=False)
+        self._linear(to, arch.hidden_size, width, split=None, rows=rows, groups=local_experts, fp8=False)
         matrices = 3 if arch.gated else 2
-        to.expert_parameters += own * matrices * width * arch.hidden_size
+        to.expert_parameters += local_experts * matrices * width * arch.hidden_size
         if moe.shared_ffn_hidden_size:
             self._mlp(to, moe.shared_ffn_hidden_size)
         moved = source * moe.top_k * arch.hidden_size * kernels.element

@@ -14,9 +14,9 @@ class MixerShape:
     """Channels of all tensor-parallel ranks."""
 
     projected: int
-    """Of the input projection."""
+    """Columns of the input projection."""
     inner: int
-    """Of the input of the output projection."""
+    """Columns of the input of the output projection."""
     depth: int
     """The recurrence of a token is about a matmul [inner, depth]: the tokens of a chunk, and reads and updates of the
     state. 0: none."""
@@ -28,8 +28,8 @@ def mixer_shape(arch: Architecture, mixer: str) -> MixerShape:
         inner = two.num_heads * two.head_dim
         projected = 2 * inner + 2 * two.num_groups * two.state_size + two.num_heads
         return MixerShape(projected, inner, 128 + 2 * two.state_size)
-    if mixer == "mamba" and (one := arch.mamba) is not None:
-        return MixerShape(2 * one.inner_size, one.inner_size, 2 * (one.time_step_rank + one.state_size))
+    if mixer == "mamba" and (mamba := arch.mamba) is not None:
+        return MixerShape(2 * mamba.inner_size, mamba.inner_size, 2 * (mamba.time_step_rank + mamba.state_size))
     if mixer == "short_convolution":
         return MixerShape(3 * arch.hidden_size, arch.hidden_size, 0)
     if (delta := arch.delta_net) is not None:

@@ -49,7 +49,7 @@ class StepTime:
     """Seconds of an optimizer step on the slowest rank."""
 
     parts: dict[str, float]
-    """By the keys of :data:`FORMULAS`; what nothing overlaps."""
+    """Seconds that nothing overlaps, by the keys of :data:`FORMULAS`."""
     total_s: float
     work: Workload
     world_size: int
@@ -67,7 +67,7 @@ class StepTime:
 
     @property
     def tflops_per_device(self) -> float:
-        """Of the model, with causal attention, as runs report them (:func:`isthmus.train.flops.flops_per_batch`)."""
+        """TFLOP/s of the model with causal attention, as runs report them."""
         work = self.work
         squares = work.tokens * int(work.seq_length / work.samples_per_sequence)
         flops = flops_per_batch(work.architecture, work.tokens, squares, int(work.loss_share * work.tokens))
@@ -141,29 +141,29 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
 
 @functools.lru_cache(maxsize=512)
 def _layers_of_ranks(arch: Architecture, pp: int, vpp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Of each pipeline rank: (a layer of a kind, number of layers of that kind)."""
+    """Layers of each pipeline rank: (a layer of a kind, number of layers of that kind)."""
     sizes = layers_per_stage(arch.num_layers, pp, vpp)
     ends = list(accumulate(sizes))
-    found = []
+    layers = []
     for rank in range(pp):
         count: dict[tuple[frozenset[str], int | None], list[int]] = {}
         for stage in range(rank, len(sizes), pp):
             for layer in range(ends[stage] - sizes[stage], ends[stage]):
                 count.setdefault((arch.layer_kinds(layer), arch.window(layer)), [layer, 0])[1] += 1
-        found.append(tuple((layer, times) for layer, times in count.values()))
-    return tuple(found)
+        layers.append(tuple((layer, times) for layer, times in count.values()))
+    return tuple(layers)
 
 
 def _ranks(model: LayerModel) -> list[_Rank]:
     arch, parallel = model.arch, model.parallel
     counted = _layers_of_ranks(arch, parallel.pp, parallel.vpp)
-    found: dict[object, _Rank] = {}
+    ranks_by_layers: dict[object, _Rank] = {}
     ranks = []
     for number, layers in enumerate(counted):
         key = tuple((arch.layer_kinds(layer), arch.window(layer), times) for layer, times in layers)
-        if key not in found:
-            found[key] = _rank(model, layers)
-        rank = found[key]
+        if key not in ranks_by_layers:
+            ranks_by_layers[key] = _rank(model, layers)
+        rank = ranks_by_layers[key]
         if number in (0, parallel.pp - 1):
             rank = _with_ends(model, rank, first=number == 0, last=number == parallel.pp - 1)
         ranks.append(rank)
@@ -171,65 +171,65 @@ def _ranks(model: LayerModel) -> list[_Rank]:
 
 
 def _rank(model: LayerModel, layers: tuple[tuple[int, int], ...]) -> _Rank:
-    work, found = model.work, _Rank(Times(), Times(), Times())
-    found.layers = sum(times for _, times in layers)
+    work, total = model.work, _Rank(Times(), Times(), Times())
+    total.layers = sum(times for _, times in layers)
     repeated = 0.0
     if work.recompute == "full":
-        limit = found.layers if work.recompute_layers is None else work.recompute_layers * model.parallel.vpp
-        repeated = min(1.0, limit / max(1, found.layers))
+        limit = total.layers if work.recompute_layers is None else work.recompute_layers * model.parallel.vpp
+        repeated = min(1.0, limit / max(1, total.layers))
     for number, times in layers:
         layer = model.layer(number)
-        found.forward.add(layer.forward, times)
-        found.backward.add(layer.backward, times)
-        found.recomputed.add(layer.recomputed, times)
-        found.recomputed.add(layer.forward, times * repeated)
-        found.parameters += times * layer.parameters
-        found.expert_parameters += times * layer.expert_parameters
-        found.adapters += times * layer.adapters
-    return found
+        total.forward.add(layer.forward, times)
+        total.backward.add(layer.backward, times)
+        total.recomputed.add(layer.recomputed, times)
+        total.recomputed.add(layer.forward, times * repeated)
+        total.parameters += times * layer.parameters
+        total.expert_parameters += times * layer.expert_parameters
+        total.adapters += times * layer.adapters
+    return total
 
 
 def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _Rank:
     """Adds embedding (read and written), last norm, output projection and loss (three passes over the logits)."""
     arch, work, kernels = model.arch, model.work, model.kernels
-    found = replace(rank, forward=replace(rank.forward), backward=replace(rank.backward))
+    total = replace(rank, forward=replace(rank.forward), backward=replace(rank.backward))
     width = model.outside * arch.hidden_size * kernels.element
     vocabulary = arch.vocab_size / model.tp
     if first:
-        found.forward.memory += kernels.memory(2 * width)
-        found.backward.memory += kernels.memory(3 * width)
-        found.parameters += vocabulary * arch.hidden_size
+        total.forward.memory += kernels.memory(2 * width)
+        total.backward.memory += kernels.memory(3 * width)
+        total.parameters += vocabulary * arch.hidden_size
     if last:
         rows = model.tokens * work.loss_share
         for _ in range(1 + arch.mtp_layers):
-            one = 1.0 if arch.score_head else vocabulary
-            forward = kernels.gemm(rows, one, arch.hidden_size, fp8=False)
-            found.forward.gemm += forward
-            update = kernels.gemm(one, arch.hidden_size, rows, fp8=False, sum_bytes=4) if model.trained else 0.0
-            found.backward.gemm += kernels.gemm(rows, arch.hidden_size, one, fp8=False) + update
-            found.forward.memory += kernels.memory(3 * rows * one * kernels.element, 3) + kernels.memory(2 * width)
-            found.backward.memory += kernels.memory(3 * width)
+            columns = 1.0 if arch.score_head else vocabulary
+            forward = kernels.gemm(rows, columns, arch.hidden_size, fp8=False)
+            total.forward.gemm += forward
+            update = kernels.gemm(columns, arch.hidden_size, rows, fp8=False, sum_bytes=4) if model.trained else 0.0
+            total.backward.gemm += kernels.gemm(rows, arch.hidden_size, columns, fp8=False) + update
+            total.forward.memory += kernels.memory(3 * rows * columns * kernels.element, 3) + kernels.memory(2 * width)
+            total.backward.memory += kernels.memory(3 * width)
             exchange = model.tp_ring.gather(model.tokens * arch.hidden_size * kernels.element)
-            found.forward.tp += exchange
-            found.backward.tp += exchange
+            total.forward.tp += exchange
+            total.backward.tp += exchange
         if not (first and arch.tie_embeddings):
-            found.parameters += (1 if arch.score_head else vocabulary) * arch.hidden_size
+            total.parameters += (1 if arch.score_head else vocabulary) * arch.hidden_size
         for number in range(arch.mtp_layers):
             layer = model.layer(arch.num_layers + number)
-            found.forward.add(layer.forward)
-            found.backward.add(layer.backward)
+            total.forward.add(layer.forward)
+            total.backward.add(layer.backward)
             projection = kernels.gemm(model.tokens, arch.hidden_size / model.tp, 2 * arch.hidden_size)
-            found.forward.gemm += projection
-            found.backward.gemm += 2 * projection
-            found.parameters += layer.parameters + 2 * arch.hidden_size**2 / model.tp
-            found.expert_parameters += layer.expert_parameters
-    return found
+            total.forward.gemm += projection
+            total.backward.gemm += 2 * projection
+            total.parameters += layer.parameters + 2 * arch.hidden_size**2 / model.tp
+            total.expert_parameters += layer.expert_parameters
+    return total
 
 
 def _exposed(exchange: float, window: float, tail: float) -> float:
     """What a window of computation does not hide of an exchange, at least its ``tail``; the rest slows it down."""
-    left = max(tail, exchange - window)
-    return left + CONTENTION * max(0.0, exchange - left)
+    exposed = max(tail, exchange - window)
+    return exposed + CONTENTION * max(0.0, exchange - exposed)
 
 
 def _trained(rank: _Rank, model: LayerModel) -> tuple[float, float]:
@@ -294,20 +294,20 @@ def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     """
     ordinary, experts = _trained(rank, model)
     ring, expert_ring = _rings(model, cluster)
-    own = ordinary / ring.size + experts / expert_ring.size
+    local = ordinary / ring.size + experts / expert_ring.size
     moments = {"adamw": 16, "adamw_8bit": 4, "muon": 8}[model.work.optimizer]
-    moved = own * (26 + (0 if model.work.offload else moments))
-    zeroed = own if model.parallel.fsdp else ordinary + experts
+    moved = local * (26 + (0 if model.work.offload else moments))
+    zeroed = local if model.parallel.fsdp else ordinary + experts
     seconds = model.kernels.memory(moved + 4 * zeroed)
     if model.work.optimizer == "muon":
-        seconds += 30 * model.arch.hidden_size * own / model.kernels.rates[False]
+        seconds += 30 * model.arch.hidden_size * local / model.kernels.rates[False]
         seconds += ring.gather(4 * ordinary)
     if model.work.offload:
-        seconds = max(seconds, 16 * own / (HOST_SHARE * cluster.part.host_gb_s * 1e9))
+        seconds = max(seconds, 16 * local / (HOST_SHARE * cluster.part.host_gb_s * 1e9))
     return seconds
 
 
 def _teacher(work: Workload, parallel: ParallelConfig, cluster: Cluster, kernels: Kernels) -> float:
     assert work.teacher is not None
-    own = replace(work, architecture=work.teacher, teacher=None, recompute="none")
-    return max(rank.forward.total() for rank in _ranks(LayerModel(own, parallel, cluster, kernels)))
+    workload = replace(work, architecture=work.teacher, teacher=None, recompute="none")
+    return max(rank.forward.total() for rank in _ranks(LayerModel(workload, parallel, cluster, kernels)))

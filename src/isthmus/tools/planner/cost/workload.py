@@ -33,7 +33,7 @@ class Workload:
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_layers: int | None = None
-    """Of each pipeline stage, with ``full``; None: all."""
+    """Recomputed layers of each pipeline stage, with ``full``; None: all."""
     lora_rank: int | None = None
     """Adapters of all linear layers, whose own weights are frozen; None: all weights are trained."""
     quantized: bool = False
@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step, over all ranks."""
+        """Tokens of an optimizer step, over all ranks."""
         return self.global_batch_size * self.sequences_per_sample * self.seq_length
 
     def recomputes(self, module: str) -> bool:
