@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.decoder.decoder import Decoder, DecoderOutput
 from isthmus.engine.decoder.mtp import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
@@ -86,9 +87,12 @@ def _forward_step(
     mtp = mtp_positions(positions, batch.position_ids, depths)
     output = model(
         batch_to_device(batch, device),
-        loss_positions=to_device(positions, device),
-        mtp_positions=[to_device(depth_positions, device) for depth_positions in mtp],
-        per_token=objective.per_token,
+        _loss_output(
+            objective,
+            batch,
+            to_device(positions, device),
+            [to_device(depth_positions, device) for depth_positions in mtp],
+        ),
     )
 
     def compute_loss(losses: Tensor) -> tuple[Tensor, Tensor, _Reported]:
@@ -103,6 +107,18 @@ def _forward_step(
         return result.loss, torch.full((), result.count, dtype=torch.int, device=device), reported
 
     return output, compute_loss
+
+
+def _loss_output(
+    objective: Objective, batch: PackedBatch, positions: Tensor, mtp_positions: Sequence[Tensor]
+) -> DecoderOutput:
+    if objective.per_token == "scores":
+        return partial(Decoder.token_scores, positions=positions)
+    if objective.per_token:
+        return partial(Decoder.token_values, positions=positions)
+    if batch.teacher is not None:
+        return partial(Decoder.distillation_sums, positions=positions)
+    return partial(Decoder.loss_sum, positions=positions, mtp_positions=mtp_positions)
 
 
 _NEGLIGIBLE_LOSS = 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.decoder.decoder import Decoder
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.loss.linear_cross_entropy import TeacherOutput
 from isthmus.engine.parallel.context_parallel import local_batch
@@ -64,7 +66,7 @@ def _forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Calla
     batch, device = local_batch(next(iterator)), next(model.parameters()).device
     assert batch.loss_mask is not None
     positions = to_device(batch.loss_mask.nonzero()[:, 0], device)
-    output = model(batch_to_device(batch, device), loss_positions=positions, hidden_states=True)
+    output = model(batch_to_device(batch, device), partial(Decoder.projection_inputs, positions=positions))
     return output, lambda hidden, **_: hidden
 
 

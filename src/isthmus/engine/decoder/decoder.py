@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -48,6 +48,22 @@ from isthmus.engine.parallel.pipeline_layout import stage_layers
 from isthmus.engine.parallel.sharded_params import init_empty_weights
 from isthmus.engine.tensor_names import spelling_of
 from isthmus.families.architecture import Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class LastStates:
+    """Hidden states behind the last layer and its norm."""
+
+    hidden: Tensor
+    """[T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
+    batch: PackedBatch
+    tables: Tensor | None
+    """Rotary tables, for MTP layers."""
+
+    @property
+    def labels(self) -> Tensor:
+        assert self.batch.labels is not None
+        return self.batch.labels
 
 
 class Decoder(MegatronModule):
@@ -94,7 +110,7 @@ class Decoder(MegatronModule):
         self.frozen: Collection[str] = ()
         """Canonical names of the tensors that are not trained, also of other stages."""
         self.adapters: AdapterSet | None = None
-        """Also those of other stages."""
+        """Adapters of all stages."""
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequency_sets(architecture), persistent=False)
         # Parameters on the meta device get memory later.
@@ -155,46 +171,36 @@ class Decoder(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """With Megatron-Core's keys; copies of the embedding are replicas of the first stage's."""
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        found.pop(f"{prefix}output_layer._extra_state", None)
+        """Entries with Megatron-Core's keys; copies of the embedding are replicas of the first stage's."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)
         names = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
         embedding, output, bias = (prefix + name for name in names)
-        for entry in (found[name] for name in (output, bias) if name in found):
+        for entry in (state[name] for name in (output, bias) if name in state):
             entry.allow_shape_mismatch = True  # its padding depends on the layout
-        if self.share_embeddings_and_output_weights and not self.pre_process and output in found:
-            found[output].key = embedding
-        for entry in (found[name] for name in (embedding, output) if name in found):
+        if self.share_embeddings_and_output_weights and not self.pre_process and output in state:
+            state[output].key = embedding
+        for entry in (state[name] for name in (embedding, output) if name in state):
             if entry.key == embedding and not self.pre_process:
                 entry.replica_id = (1, *entry.replica_id[1:])
-        return found
+        return state
 
     def forward(
-        self,
-        batch: PackedBatch,
-        *,
-        loss_positions: Tensor | None = None,
-        mtp_positions: Sequence[Tensor] = (),
-        per_token: bool | Literal["scores"] = False,
-        hidden_states: bool = False,
+        self, batch: PackedBatch, output: DecoderOutput | None = None, *, loss_positions: Tensor | None = None
     ) -> Tensor:
         """Run this stage.
 
         Args:
             batch: on this device; this rank's part under context parallelism. T is a multiple of tp under sequence
                 parallelism.
-            loss_positions: int64 [n], positions of loss tokens; None returns logits.
-            mtp_positions: for each MTP depth k, from 1, the positions whose label k tokens later counts; empty skips
-                the MTP layers.
-            per_token: return the loss of each position instead of the sum; not with MTP layers. ``scores`` also returns
-                the most probable token of each position, or a random one if the batch has ``sampling``.
-            hidden_states: return the input of the output projection at each position instead.
+            output: what the last stage computes from its hidden states: a method of this class, with its further
+                arguments bound.
+            loss_positions: int64 [n], positions of loss tokens if there is no ``output``: :meth:`loss_sum`, or
+                :meth:`token_values` of a reward model; without both, :meth:`logits`.
 
         Returns:
-            Last stage: summed loss (a scalar, [1 + depths] with MTP losses, or [3] if the batch has a ``teacher``, see
-            :func:`linear_distillation`), losses [n], scores [2, n] (float64 losses and tokens), hidden states [n, H],
-            or logits [T, V]; of a reward model, see :meth:`_rewards`.
-            Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
+            Last stage: the result of ``output``. Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under
+            sequence parallelism.
         """
         if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
             ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
@@ -203,47 +209,84 @@ class Decoder(MegatronModule):
         hidden = self._embed(batch) if self.pre_process else None
         tables = self._rotary_tables(batch)
         hidden = self.decoder(
-            hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._between_layers(hidden, batch)
+            hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._layer_arguments(hidden, batch)
         )
         if not self.post_process:
             return hidden
-        if self.architecture.score_head or loss_positions is None:
-            return self._rewards(hidden, loss_positions) if self.architecture.score_head else self._logits(hidden)
-        labels = batch.labels
-        assert labels is not None
-        if per_token or hidden_states or batch.teacher is not None:
-            inputs = self._loss_inputs(hidden, loss_positions, labels[loss_positions])
-            if hidden_states:
-                return inputs[0]
-            if per_token == "scores":
-                return token_scores(*inputs, sampling=sampling_at(loss_positions, batch))
-            if per_token:
-                return token_cross_entropies(*inputs)
-            return linear_distillation(*inputs, teacher=batch.teacher, grad_scale=self._grad_scale(None, hidden.device))
-        losses = [self._loss(hidden, loss_positions, labels[loss_positions])]
+        states = LastStates(hidden, batch, tables)
+        if output is not None:
+            return output(self, states)
+        if loss_positions is None:
+            return self.logits(states)
+        method = self.token_values if self.architecture.score_head else self.loss_sum
+        return method(states, loss_positions)
+
+    def logits(self, states: LastStates) -> Tensor:
+        """Logits [T, V] of all positions, or scores [T, 1] of a reward model."""
+        if self.architecture.score_head:
+            return self._rewards(states.hidden, None)
+        logits, _ = self.output_layer(
+            self._scaled(states.hidden), weight=self._projection(), runtime_gather_output=True
+        )
+        logits = logits[:, 0, : self.architecture.vocab_size]
+        cap = self.architecture.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def loss_sum(self, states: LastStates, positions: Tensor, mtp_positions: Sequence[Tensor] = ()) -> Tensor:
+        """Summed cross entropy of int64 [n] positions, a scalar; with MTP layers those of all depths, [1 + depths].
+
+        ``mtp_positions`` are, for each MTP depth k, from 1, the positions whose label k tokens later counts; without
+        them the MTP layers do not run.
+        """
+        hidden, batch, labels = states.hidden, states.batch, states.labels
+        losses = [self._loss(hidden, positions, labels[positions])]
         depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
-        for depth, (layer, positions) in enumerate(depths, start=1):
+        for depth, (layer, depth_positions) in enumerate(depths, start=1):
             # The roll crosses sample boundaries, but no position in ``mtp_positions`` depends on such a token.
             embedded = self._embed(replace(batch, input_ids=batch.input_ids.roll(-depth)), depth)
-            hidden = layer(hidden, embedded, tables, batch)
+            hidden = layer(hidden, embedded, states.tables, batch)
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
-            losses.append(self._loss(hidden, positions, labels[positions + depth], weight=weight))
+            losses.append(self._loss(hidden, depth_positions, labels[depth_positions + depth], weight=weight))
         return torch.stack(losses) if mtp_positions else losses[0]
+
+    def distillation_sums(self, states: LastStates, positions: Tensor) -> Tensor:
+        """Sums over int64 [n] positions, [3], for the teacher of the batch; see :func:`linear_distillation`."""
+        inputs = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        scale = self._grad_scale(None, states.hidden.device)
+        return linear_distillation(*inputs, teacher=states.batch.teacher, grad_scale=scale)
+
+    def token_values(self, states: LastStates, positions: Tensor) -> Tensor:
+        """Cross entropies of int64 [n] positions, float32 [n], or the scores of a reward model; without MTP layers."""
+        if self.architecture.score_head:
+            return self._rewards(states.hidden, positions)
+        return token_cross_entropies(*self._loss_inputs(states.hidden, positions, states.labels[positions]))
+
+    def token_scores(self, states: LastStates, positions: Tensor) -> Tensor:
+        """Cross entropies of int64 [n] positions and the most probable tokens, float64 [2, n].
+
+        With ``sampling`` of the batch the tokens are random ones.
+        """
+        inputs = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        return token_scores(*inputs, sampling=sampling_at(positions, states.batch))
+
+    def projection_inputs(self, states: LastStates, positions: Tensor) -> Tensor:
+        """Inputs [n, H] of the output projection at int64 [n] positions."""
+        return self._loss_inputs(states.hidden, positions, states.labels[positions])[0]
 
     def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
         if self.architecture.position != "rope":
             return None
         return rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
 
-    def _between_layers(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
-        """What layers have besides the hidden states; models with it have one stage."""
-        found: dict[str, Any] = {}
+    def _layer_arguments(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
+        """Inputs of layers besides the hidden states; models that have them have one stage."""
+        arguments: dict[str, Any] = {}
         if self.architecture.layer_input_size:
-            own = self.embedding.layer_inputs(hidden, batch.input_ids, packed_seq_params=batch)
-            found["layer_inputs"] = own.unbind()
+            layer_inputs = self.embedding.layer_inputs(hidden, batch.input_ids, packed_seq_params=batch)
+            arguments["layer_inputs"] = layer_inputs.unbind()
         if self.architecture.key_sharing_layers:
-            found["key_sources"] = {n: self.architecture.key_source(n) for n in range(self.architecture.num_layers)}
-        return found
+            arguments["key_sources"] = {n: self.architecture.key_source(n) for n in range(self.architecture.num_layers)}
+        return arguments
 
     def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
@@ -325,16 +368,13 @@ class Decoder(MegatronModule):
             return scale
         return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        hidden = self._scaled(hidden)
-        logits, _ = self.output_layer(hidden, weight=self._projection(), runtime_gather_output=True)
-        logits = logits[:, 0, : self.architecture.vocab_size]
-        cap = self.architecture.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
     def _scaled(self, hidden: Tensor) -> Tensor:
         multiplier = self.architecture.logits_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
+
+
+DecoderOutput: TypeAlias = Callable[[Decoder, LastStates], Tensor]
+"""What the last stage computes from its hidden states."""
 
 
 def _decoder_stack(

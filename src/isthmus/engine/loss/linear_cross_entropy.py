@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +49,35 @@ def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:
     return TokenSampling(batch.sampling.temperature, keys[positions])
 
 
+def _device_code(hidden: Tensor) -> ModuleType:
+    return cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of a loss, computed chunk by chunk in the memory of the logits."""
+
+    scale: Tensor | None
+    """Gradient of the losses: a scalar or [n, 1]; None means one."""
+    hidden: Tensor
+    """[n, H], overwritten."""
+    weight: Tensor | None
+    """[V / tp, H], added to; None for a frozen weight."""
+    bias: Tensor | None
+    """[V / tp], added to; None for a frozen bias, or without one."""
+
+    def scale_of(self, tokens: slice) -> Tensor | None:
+        return self.scale if self.scale is None or self.scale.dim() == 0 else self.scale[tokens]
+
+    def add(self, tokens: slice, grad_logits: Tensor, hidden: Tensor, rows: Tensor) -> None:
+        """Add those of a chunk from the gradients of its logits [m, rows]; ``rows`` are those of the weight."""
+        matmul(grad_logits, rows, out=self.hidden[tokens])
+        if self.weight is not None:
+            add_matmul(self.weight[: rows.size(0)], grad_logits.t(), hidden[tokens])
+        if self.bias is not None:
+            self.bias[: rows.size(0)] += grad_logits.sum(0, dtype=self.bias.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class VocabShard:
     start: int = 0
@@ -60,63 +90,70 @@ class VocabShard:
     """Logits l become softcap * tanh(l / softcap)."""
     smoothing: Smoothing | None = None
     bias: Tensor | None = None
-    """Of the logits, [V / tp]."""
+    """Bias of the logits, [V / tp]."""
 
     def chunk_losses(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, gradients: Gradients | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the cross entropies of each chunk of tokens, float32 [m]."""
+        device = _device_code(hidden)
+        for tokens, logits in self._chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
+            scale = None if gradients is None else gradients.scale_of(tokens)
+            arguments = (labels[tokens] - self.start, self.group, scale, self.softcap)
+            yield device.chunk_losses(logits, *arguments, gradient=gradients is not None, smoothing=self.smoothing)
+            if gradients is not None:
+                gradients.add(tokens, logits, hidden, weight[: self.rows])
+
+    def distillation_losses(
         self,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        *,
-        grad_scale: Tensor | None = None,
-        grad_hidden: Tensor | None = None,
-        grad_weight: Tensor | None = None,
-        grad_bias: Tensor | None = None,
-        chosen: Tensor | None = None,
-        sampling: TokenSampling | None = None,
-        teacher: TeacherOutput | None = None,
+        teacher: TeacherOutput,
+        gradients: Gradients | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the losses of each chunk of tokens, float32 [m], or with ``teacher`` those of distillation, [m, 3].
+        """Yield the losses of distillation of each chunk of tokens, float32 [m, 3]."""
+        elements = _device_code(hidden).chunk_elements(hidden.device)
+        if hidden.is_cuda:
+            elements //= distillation_loss.CHUNK_SHARE
+        teacher_buffer: Tensor | None = None
+        for tokens, logits in self._chunk_logits(hidden, weight, elements):
+            if teacher_buffer is None:  # the first chunk is the longest
+                teacher_buffer = cross_entropy_gpu.new_buffer(*logits.shape, like=teacher.hidden)
+            scale = None if gradients is None else gradients.scale_of(tokens)
+            teacher_logits = teacher.logits(tokens, out=teacher_buffer[: len(logits)])
+            arguments = (labels[tokens] - self.start, self.group, scale, self.softcap)
+            yield distillation_loss.chunk_losses(
+                logits, teacher_logits, *arguments, teacher.settings, gradient=gradients is not None
+            )
+            if gradients is not None:
+                gradients.add(tokens, logits, hidden, weight[: self.rows])
 
-        ``grad_scale`` is a scalar or [n, 1]. ``grad_hidden`` is overwritten, ``grad_weight`` and ``grad_bias`` are
-        added to; they are None without gradients and for a frozen weight or bias. ``chosen``, int64 [n], is overwritten
-        with the most probable tokens, or with ``sampling`` with random ones.
-        """
-        device = cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
+    def scores(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, sampling: TokenSampling | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cross entropies, float32 [n], and the most probable tokens or random ones, int64 [n]."""
+        device, chosen = _device_code(hidden), torch.empty_like(labels)
+        losses = [hidden.new_empty(0, dtype=torch.float32)]
+        for tokens, logits in self._chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
+            chosen[tokens] = self._choose(logits, None if sampling is None else sampling[tokens])
+            arguments = (labels[tokens] - self.start, self.group, None, self.softcap)
+            losses.append(device.chunk_losses(logits, *arguments, gradient=False, smoothing=self.smoothing))
+        return torch.cat(losses), chosen
+
+    def _chunk_logits(self, hidden: Tensor, weight: Tensor, most_elements: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each chunk of tokens with its logits [m, rows]; all chunks share the memory of the logits."""
         rows = weight[: self.rows]
         # Not by ``rows``: ranks with and without padding have the same chunks.
-        elements = device.chunk_elements(hidden.device)
-        if teacher is not None and hidden.is_cuda:
-            elements //= distillation_loss.CHUNK_SHARE
-        chunks = list(chunk_bounds(hidden.size(0), weight.size(0), elements))
-        longest = max((end - start for start, end in chunks), default=0)
-        buffer = device.new_buffer(longest, rows.size(0), like=hidden)
-        if teacher is not None:
-            taught = cross_entropy_gpu.new_buffer(longest, rows.size(0), like=teacher.hidden)
-        for start, end in chunks:
-            part, logits = hidden[start:end], buffer[: end - start]
-            matmul(part, rows.t(), out=logits)
+        chunks = [slice(*bounds) for bounds in chunk_bounds(hidden.size(0), weight.size(0), most_elements)]
+        longest = max((tokens.stop - tokens.start for tokens in chunks), default=0)
+        buffer = _device_code(hidden).new_buffer(longest, rows.size(0), like=hidden)
+        for tokens in chunks:
+            logits = buffer[: tokens.stop - tokens.start]
+            matmul(hidden[tokens], rows.t(), out=logits)
             if self.bias is not None:
                 logits += self.bias[: self.rows]
-            if chosen is not None:
-                chosen[start:end] = self._choose(logits, None if sampling is None else sampling[start:end])
-            scale = grad_scale if grad_scale is None or grad_scale.dim() == 0 else grad_scale[start:end]
-            targets = labels[start:end] - self.start
-            with_grad = grad_hidden is not None
-            arguments = (targets, self.group, scale, self.softcap)
-            if teacher is None:
-                yield device.chunk_losses(logits, *arguments, gradient=with_grad, smoothing=self.smoothing)
-            else:
-                taught_logits = teacher.logits(slice(start, end), out=taught[: end - start])
-                yield distillation_loss.chunk_losses(
-                    logits, taught_logits, *arguments, teacher.settings, gradient=with_grad
-                )
-            if grad_hidden is not None:
-                matmul(logits, rows, out=grad_hidden[start:end])
-            if grad_weight is not None:
-                add_matmul(grad_weight[: self.rows], logits.t(), part)
-            if grad_bias is not None:
-                grad_bias[: self.rows] += logits.sum(0, dtype=grad_bias.dtype)
+            yield tokens, logits
 
     def _choose(self, logits: Tensor, sampling: TokenSampling | None) -> Tensor:
         """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
@@ -128,13 +165,13 @@ class VocabShard:
         token += self.start
         if self.group is None:
             return token
-        own = torch.stack([largest.double(), token.double()])
-        every = own.new_empty(self.group.size(), *own.shape)
-        dist.all_gather_into_tensor(every.flatten(0, 1), own, group=self.group)
-        return every[:, 1].gather(0, every[:, 0].argmax(0, keepdim=True))[0].long()
+        local = torch.stack([largest.double(), token.double()])
+        ranks = local.new_empty(self.group.size(), *local.shape)
+        dist.all_gather_into_tensor(ranks.flatten(0, 1), local, group=self.group)
+        return ranks[:, 1].gather(0, ranks[:, 0].argmax(0, keepdim=True))[0].long()
 
 
-_WHOLE = VocabShard()
+_ALL_ROWS = VocabShard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +228,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_grad: bool,
         teacher: TeacherOutput | None,
     ) -> Tensor:
-        grads: dict[str, Any] = {}
-        grad_hidden = grad_weight = grad_bias = None
+        gradients = grad_hidden = grad_weight = grad_bias = None
         if wants_grad:
-            grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
-            grads = {"grad_scale": grad_scale, "grad_hidden": grad_hidden, "grad_weight": into}
-            grads["grad_bias"], grad_bias = _weight_grads(bias)
-        loss_sum = torch.zeros(() if teacher is None else 3, dtype=torch.float32, device=hidden.device)
-        for losses in shard.chunk_losses(hidden, weight, labels, teacher=teacher, **grads):
+            grad_hidden, (weight_sum, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
+            bias_sum, grad_bias = _weight_grads(bias)
+            gradients = Gradients(grad_scale, grad_hidden, weight_sum, bias_sum)
+        if teacher is None:
+            loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            chunks = shard.chunk_losses(hidden, weight, labels, gradients)
+        else:
+            loss_sum = torch.zeros(3, dtype=torch.float32, device=hidden.device)
+            chunks = shard.distillation_losses(hidden, weight, labels, teacher, gradients)
+        for losses in chunks:
             loss_sum += losses.sum(0)
         ctx.weight, ctx.bias, ctx.grad_scale = weight, bias, grad_scale
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -237,11 +278,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        grad_hidden, (into, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
-        bias_into, grad_bias = _weight_grads(ctx.bias)
-        found = {"grad_hidden": grad_hidden, "grad_weight": into, "grad_bias": bias_into}
-        scale = grads[0][:, None].contiguous()
-        for _ in ctx.shard.chunk_losses(hidden, weight, labels, grad_scale=scale, **found):
+        grad_hidden, (weight_sum, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
+        bias_sum, grad_bias = _weight_grads(ctx.bias)
+        gradients = Gradients(grads[0][:, None].contiguous(), grad_hidden, weight_sum, bias_sum)
+        for _ in ctx.shard.chunk_losses(hidden, weight, labels, gradients):
             pass
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -263,14 +303,19 @@ def chunk_bounds(num_tokens: int, num_rows: int, most_elements: int) -> Iterator
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, grad_scale: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard = _ALL_ROWS,
+    *,
+    grad_scale: Tensor | None = None,
 ) -> Tensor:
     """Sum of the cross entropies of ``hidden @ weight.T`` against ``labels``, a float32 scalar, equal on every rank.
 
     Args:
         hidden: [n, H] of the loss tokens, equal on all tp ranks; its gradient has to be summed over tp.
         weight: [V / tp, H]; its gradient is added to ``main_grad`` in the forward pass, if it has one.
-        labels: int64 [n], indices into the whole vocabulary.
+        labels: int64 [n], indices into the full vocabulary.
         shard: the vocabulary rows of ``weight``.
         grad_scale: the scalar gradient of the loss (float16 loss scale); None means one.
     """
@@ -281,7 +326,7 @@ def linear_distillation(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    shard: VocabShard = _WHOLE,
+    shard: VocabShard = _ALL_ROWS,
     *,
     teacher: TeacherOutput,
     grad_scale: Tensor | None = None,
@@ -307,16 +352,20 @@ def _sum_of_losses(
     return _LinearCrossEntropy.apply(hidden, weight, shard.bias, labels, shard, scale, wants_grad, teacher)
 
 
-def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE) -> Tensor:
+def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _ALL_ROWS) -> Tensor:
     """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
     return _TokenCrossEntropy.apply(hidden, weight, shard.bias, labels, shard)
 
 
 @torch.no_grad()
 def token_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _WHOLE, *, sampling: TokenSampling | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard = _ALL_ROWS,
+    *,
+    sampling: TokenSampling | None = None,
 ) -> Tensor:
     """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient."""
-    chosen = torch.empty_like(labels)
-    losses = [*shard.chunk_losses(hidden, weight, labels, chosen=chosen, sampling=sampling)]
-    return torch.stack([torch.cat([hidden.new_empty(0, dtype=torch.float32), *losses]).double(), chosen.double()])
+    losses, tokens = shard.scores(hidden, weight, labels, sampling)
+    return torch.stack([losses.double(), tokens.double()])
