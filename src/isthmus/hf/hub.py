@@ -46,23 +46,23 @@ def fetch(repo_id: str, *, weights: bool, code: bool = False, report: Callable[[
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(cache / f".isthmus-{repo_id.replace('/', '--')}.lock"):
-            found = _cached(repo_id, patterns, weights=weights)
-            if found is None:
+            folder = _cached(repo_id, patterns, weights=weights)
+            if folder is None:
                 report(f"downloading {repo_id} from the Hub into {cache}")
-                found = Path(snapshot_download(repo_id, allow_patterns=patterns))
-            return found
+                folder = Path(snapshot_download(repo_id, allow_patterns=patterns))
+            return folder
     except Exception as error:  # the HTTP library raises its own exceptions
         raise _hub_error(repo_id, error) from error
 
 
 def _cached(repo_id: str, patterns: Sequence[str], *, weights: bool) -> Path | None:
     try:
-        found = Path(snapshot_download(repo_id, allow_patterns=[*patterns], local_files_only=True))
+        folder = Path(snapshot_download(repo_id, allow_patterns=[*patterns], local_files_only=True))
     except hub_errors.LocalEntryNotFoundError:
         return None
     # An earlier run may have downloaded it without weights; older versions of the library do not check.
-    whole = not weights or any((found / name).is_file() for name in (SINGLE_FILE, INDEX_FILE, ADAPTER_WEIGHTS))
-    return found if whole else None
+    complete = not weights or any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE, ADAPTER_WEIGHTS))
+    return folder if complete else None
 
 
 def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
@@ -89,11 +89,11 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
     if isinstance(error, hub_errors.LocalEntryNotFoundError):  # neither in the cache nor on a Hub that answers
         return MissingInput(
             f"{here} the Hub, where it may be a repository, does not answer. Check the path, or the network: "
-            f"{_one_line(error.__cause__ or error)[:300]}"
+            f"{_joined_lines(error.__cause__ or error)[:300]}"
         )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")
-    return IOFailure(f"{here} {repo_id} cannot be downloaded from the Hub: {_one_line(error)[:300]}")
+    return IOFailure(f"{here} {repo_id} cannot be downloaded from the Hub: {_joined_lines(error)[:300]}")
 
 
 def account_of_token(seconds: float = 5.0) -> str | None:
@@ -108,7 +108,7 @@ def account_of_token(seconds: float = 5.0) -> str | None:
     try:
         answer = get_session().get(f"{ENDPOINT}/api/whoami-v2", headers=headers, timeout=seconds)
     except Exception as error:  # the HTTP library raises its own exceptions
-        raise OSError(_one_line(error)[:200] or type(error).__name__) from error
+        raise OSError(_joined_lines(error)[:200] or type(error).__name__) from error
     if answer.status_code in (401, 403):  # also without a token
         if token:
             raise PermissionError(answer.status_code)
@@ -122,7 +122,7 @@ def check_name(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except hub_errors.HFValidationError as error:
-        raise UsageError(f"--push {repo_id}: {_one_line(error)} Give NAMESPACE/NAME.") from None
+        raise UsageError(f"--push {repo_id}: {_joined_lines(error)} Give NAMESPACE/NAME.") from None
 
 
 def check_access(repo_id: str) -> None:
@@ -141,7 +141,7 @@ def check_access(repo_id: str) -> None:
         kind = UsageError if refused or status in (401, 403) else IOFailure
         raise kind(f"--push {repo_id}: {_reason(error)}. {hint}") from error
     owner = repo_id.partition("/")[0] if "/" in repo_id else account["name"]
-    owners = [account["name"], *(one["name"] for one in account.get("orgs", ()))]
+    owners = [account["name"], *(organization["name"] for organization in account.get("orgs", ()))]
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"--push {repo_id}: the token of {account['name']} can only read. Use one that can write.")
     if owner not in owners:
@@ -182,8 +182,8 @@ def _reason(error: Exception) -> str:
         return "not logged in (use hf auth login, or set HF_TOKEN)"
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    return _one_line(error).rstrip(".")
+    return _joined_lines(error).rstrip(".")
 
 
-def _one_line(error: BaseException) -> str:
+def _joined_lines(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

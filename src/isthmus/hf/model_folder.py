@@ -120,11 +120,11 @@ class ModelFolder:
         """The ``eos_token_id`` of ``generation_config.json``, or of the config without such a file."""
         path = self.path / GENERATION_FILE
         text = self.config.get(_TEXT)
-        own = {**text, **self.config} if isinstance(text, dict) else self.config
-        named = (read_json(path) if path.is_file() else own).get("eos_token_id")
-        listed = named if isinstance(named, list) else [] if named is None else [named]
+        config = {**text, **self.config} if isinstance(text, dict) else self.config
+        value = (read_json(path) if path.is_file() else config).get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) for token in listed):
-            raise DataError(f"{path}: eos_token_id must be a number or a list of numbers, got {named!r:.60}.")
+            raise DataError(f"{path}: eos_token_id must be a number or a list of numbers, got {value!r:.60}.")
         return set(listed)
 
     def close(self) -> None:
@@ -140,19 +140,19 @@ class ModelFolder:
     def _read_index(self) -> dict[str, TensorInfo]:
         index = self.path / INDEX_FILE
         weight_map = read_weight_map(index)
-        found: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for file in dict.fromkeys(weight_map.values()):
             header = read_header(self.path / file, self._verifier)
-            if duplicates := found.keys() & header.keys():
+            if duplicates := tensors.keys() & header.keys():
                 raise DataError(
                     f"{self.path / file} contains {min(duplicates)}, which another file also contains. "
                     "Download the model again."
                 )
-            found |= header
+            tensors |= header
         for name, file in weight_map.items():
-            if name not in found or found[name].file != self.path / file:
+            if name not in tensors or tensors[name].file != self.path / file:
                 raise DataError(f"{index} maps {name} to {file}, which does not contain it. Download the model again.")
-        return found
+        return tensors
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -216,8 +216,10 @@ def write_model_files(
     for path in (*copied, *(code or ())):
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
-        kept = {key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in _GENERATION}
-        write_json(folder / GENERATION_FILE, kept | generation)
+        other_settings = {
+            key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in _GENERATION
+        }
+        write_json(folder / GENERATION_FILE, other_settings | generation)
 
 
 def _code_files(hf_config: Mapping[str, Any], source: ModelFolder | None) -> list[Path] | None:
@@ -229,11 +231,11 @@ def _code_files(hf_config: Mapping[str, Any], source: ModelFolder | None) -> lis
     names = [name for value in auto_map.values() for name in (value if isinstance(value, list) else [value])]
     # A reference to another repository, REPO--MODULE.CLASS, needs no file.
     needed = {f"{name.partition('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name}
-    own = modeling_files()
-    if needed <= {path.name for path in own}:
-        return own
-    found = [] if source is None else source.code_files()
-    return found if needed <= {path.name for path in found} else None
+    shim_files = modeling_files()
+    if needed <= {path.name for path in shim_files}:
+        return shim_files
+    source_files = [] if source is None else source.code_files()
+    return source_files if needed <= {path.name for path in source_files} else None
 
 
 def _tokenizer_code(config: Path) -> list[Path]:

@@ -15,9 +15,9 @@ def folder_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any
     Files with the content that this Isthmus writes are not run: the same classes are imported from Isthmus. Raises
     UnsafeInput for other files unless ``trust_remote_code``, and DataError if they cannot be imported.
     """
-    own = modeling_files()
-    unlike = [path.name for path in own if not _same(folder.path / path.name, path)]
-    if not unlike and set(_modules(folder)) <= {path.stem for path in own}:
+    shim_files = modeling_files()
+    unlike = [path.name for path in shim_files if not _same(folder.path / path.name, path)]
+    if not unlike and set(_modules(folder)) <= {path.stem for path in shim_files}:
         from isthmus.hf.shim.configuration_isthmus import IsthmusConfig
         from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 
@@ -45,5 +45,5 @@ def _modules(folder: ModelFolder) -> list[str]:
     return [str(reference).rpartition(".")[0] for reference in folder.config["auto_map"].values()]
 
 
-def _same(file: Path, own: Path) -> bool:
-    return file.is_file() and file.read_bytes() == own.read_bytes()
+def _same(file: Path, other: Path) -> bool:
+    return file.is_file() and file.read_bytes() == other.read_bytes()

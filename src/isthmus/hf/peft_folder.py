@@ -144,7 +144,7 @@ class PeftFolder:
     @cached_property
     def modules(self) -> dict[str, LoraTensors]:
         """The tensors of each module with an adapter, by its path; of routed experts by that of the parameter."""
-        found: dict[str, LoraTensors] = {}
+        modules: dict[str, LoraTensors] = {}
         for name in self._infos:
             module, lora, kind = name.partition(".lora_")
             if not lora or kind not in ("A.weight", "embedding_A"):
@@ -155,11 +155,11 @@ class PeftFolder:
             if missing := [part for part in (b, magnitude) if part is not None and part not in self._infos]:
                 raise DataError(f"{self} has {name} and no {missing[0]}. Save the adapter again.")
             path, embedding = key.removesuffix(".weight"), kind == "embedding_A"
-            found[path] = LoraTensors(a, b, magnitude, self.config.rank(key), self.config.scale(key), embedding)
-        known = {part for tensors in found.values() for part in (tensors.a, tensors.b, tensors.magnitude)}
+            modules[path] = LoraTensors(a, b, magnitude, self.config.rank(key), self.config.scale(key), embedding)
+        known = {part for tensors in modules.values() for part in (tensors.a, tensors.b, tensors.magnitude)}
         if unknown := [name for name in self._infos if ".lora_" in name and name not in known]:
             raise DataError(f"{self} has {unknown[0]}, which does not belong to LoRA. Merge it with PEFT.")
-        return found
+        return modules
 
     @cached_property
     def saved(self) -> dict[str, TensorInfo]:
@@ -167,7 +167,7 @@ class PeftFolder:
         return {name.replace(".base_layer.", "."): info for name, info in self._infos.items() if ".lora_" not in name}
 
     def fingerprint(self) -> str:
-        """Of the settings and the tensors, see :func:`fingerprint_of`."""
+        """Fingerprint of the settings and the tensors, see :func:`fingerprint_of`."""
         return f"{fingerprint_of(self._infos)} {self.config.r} {self.config.lora_alpha}"
 
     @property
@@ -212,15 +212,15 @@ def write_adapter(
     folder: Path,
     config: AdapterConfig,
     factors: Mapping[HfLinear, LoraFactors],
-    every: Iterable[HfLinear],
+    linears: Iterable[HfLinear],
     saved: Mapping[str, Tensor] | None = None,
     others: Collection[str] = (),
 ) -> None:
     """Write both files into ``folder``, which exists.
 
-    ``config`` needs no targets: they select the layers of ``factors`` among ``every`` linear layer of the model.
-    ``saved`` are the trained tensors of ``modules_to_save``, by their name in transformers. ``others`` are further
-    modules that no target may select, such as those of a multimodal model's towers.
+    ``config`` needs no targets: they select the layers of ``factors`` among ``linears``, the linear layers of the
+    model. ``saved`` are the trained tensors of ``modules_to_save``, by their name in transformers. ``others`` are
+    further modules that no target may select, such as those of a multimodal model's towers.
     """
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in (saved or {}).items()}
     by_module: dict[str, dict[int, LoraFactors]] = {}
@@ -231,24 +231,27 @@ def write_adapter(
     for module, experts in by_module.items():
         ordered = [experts[number] for number in sorted(experts)]
         name = f"{PREFIX}{_wrapped(module, in_parameters) if module in in_parameters else module}"
-        tensors[f"{name}.lora_A.weight"] = torch.cat([one.a for one in ordered])
-        tensors[f"{name}.lora_B.weight"] = torch.stack([one.b for one in ordered], -1).flatten(1)
+        tensors[f"{name}.lora_A.weight"] = torch.cat([expert_factors.a for expert_factors in ordered])
+        tensors[f"{name}.lora_B.weight"] = torch.stack([expert_factors.b for expert_factors in ordered], -1).flatten(1)
         if (magnitude := ordered[0].magnitude) is not None:
             tensors[f"{name}.lora_magnitude_vector"] = magnitude
     with disk_errors(folder, sum(tensor.nbytes for tensor in tensors.values())):
-        write_json(folder / ADAPTER_FILE, _with_targets(config, factors, every, others).as_json())
+        write_json(folder / ADAPTER_FILE, _with_targets(config, factors, linears, others).as_json())
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 def _with_targets(
-    config: AdapterConfig, adapted: Collection[HfLinear], every: Iterable[HfLinear], others: Collection[str]
+    config: AdapterConfig, adapted: Collection[HfLinear], linears: Iterable[HfLinear], others: Collection[str]
 ) -> AdapterConfig:
-    rest = [linear for linear in every if linear not in adapted]
+    rest = [linear for linear in linears if linear not in adapted]
     modules = _shortest(
-        (one.module for one in adapted if one.parameter is None), {*others, *(one.module for one in rest)}
+        (linear.module for linear in adapted if linear.parameter is None),
+        {*others, *(linear.module for linear in rest)},
     )
-    parameters = _shortest(filter(None, (one.parameter for one in adapted)), {one.parameter or "" for one in rest})
+    parameters = _shortest(
+        filter(None, (linear.parameter for linear in adapted)), {linear.parameter or "" for linear in rest}
+    )
     return replace(
         config,
         target_modules=modules,
@@ -260,11 +263,11 @@ def _with_targets(
 
 def _shortest(paths: Iterable[str], others: Collection[str]) -> tuple[str, ...]:
     """The last name of each path (with ``.weight``, the last two), or the path if that is also the end of others."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for path in dict.fromkeys(paths):
         end = path[path.removesuffix(".weight").rfind(".") + 1 :]
-        found[path if any(_names((end,), other) for other in others) else end] = None
-    return tuple(found)
+        names[path if any(_names((end,), other) for other in others) else end] = None
+    return tuple(names)
 
 
 def _wrapped(module: str, in_parameters: Collection[str]) -> str:

@@ -26,7 +26,7 @@ _ANNOUNCED_BYTES = 1 << 30
 _SETTLED_S = 10
 """A file that changed less than this ago is not remembered: it could change again within a tick of its times."""
 _LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
-"""Of ``sha256sum``: hash and name; files with one hash may have no name."""
+"""Line of ``sha256sum``: hash and name; files with one hash may have no name."""
 
 
 def published_hashes(folder: Path) -> dict[Path, str]:
@@ -35,14 +35,14 @@ def published_hashes(folder: Path) -> dict[Path, str]:
     They are the names of the Hub's blobs, to which a folder in its cache links, and the lines of ``SHA256SUMS``,
     ``sha256sum.txt`` or ``FILE.sha256``. DataError for a list that cannot be read.
     """
-    found: dict[Path, str] = {}
+    hashes: dict[Path, str] = {}
     for path in sorted(folder.iterdir()):
         blob = path.resolve() if path.is_symlink() else None
         if blob is not None and blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
-            found[path] = blob.name
+            hashes[path] = blob.name
         elif path.is_file() and (path.suffix == ".sha256" or path.name.lower().startswith("sha256sum")):
-            found |= _listed(path)
-    return found
+            hashes |= _listed(path)
+    return hashes
 
 
 def check_published(folder: Path, files: Iterable[Path], *, share: int = 0, shares: int = 1) -> str | None:
@@ -59,11 +59,13 @@ def check_published(folder: Path, files: Iterable[Path], *, share: int = 0, shar
     """
     known = {} if is_trusting() else published_hashes(folder)
     try:
-        wanted = {path: _marker(path, known[path]) for path in sorted(files)[share::shares] if path in known}
-        if not wanted:
+        markers = {path: _marker(path, known[path]) for path in sorted(files)[share::shares] if path in known}
+        if not markers:
             return None
         # The largest first, so that no thread begins one at the end.
-        unknown = sorted((path for path in wanted if not wanted[path].exists()), key=lambda path: -path.stat().st_size)
+        unknown = sorted(
+            (path for path in markers if not markers[path].exists()), key=lambda path: -path.stat().st_size
+        )
         num_bytes = sum(path.stat().st_size for path in unknown)
         if num_bytes >= _ANNOUNCED_BYTES:
             size = f"{len(unknown)} files, {num_bytes / 2**30:,.2f} GiB"
@@ -71,46 +73,46 @@ def check_published(folder: Path, files: Iterable[Path], *, share: int = 0, shar
         started_s = time.monotonic()
         with ThreadPoolExecutor(_THREADS) as pool:
             hashes = pool.map(lambda path: _hash(path, known[path]), unknown)
-            for path, found in zip(unknown, hashes, strict=True):
-                if found != known[path]:
+            for path, actual in zip(unknown, hashes, strict=True):
+                if actual != known[path]:
                     raise DataError(
-                        f"{path} is damaged or was changed: its hash is {found}, it was published with {known[path]}. "
+                        f"{path} is damaged or was changed: its hash is {actual}, it was published with {known[path]}. "
                         "Download it again, or give --trust if it was changed on purpose."
                     )
-                _remember(path, known[path], wanted[path])
+                _remember(path, known[path], markers[path])
     except OSError as error:
         raise IOFailure(f"{folder} cannot be read: {error.strerror or error}.") from error
-    num_bytes = sum(path.stat().st_size for path in wanted)
-    size = f"{len(wanted)} files, {num_bytes / 2**30:,.2f} GiB"
-    before = f", {len(wanted) - len(unknown)} of them checked before" if len(unknown) < len(wanted) else ""
+    num_bytes = sum(path.stat().st_size for path in markers)
+    size = f"{len(markers)} files, {num_bytes / 2**30:,.2f} GiB"
+    before = f", {len(markers) - len(unknown)} of them checked before" if len(unknown) < len(markers) else ""
     return f"{folder}: {size} match their published hashes{before} ({time.monotonic() - started_s:.1f} s)"
 
 
 def _marker(path: Path, expected: str) -> Path:
     """The file that exists if ``path`` had the hash, and did not change since then."""
     file = path.resolve()
-    found = file.stat()
-    identity = [str(file), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, expected]
+    status = file.stat()
+    identity = [str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, expected]
     return cache_folder() / "checked" / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
 
 def _remember(path: Path, expected: str, marker: Path) -> None:
     """Create the marker, if ``path`` is as it was before it was hashed."""
-    found = path.stat()
-    if time.time() - max(found.st_mtime, found.st_ctime) >= _SETTLED_S and _marker(path, expected) == marker:
+    status = path.stat()
+    if time.time() - max(status.st_mtime, status.st_ctime) >= _SETTLED_S and _marker(path, expected) == marker:
         with suppress(OSError):  # a home that cannot be written to
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
 
 
 def _listed(path: Path) -> dict[Path, str]:
-    found: dict[Path, str] = {}
+    hashes: dict[Path, str] = {}
     for line in read_bytes(path, _LIST_BYTES).decode(errors="replace").splitlines():
         if (match := _LINE.fullmatch(line.strip())) is not None:
             name = match[2] or path.name.removesuffix(".sha256")
             if Path(name).name == name.removeprefix("./") and name not in (path.name, ".."):
-                found[path.parent / Path(name).name] = match[1].lower()
-    return found
+                hashes[path.parent / Path(name).name] = match[1].lower()
+    return hashes
 
 
 def _hash(path: Path, expected: str) -> str:

@@ -230,9 +230,9 @@ def effective_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _with_infinity(value: Any) -> Any:
     """Undo how ``to_dict`` writes infinite numbers, which the config classes do not read."""
     if isinstance(value, Mapping):
-        inner = {name: _with_infinity(each) for name, each in value.items()}
+        inner = {name: _with_infinity(item) for name, item in value.items()}
         return float(inner["__float__"]) if inner.keys() == {"__float__"} else inner
-    return [_with_infinity(each) for each in value] if isinstance(value, list) else value
+    return [_with_infinity(item) for item in value] if isinstance(value, list) else value
 
 
 def default_config(model_type: str) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def saved_model_logits(
     """
     try:
         with no_progress_bars(), torch.inference_mode():
-            given = {} if changes is None or section else changes
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, **given)
+            overrides = {} if changes is None or section else changes
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
             for name, value in changes.items() if changes and section else ():
                 setattr(getattr(config, str(section)), name, value)
             model: Any = _class_of(config).from_pretrained(

@@ -64,28 +64,28 @@ class TransformersModel:
     @property
     def parts(self) -> list[list[str]]:
         """Names of parameters: those before the layers, those of each layer, those after the layers."""
-        found: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
+        groups: list[list[str]] = [[] for _ in range(len(self.layers) + 2)]
         after = False
         for name in self.module.state_dict():
             if name.startswith(f"{self._prefix}."):
-                found[1 + int(name.removeprefix(f"{self._prefix}.").partition(".")[0])].append(name)
+                groups[1 + int(name.removeprefix(f"{self._prefix}.").partition(".")[0])].append(name)
                 after = True
             else:
-                found[-1 if after else 0].append(name)
-        return found
+                groups[-1 if after else 0].append(name)
+        return groups
 
     def fill(self, names: Sequence[str]) -> None:
         """Allocate these parameters and load their weights."""
         tied = self.module.all_tied_weights_keys
         tied_to = {name: tied[name] for name in names if name in tied and name not in self._sources}
-        wanted = dict.fromkeys([*names, *tied_to.values()])
+        targets = dict.fromkeys([*names, *tied_to.values()])
         before = {name: self.module.get_parameter(name) for name in tied_to.values() if name not in names}
         with no_progress_bars(warnings=False):
-            self._load([file for name in wanted for file in self._sources.get(name, [])])
+            self._load([file for name in targets for file in self._sources.get(name, [])])
         tied_parameters = {name: self.module.get_parameter(target) for name, target in tied_to.items()}
         for name, parameter in {**tied_parameters, **before}.items():
-            module, _, own = name.rpartition(".")
-            self.module.get_submodule(module).register_parameter(own, parameter)
+            module, _, attribute = name.rpartition(".")
+            self.module.get_submodule(module).register_parameter(attribute, parameter)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Logits [B * S, V] of int64 [B, S]."""
@@ -95,8 +95,8 @@ class TransformersModel:
     @staticmethod
     def hidden(states: Any) -> Tensor:
         """Hidden states [B * S, H] in the arguments or the result of a layer."""
-        found: Tensor = states[0] if isinstance(states, tuple) else states
-        return found.flatten(0, 1)
+        tensor: Tensor = states[0] if isinstance(states, tuple) else states
+        return tensor.flatten(0, 1)
 
     def _layers_name(self, number: int) -> str:
         lists = [(name, module) for name, module in self.module.named_modules() if isinstance(module, nn.ModuleList)]
@@ -112,14 +112,14 @@ class TransformersModel:
     def _loaded(self, settings: Any) -> Any:
         lazy = {name: _LazyTensor(self._source, name) for name in self._source.tensors}
         try:
-            found = self._class.from_pretrained(
+            result = self._class.from_pretrained(
                 None, config=settings, state_dict=lazy, output_loading_info=True, **_EXACT
             )
         except (RuntimeError, ValueError) as error:
             raise DataError(
                 f"{self._source}: transformers cannot load the weights: {' '.join(str(error).split())}"
             ) from error
-        module, info = found
+        module, info = result
         self._check_missing(info["missing_keys"])
         return module
 
@@ -144,9 +144,9 @@ class TransformersModel:
         for name in self._source.tensors:
             target, pattern = core_model_loading.rename_source_key(name, renamings, converters, prefix, parameters)
             self._sources.setdefault(target, []).append(name)
-            made = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
-            for other in made[1:]:  # loaded together with the first
-                self._sources.setdefault(target.replace(made[0], other), [])
+            targets = next((entry.target_patterns for entry in converters if pattern in entry.source_patterns), [])
+            for other in targets[1:]:  # loaded together with the first
+                self._sources.setdefault(target.replace(targets[0], other), [])
         tied = self.module.all_tied_weights_keys
         absent = {name for name in parameters if name not in self._sources and tied.get(name) not in self._sources}
         self._check_missing(absent)

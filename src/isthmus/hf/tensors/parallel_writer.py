@@ -174,10 +174,10 @@ class TensorWriter:
         self.close(sync=kind is None)
 
     def _around(self, info: TensorInfo, bounds: Bounds) -> Tensor:
-        found = torch.empty([stop - start for start, stop in bounds], dtype=info.dtype)
+        region = torch.empty([stop - start for start, stop in bounds], dtype=info.dtype)
         with disk_errors(self.folder / info.file):
-            read_runs(self._descriptor(info.file), info, bounds, found)
-        return found
+            read_runs(self._descriptor(info.file), info, bounds, region)
+        return region
 
     def _descriptor(self, file: Path) -> int:
         with self._opening:

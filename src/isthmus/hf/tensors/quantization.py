@@ -47,9 +47,12 @@ class Fp8Blocks:
 
     def source_indices(self, bounds: Bounds) -> tuple[Index, Index]:
         """Indices of the codes and the scales of the values within ``bounds``."""
-        *lead, (top, bottom), (left, right) = bounds
+        *lead, (top, bottom), (first_col, end_col) = bounds
         codes = tuple(slice(*pair) for pair in bounds)
-        blocks = (slice(top // self.rows, -(-bottom // self.rows)), slice(left // self.cols, -(-right // self.cols)))
+        blocks = (
+            slice(top // self.rows, -(-bottom // self.rows)),
+            slice(first_col // self.cols, -(-end_col // self.cols)),
+        )
         return codes, (*(slice(*pair) for pair in lead), *blocks)
 
     def dequantize(self, codes: Tensor, scales: Tensor, bounds: Bounds) -> Tensor:

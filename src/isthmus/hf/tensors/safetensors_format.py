@@ -83,7 +83,7 @@ def read_header(path: Path, verifier: ChecksumVerifier) -> dict[str, TensorInfo]
         entries = {name: _entry(entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} has a malformed safetensors header: {error}. Download the file again.") from None
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     end = 0
     for name, (dtype, shape, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
         info = TensorInfo(dtype, shape, path, 8 + length + start)
@@ -92,12 +92,12 @@ def read_header(path: Path, verifier: ChecksumVerifier) -> dict[str, TensorInfo]
                 f"{path}: {name} has {info.nbytes} bytes and must start at byte {end}, "
                 f"but its data_offsets are {start} to {stop}."
             )
-        found[name], end = info, stop
-    verifier.check(path, 0, 8 + length, tensor=_beside_header(found))
+        tensors[name], end = info, stop
+    verifier.check(path, 0, 8 + length, tensor=_beside_header(tensors))
     if (expected := 8 + length + end) != actual:
         fault = "is truncated" if actual < expected else "has trailing bytes"
         raise DataError(f"{path} {fault}: expected {expected} bytes, the file has {actual}. Download the file again.")
-    return found
+    return tensors
 
 
 def _beside_header(tensors: dict[str, TensorInfo]) -> str:
@@ -204,10 +204,10 @@ def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], tuple[i
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("duplicate tensor name")
-    return found
+    return unique
 
 
 class TensorReader:

@@ -17,7 +17,7 @@ _THREADS = 16
 
 
 def fingerprint_of(tensors: Mapping[str, TensorInfo]) -> str:
-    """Of names, dtypes, shapes and up to three blocks of each tensor: at its start, in its middle and at its end.
+    """Fingerprint of names, dtypes, shapes and up to three blocks (start, middle, end) of each tensor.
 
     Independent of how the tensors are divided into files. Training changes almost every element, so another model has
     another fingerprint; a single changed element may be outside of the blocks.
@@ -26,7 +26,7 @@ def fingerprint_of(tensors: Mapping[str, TensorInfo]) -> str:
         paths = {info.file for info in tensors.values()}
         numbers = {path: files.enter_context(path.open("rb")).fileno() for path in paths}
 
-        def of_tensor(name: str) -> bytes:
+        def tensor_digest(name: str) -> bytes:
             info = tensors[name]
             hasher = hashlib.blake2b(json.dumps([name, str(info.dtype), info.shape]).encode(), digest_size=16)
             last = max(0, info.nbytes - _BLOCK_BYTES)
@@ -34,7 +34,7 @@ def fingerprint_of(tensors: Mapping[str, TensorInfo]) -> str:
                 hasher.update(os.pread(numbers[info.file], min(_BLOCK_BYTES, info.nbytes), info.offset + start))
             return hasher.digest()
 
-        whole = hashlib.blake2b(digest_size=16)
-        for digest in pool.map(of_tensor, sorted(tensors)):
-            whole.update(digest)
-    return whole.hexdigest()
+        fingerprint = hashlib.blake2b(digest_size=16)
+        for digest in pool.map(tensor_digest, sorted(tensors)):
+            fingerprint.update(digest)
+    return fingerprint.hexdigest()

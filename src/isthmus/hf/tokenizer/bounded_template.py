@@ -110,12 +110,13 @@ def _environment() -> tuple[Any, TemplateMeter]:
     environment.finalize = meter.shown
     environment.call = _bounded_call(environment, meter)
     environment.wrap_str_format = _bounded_format(environment, meter)
-    filters = {name: _bounded(name, one, meter) for name, one in environment.filters.items()}
+    filters = {name: _bounded(name, function, meter) for name, function in environment.filters.items()}
     environment.filters = filters | {
-        "_steps": meter.steps, "_made": meter.made, "_tick": meter.ticked, "_concat": meter.concatenated,
+        "_steps": meter.steps, "_made": meter.counted, "_tick": meter.ticked, "_concat": meter.concatenated,
     }  # fmt: skip
     environment.tests = {
-        name: _counted_test(one, meter) if name in _COSTLY_TESTS else one for name, one in environment.tests.items()
+        name: _counted_test(function, meter) if name in _COSTLY_TESTS else function
+        for name, function in environment.tests.items()
     }
     names = environment.globals
     del names["lipsum"]  # any amount of text
@@ -123,7 +124,7 @@ def _environment() -> tuple[Any, TemplateMeter]:
     names["namespace"] = type("Namespace", (names["namespace"],), {"__repr__": lambda _: "<Namespace>"})
     environment.getattr = _fast_getattr(environment)
     strftime_now = names["strftime_now"]
-    names["strftime_now"] = lambda given: strftime_now(given[:_FORMAT_CHARS])
+    names["strftime_now"] = lambda text: strftime_now(text[:_FORMAT_CHARS])
     return environment, meter
 
 
@@ -134,20 +135,20 @@ def _bounded(name: str, function: Callable[..., Any], meter: TemplateMeter) -> A
     def refused(*_: Any, **__: Any) -> Any:
         raise TemplateLimit(f"uses the filter {name}, whose time has no bound")
 
-    def linear(*args: Any, **named: Any) -> Any:
-        return meter.made(function(*args, **named))
+    def linear(*args: Any, **kwargs: Any) -> Any:
+        return meter.counted(function(*args, **kwargs))
 
-    def growing(*args: Any, **named: Any) -> Any:
-        meter.check(name, args[first], args[first + 1 :], named)
-        return meter.made(function(*args, **named))
+    def growing(*args: Any, **kwargs: Any) -> Any:
+        meter.check(name, args[first], args[first + 1 :], kwargs)
+        return meter.counted(function(*args, **kwargs))
 
-    def join(*args: Any, **named: Any) -> Any:
-        separator = sum(len(one) for one in [*args[first + 1 :], *named.values()] if isinstance(one, str))
+    def join(*args: Any, **kwargs: Any) -> Any:
+        separator = sum(len(value) for value in [*args[first + 1 :], *kwargs.values()] if isinstance(value, str))
         parts = meter.listed(args[first], separator)
-        return meter.made(function(*args[:first], parts, *args[first + 1 :], **named))
+        return meter.counted(function(*args[:first], parts, *args[first + 1 :], **kwargs))
 
-    def format_(text: Any, *args: Any, **named: Any) -> Any:
-        return meter.operate(None, "%", str(text), named or args)
+    def format_(text: Any, *args: Any, **kwargs: Any) -> Any:
+        return meter.operate(None, "%", str(text), kwargs or args)
 
     if name not in _FILTERS:
         return refused
@@ -166,31 +167,31 @@ def _counted_test(test: Callable[..., bool], meter: TemplateMeter) -> Callable[.
 def _bounded_call(environment: Any, meter: TemplateMeter) -> Callable[..., Any]:
     call = environment.call
 
-    def bounded(__context: Any, __called: Any, *args: Any, **named: Any) -> Any:
+    def bounded(__context: Any, __called: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__called, "__self__", None)
         allowed = _METHODS.get(type(owner)) or next(
             (_METHODS[kind] for kind in _METHODS if isinstance(owner, kind)), None
         )
         if allowed is None:
             # They become the varargs and kwargs of a macro.
-            meter.check_parts([*args, *(value for key, value in named.items() if key not in _SCOPES)])
+            meter.check_parts([*args, *(value for key, value in kwargs.items() if key not in _SCOPES)])
             if isinstance(__called, LoopContext):
                 args = (meter.steps(args[0]), *args[1:])
             meter.spend()
-            return meter.made(call(__context, __called, *args, **named))
+            return meter.counted(call(__context, __called, *args, **kwargs))
         assert owner is not None
         name = __called.__name__
         if name not in allowed:
             raise TemplateLimit(f"calls {name} of {type(owner).__name__}, which is not known to have a bound")
         for scope in _SCOPES:
-            named.pop(scope, None)
+            kwargs.pop(scope, None)
         if name == "join":
-            return meter.made(__called(*(meter.listed(values, len(owner)) for values in args)))
+            return meter.counted(__called(*(meter.listed(values, len(owner)) for values in args)))
         if name in GROWING:
-            meter.check(name, owner, args, named)
+            meter.check(name, owner, args, kwargs)
         else:
             meter.ticked(owner)
-        return meter.made(__called(*args, **named))
+        return meter.counted(__called(*args, **kwargs))
 
     return bounded
 

@@ -32,7 +32,7 @@ _MARK_BEFORE = {"type": "Prepend", "prepend": _MARK}
 class ByteLengths:
     """Number of bytes that each token covers."""
 
-    of_token: npt.NDArray[np.int64]
+    token_lengths: npt.NDArray[np.int64]
     """[largest id + 1], in bytes of UTF-8."""
     is_added: npt.NDArray[np.bool_]
     """[largest id + 1], whether it is an added token, which is matched first and splits the text."""
@@ -56,18 +56,18 @@ class ByteLengths:
             plain = normalizer is None or normalizer["type"] == "NFC"
             word_mark = "never" if plain and _keeps_all(pre_tokenizer) else None
             needed = set(pre_tokenizers.ByteLevel.alphabet())
-            of_vocab = list(map(len, vocab))
+            vocab_lengths = list(map(len, vocab))
         else:
             word_mark = _word_mark(normalizer, pre_tokenizer) if model.byte_fallback else None
-            of_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-            needed = of_bytes | {_MARK}
-            of_vocab = [1 if token in of_bytes else _size_of_marked(token) for token in vocab]
+            byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
+            needed = byte_tokens | {_MARK}
+            vocab_lengths = [1 if token in byte_tokens else _size_of_marked(token) for token in vocab]
             if word_mark != "never" and any(_MARK in token.content for token in added.values()):
                 return None  # ambiguous: an added token, or one of the model with a mark
         if word_mark is None or not vocab.keys() >= needed:
             return None
         lengths = np.zeros(max([*vocab.values(), *added]) + 1, dtype=np.int64)
-        lengths[list(vocab.values())] = of_vocab
+        lengths[list(vocab.values())] = vocab_lengths
         for number, token in added.items():
             # A token that is matched in normalized text has marks instead of spaces there.
             marked = token.normalized and not writes_bytes
@@ -91,13 +91,13 @@ class ByteLengths:
         begins = ends[bounds[:-1]]
         sizes = np.fromiter((len(text) if text.isascii() else len(text.encode()) for text in texts), np.int64)
         # All errors (a space counted as an added mark, a mark in the text) make the sum too small.
-        wholes = ends[bounds[1:]] - begins == sizes
+        completes = ends[bounds[1:]] - begins == sizes
         edges, wrong = [], []
-        for number, (text, text_spans, begin, whole) in enumerate(
-            zip(texts, spans, begins.tolist(), wholes.tolist(), strict=True)
+        for number, (text, text_spans, begin, complete) in enumerate(
+            zip(texts, spans, begins.tolist(), completes.tolist(), strict=True)
         ):
             narrow = text.isascii()
-            if not whole or (self.composes and not narrow and not unicodedata.is_normalized("NFC", text)):
+            if not complete or (self.composes and not narrow and not unicodedata.is_normalized("NFC", text)):
                 wrong.append(number)
                 continue
             for start, end in text_spans:
@@ -114,7 +114,7 @@ class ByteLengths:
 
     def _lengths(self, ids: Ids, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[total], without the marks that the tokenizer adds."""
-        lengths = self.of_token[ids]
+        lengths = self.token_lengths[ids]
         if self.word_mark == "never" or not len(ids):
             return lengths
         firsts = np.zeros(len(ids), dtype=np.bool_)

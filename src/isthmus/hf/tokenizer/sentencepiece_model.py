@@ -57,33 +57,33 @@ def _build(file: Path, proto: Any) -> PreTrainedTokenizerBase | None:
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefixed else replace
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    named = _named_tokens(file.parent, proto)
+    special_tokens = _named_tokens(file.parent, proto)
     for piece in proto.pieces:
         if piece.type in (_UNKNOWN, _CONTROL):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
         elif piece.type == _USER_DEFINED:
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=False)])
-    if (bos := named.get("bos_token")) is not None:
+    if (bos := special_tokens.get("bos_token")) is not None:
         # Models with these tokenizers are trained with BOS before every text.
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])]
         )
     build: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
-    return build(tokenizer_object=backend, unk_token=unknown, **named)
+    return build(tokenizer_object=backend, unk_token=unknown, **special_tokens)
 
 
 def _merges(proto: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """All pairs of pieces that form a piece, ordered by the score of the result, as in sentencepiece."""
-    found = []
+    merges = []
     for piece in proto.pieces:
         if piece.type != _NORMAL:
             continue
         word = piece.piece
         halves = [(word[:k], word[k:]) for k in range(1, len(word)) if word[:k] in vocab and word[k:] in vocab]
-        found += [(-piece.score, vocab[a], vocab[b], a, b) for a, b in halves]
+        merges += [(-piece.score, vocab[a], vocab[b], a, b) for a, b in halves]
     # The order of the pairs of one piece is irrelevant: all form the same piece.
-    found.sort(key=lambda merge: merge[:1])
-    return [(a, b) for *_, a, b in found]
+    merges.sort(key=lambda merge: merge[:1])
+    return [(a, b) for *_, a, b in merges]
 
 
 def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
     spec = proto.trainer_spec
     pieces = [piece.piece for piece in proto.pieces]
     numbers = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id}
-    named = {key: pieces[number] for key, number in numbers.items() if 0 <= number < len(pieces)}
+    tokens = {key: pieces[number] for key, number in numbers.items() if 0 <= number < len(pieces)}
     config = folder / "tokenizer_config.json"
     if config.is_file():
         values = read_json(config)
@@ -99,13 +99,13 @@ def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str) and value in pieces:
-                named[key] = value
+                tokens[key] = value
         if isinstance(values.get("chat_template"), str):
-            named["chat_template"] = values["chat_template"]
+            tokens["chat_template"] = values["chat_template"]
     template = folder / "chat_template.jinja"
     if template.is_file():
-        named["chat_template"] = template.read_text(encoding="utf-8")
-    return named
+        tokens["chat_template"] = template.read_text(encoding="utf-8")
+    return tokens
 
 
 def _parse(path: Path) -> Any:

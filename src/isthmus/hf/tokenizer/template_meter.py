@@ -29,12 +29,12 @@ _BITS = 1 << 14
 _KEPT = 200
 """Bytes of a known size."""
 _STRING_BYTES = 80
-"""Of a short text in a list."""
+"""Bytes of a short text in a list."""
 _WITH_NUMBERS = frozenset("batch center expandtabs indent ljust rjust round slice tojson zfill".split())
 _WITH_SHORT_TEXTS = frozenset("int rfind rindex rpartition rsplit tojson".split())
-_OF_CHARACTERS = frozenset("batch dictsort list map reject select slice sort unique".split())
+_CHARACTER_METHODS = frozenset("batch dictsort list map reject select slice sort unique".split())
 GROWING = (
-    _WITH_NUMBERS | _WITH_SHORT_TEXTS | _OF_CHARACTERS | {"format", "join", "replace", "split", "splitlines", "sum"}
+    _WITH_NUMBERS | _WITH_SHORT_TEXTS | _CHARACTER_METHODS | {"format", "join", "replace", "split", "splitlines", "sum"}
 )
 """Filters and methods whose cost or result is not linear in their operands."""
 _WIDE_PERCENT = re.compile(r"%[-#0 +]*\*|\)[-#0 +]*\*[a-z]|\.\*|\d{5,}")
@@ -55,22 +55,22 @@ class TemplateMeter:
 
     def restart(self) -> None:
         """Begin a rendering."""
-        self._left, self._began_s = SIZE, thread_time()
+        self._remaining, self._began_s = SIZE, thread_time()
         self._look_at = SIZE - _LOOK_EVERY
         self._sizes: dict[int, tuple[int, Any]] = {}
 
     def spend(self, size: int = 0) -> None:
         """Count an operation on ``size`` characters; raises TemplateLimit beyond a limit."""
-        self._left -= size + _OPERATION
-        if self._left < self._look_at:
+        self._remaining -= size + _OPERATION
+        if self._remaining < self._look_at:
             self._look()
 
     def _look(self) -> None:
-        if self._left < 0:
+        if self._remaining < 0:
             raise TemplateLimit(f"makes more than {SIZE:,} characters for one conversation")
         if thread_time() - self._began_s > TIME_S:  # not the time that other processes took
             raise TemplateLimit(f"takes more than {TIME_S:g} s for one conversation")
-        self._look_at = max(self._left - _LOOK_EVERY, 0)
+        self._look_at = max(self._remaining - _LOOK_EVERY, 0)
 
     def size(self, value: Any) -> int:
         """The size of a value with its parts; known sizes are kept, since templates cannot change lists and dicts."""
@@ -96,11 +96,11 @@ class TemplateMeter:
 
     def listed(self, values: Iterable[Any], separator: int) -> list[Any]:
         """Values to join with a separator of so many characters."""
-        found = list(values)
-        self.expect(sum(map(self.size, found)) + len(found) * separator)
-        return found
+        items = list(values)
+        self.expect(sum(map(self.size, items)) + len(items) * separator)
+        return items
 
-    def made(self, value: Any) -> Any:
+    def counted(self, value: Any) -> Any:
         """Count a new value, and return it."""
         if type(value) is str or isinstance(value, str):
             self.spend(len(value))
@@ -108,7 +108,7 @@ class TemplateMeter:
             self.spend(8 * len(value))
             self.size(value)
         elif isinstance(value, types.GeneratorType):
-            return self._each(value)
+            return self._counted_items(value)
         return value
 
     def shown(self, value: Any) -> str:
@@ -120,9 +120,9 @@ class TemplateMeter:
         return text
 
     def joined(self, texts: Iterable[str]) -> str:
-        found = list(texts)
-        self.expect(sum(map(len, found)))
-        return str(self.made("".join(found)))
+        parts = list(texts)
+        self.expect(sum(map(len, parts)))
+        return str(self.counted("".join(parts)))
 
     def concatenated(self, parts: Iterable[Any]) -> str:
         """The operator ``~``."""
@@ -135,37 +135,37 @@ class TemplateMeter:
 
     def steps(self, values: Any) -> Any:
         """``values``, counted while a loop takes them."""
-        return _Steps(self, values) if hasattr(type(values), "__len__") else self._each(iter(values))
+        return _Steps(self, values) if hasattr(type(values), "__len__") else self._counted_items(iter(values))
 
-    def _each(self, values: Iterator[Any]) -> Iterator[Any]:
+    def _counted_items(self, values: Iterator[Any]) -> Iterator[Any]:
         for value in values:
-            yield self.made(value) if isinstance(value, list | tuple) else self.ticked(value)
+            yield self.counted(value) if isinstance(value, list | tuple) else self.ticked(value)
 
-    def operate(self, _: Any, operator: str, left: Any, right: Any) -> Any:
+    def operate(self, _: Any, operator: str, a: Any, b: Any) -> Any:
         """The result of a binary operator."""
-        if operator == "+" and type(left) is str and type(right) is str:
-            self.expect(len(left) + len(right))
-            return left + right
-        if operator == "+" and isinstance(left, _SEQUENCES):
-            self.expect(self.size(left) + self.size(right))
-        elif operator == "%" and isinstance(left, str):
-            self._expect_format(left, "%", _WIDE_PERCENT, right)
+        if operator == "+" and type(a) is str and type(b) is str:
+            self.expect(len(a) + len(b))
+            return a + b
+        if operator == "+" and isinstance(a, _SEQUENCES):
+            self.expect(self.size(a) + self.size(b))
+        elif operator == "%" and isinstance(a, str):
+            self._expect_format(a, "%", _WIDE_PERCENT, b)
         elif operator == "*":
-            for sequence, times in ((left, right), (right, left)):
+            for sequence, times in ((a, b), (b, a)):
                 if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
                     self.expect(self.size(sequence) * times)
-            if isinstance(left, int) and isinstance(right, int):
-                _check_bits(left.bit_length() + right.bit_length())
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * abs(right))
-        return self.made(_OPERATORS[operator](left, right))
+            if isinstance(a, int) and isinstance(b, int):
+                _check_bits(a.bit_length() + b.bit_length())
+        elif operator == "**" and isinstance(a, int) and isinstance(b, int):
+            _check_bits(a.bit_length() * abs(b))
+        return self.counted(_OPERATORS[operator](a, b))
 
     def formatted(self, template: str, plain: Callable[..., str]) -> Callable[..., str]:
         """``template.format``, with ``plain`` as its implementation."""
 
-        def bounded(*args: Any, **named: Any) -> str:
-            self._expect_format(template, "{", _WIDE_FORMAT, [*args, named])
-            return str(self.made(plain(*args, **named)))
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            self._expect_format(template, "{", _WIDE_FORMAT, [*args, kwargs])
+            return str(self.counted(plain(*args, **kwargs)))
 
         return bounded
 
@@ -174,34 +174,34 @@ class TemplateMeter:
             raise TemplateLimit("pads a text to a width that is computed or very large")
         self.expect(len(template) + template.count(mark) * (self.size(values) + _NUMBER))
 
-    def check(self, name: str, value: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def check(self, name: str, value: Any, arguments: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before a filter or method in GROWING; raises TemplateLimit if its result would be too large."""
-        given = [*arguments, *named.values()]
-        if name in _WITH_NUMBERS and any(isinstance(one, int) and abs(one) > _NUMBER for one in given):
+        values = [*arguments, *kwargs.values()]
+        if name in _WITH_NUMBERS and any(isinstance(item, int) and abs(item) > _NUMBER for item in values):
             raise TemplateLimit(f"calls {name} with a number above {_NUMBER:,}")
-        if name in _WITH_SHORT_TEXTS and any(self.size(one) > _NUMBER for one in given):
+        if name in _WITH_SHORT_TEXTS and any(self.size(item) > _NUMBER for item in values):
             raise TemplateLimit(f"calls {name} with a text of more than {_NUMBER:,} characters")
         if name == "int" and self.size(value) > _NUMBER:
             raise TemplateLimit(f"reads a number of more than {_NUMBER:,} digits")
-        if name == "sum" and any(isinstance(one, list | tuple) for one in given):
+        if name == "sum" and any(isinstance(item, list | tuple) for item in values):
             raise TemplateLimit("adds up lists, whose time has no bound")
         if isinstance(value, str):
-            self.expect(self._size_after(name, value, given))
+            self.expect(self._size_after(name, value, values))
         elif name == "tojson":
-            self.expect(self.size(value) * (1 + sum(one if type(one) is int else self.size(one) for one in given)))
+            self.expect(self.size(value) * (1 + sum(item if type(item) is int else self.size(item) for item in values)))
 
-    def _size_after(self, name: str, value: str, given: list[Any]) -> int:
+    def _size_after(self, name: str, value: str, arguments: list[Any]) -> int:
         """An upper bound of what a filter or method makes of a text."""
-        first = given[0] if given else None
-        if name == "replace" and len(given) > 1:
-            return len(value) + (value.count(str(first)) if first else len(value) + 1) * len(str(given[1]))
+        first = arguments[0] if arguments else None
+        if name == "replace" and len(arguments) > 1:
+            return len(value) + (value.count(str(first)) if first else len(value) + 1) * len(str(arguments[1]))
         if name in ("split", "rsplit", "splitlines"):
             parts = value.count(first) if isinstance(first, str) and first else len(value)
             return parts * _STRING_BYTES
         if name in ("indent", "expandtabs"):
             width = len(first) if isinstance(first, str) else first if isinstance(first, int) else 8
             return len(value) + (value.count("\n") + value.count("\t") + 1) * width
-        return len(value) * (_STRING_BYTES if name in _OF_CHARACTERS else 1)
+        return len(value) * (_STRING_BYTES if name in _CHARACTER_METHODS else 1)
 
     def expect(self, size: int) -> None:
         """Count a value of ``size`` before it is made."""

@@ -73,8 +73,8 @@ def _placeholder_config(path: Path) -> PreTrainedConfig | None:
         unknown = hf_config["model_type"] not in CONFIG_MAPPING
     except (OSError, DataError, LookupError, TypeError):
         return None
-    kept: dict[str, Any] = {"tokenizer_class": hf_config.get("tokenizer_class")}
-    return PreTrainedConfig(**kept) if unknown else None
+    settings: dict[str, Any] = {"tokenizer_class": hf_config.get("tokenizer_class")}
+    return PreTrainedConfig(**settings) if unknown else None
 
 
 MAX_TOKEN_ID = 1 << 24
@@ -139,33 +139,33 @@ class Tokenizer:
         if self.template_source != "tokenizer":
             self.inner.chat_template, self.differs_from_files = template, True
 
-    def use_chat_template(self, given: str | None) -> None:
+    def use_chat_template(self, source: str | None) -> None:
         """Replace the chat template: a name, a file or its text, as in ``chat.template``; None keeps it.
 
         Raises UsageError for an unknown or invalid template, and for one whose tokens the tokenizer lacks.
         """
-        if given is None:
+        if source is None:
             return
-        template, tokens = find_template(given)
+        template, tokens = find_template(source)
         vocabulary = self.inner.get_vocab()
         lacking = [token for token in tokens if token not in vocabulary]
         if "eos_token" in template and self.inner.eos_token is None:
             lacking.append("eos_token")
         if lacking:
             raise UsageError(
-                f"chat.template={given:.40}: the tokenizer has no {', '.join(lacking)}, which the template needs. Use "
+                f"chat.template={source:.40}: the tokenizer has no {', '.join(lacking)}, which the template needs. Use "
                 "another template, or the tokenizer of a model with this format (tokenizer.path)."
             )
         if self.bos_id is not None and "bos_token" not in template:
             template = "{{- bos_token -}}" + template
         self.template_source = "chat.template"
-        self.template_origin = f"chat.template={given:.200}"
+        self.template_origin = f"chat.template={source:.200}"
         self._set_template(template)
         try:
             self.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
             turn_token = ChatRenderer(self).turn_token
         except DataError as error:
-            raise UsageError(f"chat.template={given:.40}: {error}") from error
+            raise UsageError(f"chat.template={source:.40}: {error}") from error
         self.turn_end_id = None if turn_token is None else vocabulary[turn_token]
 
     @property
@@ -231,17 +231,17 @@ class Tokenizer:
             counts.append(len(encoding))
         tokens = np.frombuffer(ids, dtype=np.int32)
         mask, wrong = self._byte_lengths.masks(texts, spans, tokens, counts)
-        made, end = [], 0
+        encoded, end = [], 0
         for count in counts:
             start, end = end, end + count
-            made.append((tokens[start:end], mask[start:end]))
+            encoded.append((tokens[start:end], mask[start:end]))
         again = self._encode_with_edges([texts[number] for number in wrong], [spans[number] for number in wrong])
-        for number, one in zip(wrong, again, strict=True):
-            made[number] = one
-        return made
+        for number, masked in zip(wrong, again, strict=True):
+            encoded[number] = masked
+        return encoded
 
     def _encode_with_edges(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[MaskedIds]:
-        made = []
+        encoded = []
         for encoding, text_spans in zip(self._encoded(texts), spans, strict=True):
             ids = np.frombuffer(array("i", encoding.ids), dtype=np.int32)
             mask = np.zeros(len(ids), dtype=np.uint8)
@@ -251,8 +251,8 @@ class Tokenizer:
                     mask = token_mask(encoding.offsets, text_spans)
                     break
                 mask[part] = 1
-            made.append((ids, mask))
-        return made
+            encoded.append((ids, mask))
+        return encoded
 
     @cached_property
     def _byte_lengths(self) -> ByteLengths | None:

@@ -66,10 +66,10 @@ def _sentencepiece(path: Path, kind: str | None) -> Tokenizer:
 
 
 def _from_merges(path: Path) -> Tokenizer:
-    found = [path / name if (path / name).is_file() else _only(path, name) for name in ("vocab.json", "merges.txt")]
+    files = [path / name if (path / name).is_file() else _only(path, name) for name in ("vocab.json", "merges.txt")]
     build: Callable[..., GPT2Tokenizer] = GPT2Tokenizer
     try:
-        return Tokenizer(build(*map(str, found)), path, differs_from_files=True)
+        return Tokenizer(build(*map(str, files)), path, differs_from_files=True)
     except UsageError:
         raise
     except Exception as error:  # the tokenizers library raises bare exceptions

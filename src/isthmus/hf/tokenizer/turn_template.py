@@ -67,11 +67,11 @@ class TurnTemplate:
 
 
 @lru_cache(maxsize=8)
-def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate | None:
+def _recognised(source: str, tokens: tuple[tuple[str, str], ...]) -> TurnTemplate | None:
     environment = bounded_template(source).environment
     tree = environment.parse(source)
     # A special token that the tokenizer lacks is undefined at every turn.
-    form = _form(tree, {name for name, _ in given} | {"bos_token", "eos_token", "pad_token", "unk_token"})
+    form = _form(tree, {name for name, _ in tokens} | {"bos_token", "eos_token", "pad_token", "unk_token"})
     if form is None:
         return None
     loop, opening = form
@@ -80,20 +80,20 @@ def _recognised(source: str, given: tuple[tuple[str, str], ...]) -> TurnTemplate
     for tree_or_part in (tree, alone):
         tree_or_part.set_environment(environment)
     marked = environment.from_string(tree)
-    known = {**marked.globals, **dict(given), "tools": None, "add_generation_prompt": False}
-    return TurnTemplate(environment.from_string(alone).render(**dict(given)), marked, known)
+    known = {**marked.globals, **dict(tokens), "tools": None, "add_generation_prompt": False}
+    return TurnTemplate(environment.from_string(alone).render(**dict(tokens)), marked, known)
 
 
 def turn_template(source: str, special_tokens: Mapping[str, Any]) -> TurnTemplate | None:
     """Compile a template of that form, with ``special_tokens`` as its other variables; None for another form."""
-    given = tuple(sorted((name, token) for name, token in special_tokens.items() if isinstance(token, str)))
+    tokens = tuple(sorted((name, token) for name, token in special_tokens.items() if isinstance(token, str)))
     try:
-        return _recognised(source, given) if len(given) == len(special_tokens) else None
+        return _recognised(source, tokens) if len(tokens) == len(special_tokens) else None
     except (jinja2.TemplateError, AttributeError):
         return None
 
 
-def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | None] | None:
+def _form(tree: nodes.Template, variables: set[str]) -> tuple[nodes.For, nodes.If | None] | None:
     """The loop over the turns and the generation prompt."""
     places = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
     if len(places) != 1:
@@ -110,10 +110,10 @@ def _form(tree: nodes.Template, given: set[str]) -> tuple[nodes.For, nodes.If | 
         and _is_name(opening.test, "add_generation_prompt")
         and not opening.elif_
         and not opening.else_
-        and all(_sound(node, given) for node in opening.body)
+        and all(_sound(node, variables) for node in opening.body)
     ):
         return None
-    known = given | {"tools", "raise_exception"}
+    known = variables | {"tools", "raise_exception"}
     # A variable set before the loop is visible in it; one set in the loop ends with the turn.
     set_before = _set(before)
     if any(name in {"messages", "loop", "add_generation_prompt", *known} for name in set_before | _set(loop.body)):
