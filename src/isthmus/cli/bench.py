@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,26 +32,29 @@ Words = Annotated[
 ]
 
 
-def bench(
-    words: Words = None,
-    model: Model = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    words: Words = None
+    model: Model = None
     recipe: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="pretrain or sft; default: that of CONFIG.yaml, or pretrain.")
-    ] = None,
+    ] = None
     nproc: Annotated[
         str, typer.Option(metavar="N,...", help="Numbers of ranks to start on this machine, such as 1,2,4.")
-    ] = "1",
-    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a cell before the measured ones.")] = 5,
-    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Measured steps of a cell.")] = 10,
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest time of a cell.")] = 1800.0,
+    ] = "1"
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a cell before the measured ones.")] = 5
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Measured steps of a cell.")] = 10
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest time of a cell.")] = 1800.0
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for results. A second call continues.")] = Path(
         "isthmus-bench"
-    ),
-    retry: Annotated[bool, typer.Option("--retry", help="Measure cells again that failed in an earlier call.")] = False,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart.")] = None,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+    )
+    retry: Annotated[bool, typer.Option("--retry", help="Measure cells again that failed in an earlier call.")] = False
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart.")] = None
+    debug: Debug = False
+    json: Json = False
+
+
+def bench(options: BenchOptions) -> int:
     """Measure the training step of configs on mock data, in a grid of settings.
 
     A failing cell has its reason in the table. The best config is printed, and written to DIR.
@@ -66,43 +70,50 @@ def bench(
 
     if is_one_of_several_ranks():
         raise UsageError("isthmus bench starts the ranks of each cell itself. Start it once, without torchrun or srun.")
-    if png is not None:
+    if options.png is not None:
         import_pyplot()  # refused before hours of measurements
-    configs, settings = configs_and_overrides(words or [])
+    configs, settings = configs_and_overrides(options.words or [])
     check_settings(settings)
-    cells = make_cells(configs, settings, _numbers(nproc), configs_and_overrides)
-    recipe = recipe or (None if configs else "pretrain")
+    cells = make_cells(configs, settings, _numbers(options.nproc), configs_and_overrides)
+    recipe = options.recipe or (None if configs else "pretrain")
     try:
         with interruptible(), _progress(len(cells)) as (log, watch):
-            found = Bench(
-                out=out, recipe=recipe, model=model, warmup=warmup, steps=steps, timeout_s=timeout, retry=retry,
-                command=lambda arguments: process.run_alone([*arguments, *["--debug"] * debug], process.parse),
-                log=log, watch=watch,
-            ).run(cells, shlex.join(["isthmus", *process.argv]))  # fmt: skip
+            results = Bench(
+                out=options.out,
+                recipe=recipe,
+                model=options.model,
+                warmup=options.warmup,
+                steps=options.steps,
+                timeout_s=options.timeout,
+                retry=options.retry,
+                command=lambda arguments: process.run_alone([*arguments, *["--debug"] * options.debug], process.parse),
+                log=log,
+                watch=watch,
+            ).run(cells, shlex.join(["isthmus", *process.argv]))
     except KeyboardInterrupt:
         raise Preempted(
-            f"stopped as requested. Finished cells are recorded in {out}; the same command continues."
+            f"stopped as requested. Finished cells are recorded in {options.out}; the same command continues."
         ) from None
-    best = _write_best(found["cells"], cells, out, recipe=recipe, model=model)
-    if png is not None:
-        write_chart(found["cells"], png, found["certificate"]["environment"].get("device", ""))
-    if json:
-        print(json_module.dumps(found | {"best": best}), flush=True)
+    best = _write_best(results["cells"], cells, options.out, recipe=recipe, model=options.model)
+    if options.png is not None:
+        write_chart(results["cells"], options.png, results["certificate"]["environment"].get("device", ""))
+    if options.json:
+        print(json_module.dumps(results | {"best": best}), flush=True)
     else:
-        _print_results(found, best)
+        _print_results(results, best)
     return 0 if best else 1
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        found = [int(number) for number in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(1 <= number <= 1024 for number in found):
+        numbers = []
+    if not numbers or not all(1 <= number <= 1024 for number in numbers):
         raise UsageError(
             f"--nproc {text} is not a list of numbers of ranks from 1 to 1024. Write --nproc 8 or --nproc 1,2,4."
         )
-    return found
+    return numbers
 
 
 @contextmanager
@@ -125,31 +136,31 @@ def _write_best(
     from isthmus.tools.bench.bench_config import pasteable_yaml
     from isthmus.tools.bench.run_bench import best_rows
 
-    found = []
+    results = []
     best = best_rows(rows)
     for earlier in out.glob("best*.yaml"):
         earlier.unlink()
     for number, row in enumerate(best, start=1):
-        cell = next(cell for cell, each in zip(cells, rows, strict=True) if each is row)
+        cell = next(cell for cell, other in zip(cells, rows, strict=True) if other is row)
         file = out / ("best.yaml" if len(best) == 1 else f"best-{number}.yaml")
         config = pasteable_yaml(cell, recipe=recipe, model=model)
         write_atomic(file, f"# {cell}: {row['tokens_per_s']:,.0f} tokens/s\n{config}")
-        found.append(
+        results.append(
             {name: row[name] for name in ("name", "nproc", "settings")} | {"file": str(file), "config": config}
         )
-    return found
+    return results
 
 
-def _print_results(found: dict[str, Any], best: list[dict[str, Any]]) -> None:
+def _print_results(results: dict[str, Any], best: list[dict[str, Any]]) -> None:
     from rich.console import Console
 
     from isthmus.tools.bench.bench_table import bench_table
 
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
-    console.print(bench_table(found["cells"]))
-    console.print(found["certificate"]["environment"].get("device", ""))
+    console.print(bench_table(results["cells"]))
+    console.print(results["certificate"]["environment"].get("device", ""))
     if len(best) == 1:
         console.print(f"\nbest, in {best[0]['file']} (--nproc {best[0]['nproc']}):\n\n{best[0]['config']}")
-    for each in best if len(best) > 1 else ():
-        console.print(f"best of {each['name']}: {each['file']} (--nproc {each['nproc']})")
+    for row in best if len(best) > 1 else ():
+        console.print(f"best of {row['name']}: {row['file']} (--nproc {row['nproc']})")

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,28 +17,31 @@ if TYPE_CHECKING:
     from isthmus.hf.chat_session import ChatSession
 
 
-def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, or id on the Hub.")],
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatOptions:
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, or id on the Hub.")]
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System prompt; default: chat.system of the run.")
-    ] = None,
-    chat_template: ChatTemplate = None,
+    ] = None
+    chat_template: ChatTemplate = None
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
-    ] = 512,
+    ] = 512
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, metavar="X", help="0: always the most probable token.")
-    ] = 0.0,
+    ] = 0.0
     top_p: Annotated[
         float, typer.Option("--top-p", min=0.01, max=1.0, metavar="X", help="Sample from the most probable tokens.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling.")] = None,
+    ] = 1.0
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling.")] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run modelling code of the model folder.")
-    ] = False,
-    trust: Trust = False,
-    debug: Debug = False,
-) -> int:
+    ] = False
+    trust: Trust = False
+    debug: Debug = False
+
+
+def chat(options: ChatOptions) -> int:
     """Talk to a model in the terminal: answers appear as they are computed, and Ctrl-C ends one.
 
     /reset begins a new conversation, /exit or Ctrl-D leaves. Lines of a pipe or file are turns, too. transformers
@@ -52,18 +56,19 @@ def chat(
     from isthmus.recipes.model.model_source import open_source
     from isthmus.recipes.run_dir import RunDir
 
-    run = RunDir(Path(model))
-    path = str(run.export()) if (run.export() / "config.json").is_file() else model
-    if system is None and path != model and run.config.is_file():
+    run = RunDir(Path(options.model))
+    path = str(run.export()) if (run.export() / "config.json").is_file() else options.model
+    system = options.system
+    if system is None and path != options.model and run.config.is_file():
         system = load_config(None, run.config).chat.system
-    with open_source(ModelConfig(path=path, trust_remote_code=trust_remote_code)) as folder:
+    with open_source(ModelConfig(path=path, trust_remote_code=options.trust_remote_code)) as folder:
         session = ChatSession(
             folder,
-            Sampling(max_new_tokens, temperature, top_p, seed),
-            template=chat_template,
+            Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed),
+            template=options.chat_template,
             system=system,
             device=detect().device_type,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=options.trust_remote_code,
         )
     print(session.describe(), file=sys.stderr)
     for line in _lines():

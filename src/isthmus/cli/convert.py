@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.cli import options
+from isthmus.cli.options import (
+    Adapter,
+    Bin,
+    Debug,
+    Dtype,
+    Ep,
+    Etp,
+    HfFamily,
+    HfLike,
+    Json,
+    Keep,
+    Learn,
+    Pp,
+    Public,
+    Push,
+    Spelling,
+    Tp,
+    Trust,
+    VocabSize,
+    Vpp,
+)
 from isthmus.cli.terminal import interruptible, progress_bar, show
 from isthmus.errors import UsageError
 
@@ -19,85 +41,114 @@ FORMATS = ("hf", "torch_dist", "torch")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder or Megatron checkpoint.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; it must not exist.")],
-    to: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")
-    ] = None,
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    vpp: options.Vpp = None,
-    ep: options.Ep = None,
-    etp: options.Etp = None,
-    spelling: options.Spelling = None,
-    dtype: options.Dtype = None,
-    hf_like: options.HfLike = None,
-    bin: options.Bin = False,
-    vocab_size: options.VocabSize = None,
-    hf_family: options.HfFamily = None,
-    adapter: options.Adapter = None,
-    learn: options.Learn = False,
-    keep: options.Keep = None,
-    push: options.Push = None,
-    public: options.Public = False,
-    trust: options.Trust = False,
-    debug: options.Debug = False,
-    json: options.Json = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder or Megatron checkpoint.")]
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; it must not exist.")]
+    to: Annotated[str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")] = (
+        None
+    )
+    tp: Tp = None
+    pp: Pp = None
+    vpp: Vpp = None
+    ep: Ep = None
+    etp: Etp = None
+    spelling: Spelling = None
+    dtype: Dtype = None
+    hf_like: HfLike = None
+    bin: Bin = False
+    vocab_size: VocabSize = None
+    hf_family: HfFamily = None
+    adapter: Adapter = None
+    learn: Learn = False
+    keep: Keep = None
+    push: Push = None
+    public: Public = False
+    trust: Trust = False
+    debug: Debug = False
+    json: Json = False
+
+
+def convert(options: ConvertOptions) -> int:
     """Convert between Hugging Face and Megatron-Core without building the model; any layout can load a torch_dist.
 
     The options of Megatron-LM's tools/checkpoint/convert.py (--loader, --saver, ...) are accepted instead.
     """
-    _check_names(to, spelling, dtype)
-    target: Any = _push_target(to, push, public=public)
-    if keep is not None and not learn:
+    _check_names(options.to, options.spelling, options.dtype)
+    target: Any = _push_target(options.to, options.push, public=options.public)
+    if options.keep is not None and not options.learn:
         raise UsageError("--keep is for the result of --learn. Add --learn, or leave it out.")
-    family = _learn(source, keep, quiet=json) if learn else None
+    family = _learn(options.source, options.keep, quiet=options.json) if options.learn else None
     import torch
 
     from isthmus.convert.legacy.legacy_layout import LegacyLayout
     from isthmus.convert.transfer import convert as run
 
-    sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    names: Any = spelling
+    sizes = {"tp": options.tp, "pp": options.pp, "vpp": options.vpp, "ep": options.ep, "etp": options.etp}
+    layout = {name: size for name, size in sizes.items() if size is not None}
+    spelling: Any = options.spelling
     with interruptible(), progress_bar("converting") as progress:
-        done = run(
-            source, destination, target, dtype=None if dtype is None else getattr(torch, DTYPES[dtype]),
-            hf_like=hf_like, hf_family=hf_family, layout=LegacyLayout(**given) if given else None,
-            spelling=names, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter, progress=progress,
-        )  # fmt: skip
-    show(done, as_json=json)
-    if family is not None and keep is not None:
+        result = run(
+            options.source,
+            options.destination,
+            target,
+            dtype=None if options.dtype is None else getattr(torch, DTYPES[options.dtype]),
+            hf_like=options.hf_like,
+            hf_family=options.hf_family,
+            layout=LegacyLayout(**layout) if layout else None,
+            spelling=spelling,
+            bin=options.bin,
+            vocab_size=options.vocab_size,
+            family=family,
+            adapter=options.adapter,
+            progress=progress,
+        )
+    show(result, as_json=options.json)
+    if family is not None and options.keep is not None:
         from isthmus.convert.learn import save_family
 
-        print(f"kept as {save_family(family, keep)}", file=sys.stderr)
-    if push is not None:
+        print(f"kept as {save_family(family, options.keep)}", file=sys.stderr)
+    if options.push is not None:
         from isthmus.hf.hub import push as upload
 
-        address = upload({".": destination}, push, private=not public, report=lambda line: print(line, file=sys.stderr))
+        report = partial(print, file=sys.stderr)
+        address = upload({".": options.destination}, options.push, private=not options.public, report=report)
         print(f"pushed to {address}", file=sys.stderr)
     return 0
 
 
-def merge(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, or id on the Hub.")],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")],
-    dtype: options.Dtype = None,
-    bin: options.Bin = False,
-    push: options.Push = None,
-    public: options.Public = False,
-    trust: options.Trust = False,
-    debug: options.Debug = False,
-    json: options.Json = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, or id on the Hub.")]
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT.")]
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")]
+    dtype: Dtype = None
+    bin: Bin = False
+    push: Push = None
+    public: Public = False
+    trust: Trust = False
+    debug: Debug = False
+    json: Json = False
+
+
+def merge(options: MergeOptions) -> int:
     """Merge a LoRA adapter of PEFT into its base model, in float32 arithmetic and without building the model."""
     from isthmus.recipes.model.model_source import local_folder
 
-    folder = local_folder(base, weights=True)
-    return convert(folder, out, "hf", adapter=adapter, dtype=dtype, bin=bin, push=push, public=public, json=json)
+    folder = local_folder(options.base, weights=True)
+    return convert(
+        ConvertOptions(
+            source=folder,
+            destination=options.out,
+            to="hf",
+            adapter=options.adapter,
+            dtype=options.dtype,
+            bin=options.bin,
+            push=options.push,
+            public=options.public,
+            json=options.json,
+        )
+    )
 
 
 def _check_names(to: str | None, spelling: str | None, dtype: str | None) -> None:

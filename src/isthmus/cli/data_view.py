@@ -8,12 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.options import ChatTemplate, Debug, Json, Trust
+from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, verb
 from isthmus.cli.prepare import (
     ColumnNames,
     LossTurns,
@@ -39,11 +40,11 @@ app = typer.Typer(
     help="Show samples of data files as a run reads them.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_OF_TOKENIZER = ("tokenizer", "tokenizer_type", "trust_remote_code")
-_OF_RECORDS = (
-    "kind", "seq_length", "overlong", "loss_on", "chat_template", "system", "override_system", "reasoning",
-    "split_turns", "columns",
-)  # fmt: skip
+_TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_type", "trust_remote_code")
+_RECORD_OPTIONS = (
+    *("kind", "seq_length", "overlong", "loss_on", "chat_template", "system", "override_system", "reasoning"),
+    *("split_turns", "columns"),
+)
 """Parameters that prepared data has its own values for; a run folder also for those of the tokenizer."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal obeys, or that change the direction of text."""
@@ -54,75 +55,86 @@ def _data() -> None:
     pass
 
 
-@app.command("view", short_help="Show single samples with their loss masks.")
-def view(
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewOptions:
+    context: typer.Context
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Data file or folder; prefix of prepared files; or run folder.")
-    ],
+    ]
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="TOKENIZER", help="As of isthmus prepare; a run folder has its own."),
-    ] = None,
-    number: Annotated[int, typer.Option("--n", "-n", min=1, metavar="N", help="How many records or samples.")] = 3,
+    ] = None
+    number: Annotated[int, typer.Option("--n", "-n", min=1, metavar="N", help="How many records or samples.")] = 3
     index: Annotated[
         int, typer.Option(min=0, metavar="I", help="The first one, from 0; of a run, in the order of its steps.")
-    ] = 0,
-    tokenizer_type: TokenizerType = None,
-    kind: RecordKind = None,
-    seq_length: SeqLength = None,
-    overlong: OverlongSamples = "truncate",
-    loss_on: LossTurns = "assistant",
-    chat_template: ChatTemplate = None,
-    system: System = None,
-    override_system: OverrideSystem = False,
-    reasoning: ReasoningParts = "keep",
-    split_turns: SplitTurns = True,
-    columns: ColumnNames = None,
-    trust_remote_code: TokenizerCode = False,
-    trust: Trust = False,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+    ] = 0
+    tokenizer_type: TokenizerType = None
+    kind: RecordKind = None
+    seq_length: SeqLength = None
+    overlong: OverlongSamples = "truncate"
+    loss_on: LossTurns = "assistant"
+    chat_template: ChatTemplate = None
+    system: System = None
+    override_system: OverrideSystem = False
+    reasoning: ReasoningParts = "keep"
+    split_turns: SplitTurns = True
+    columns: ColumnNames = None
+    trust_remote_code: TokenizerCode = False
+    trust: Trust = False
+    debug: Debug = False
+    json: Json = False
+
+
+@app.command("view", short_help="Show single samples with their loss masks.")
+@verb
+def view(options: ViewOptions) -> int:
     """Show single samples as text, with the tokens that have loss in colour.
 
     Without colours they are in [[ ]]. Raw records are rendered and tokenized as isthmus prepare and runs do; options
     that change this are the same. A preference pair is two samples.
     """
-    options = checked_words(kind=kind, overlong=overlong, loss_on=loss_on)
-    options |= {"seq_length": seq_length, "columns": parse_columns(columns or []), "chat_template": chat_template}
-    options["chat"] = parse_chat_settings(system, override_system, reasoning, split_turns)
-    given = [name for name in (*_OF_TOKENIZER, *_OF_RECORDS) if _is_given(context, name)]
-    if (Path(file) / "config.yaml").is_file():
-        _refuse(given, f"{file} is a run folder, which has its own settings and tokenizer")
-        samples = _of_run(Path(file), index, number)
-    elif tokenizer is None:
-        raise UsageError(f"{file} is not a run folder, and its text needs a tokenizer. Add --tokenizer DIR.")
+    shown = checked_words(kind=options.kind, overlong=options.overlong, loss_on=options.loss_on)
+    shown |= {
+        "seq_length": options.seq_length,
+        "columns": parse_columns(options.columns or []),
+        "chat_template": options.chat_template,
+    }
+    shown["chat"] = parse_chat_settings(options.system, options.override_system, options.reasoning, options.split_turns)
+    chosen = [name for name in (*_TOKENIZER_OPTIONS, *_RECORD_OPTIONS) if _is_on_command_line(options.context, name)]
+    if (Path(options.file) / "config.yaml").is_file():
+        _refuse(chosen, f"{options.file} is a run folder, which has its own settings and tokenizer")
+        samples = _run_samples(Path(options.file), options.index, options.number)
+    elif options.tokenizer is None:
+        raise UsageError(f"{options.file} is not a run folder, and its text needs a tokenizer. Add --tokenizer DIR.")
     else:
         from isthmus.recipes.data.data_sources import find_source
         from isthmus.recipes.data.shown_samples import shown_files
         from isthmus.recipes.model.model_source import tokenizer_at
 
-        source = find_source("train", file, "train", [file])
+        source = find_source("train", options.file, "train", [options.file])
         if source.prepared:
-            _refuse([name for name in given if name in _OF_RECORDS], f"{file} is prepared: its samples are tokens")
-        opened = tokenizer_at(tokenizer, tokenizer_type, trust_remote_code=trust_remote_code)
-        samples = shown_files(source, opened, first=index, count=number, **options)
-    if json:
+            _refuse(
+                [name for name in chosen if name in _RECORD_OPTIONS],
+                f"{options.file} is prepared: its samples are tokens",
+            )
+        opened = tokenizer_at(options.tokenizer, options.tokenizer_type, trust_remote_code=options.trust_remote_code)
+        samples = shown_files(source, opened, first=options.index, count=options.number, **shown)
+    if options.json:
         print(json_text.dumps({"samples": [sample.as_dict() for sample in samples]}), flush=True)
     else:
         _print(samples)
     return 0
 
 
-def _of_run(folder: Path, first: int, count: int) -> Iterable[ShownSample]:
+def _run_samples(folder: Path, first: int, count: int) -> Iterable[ShownSample]:
     from isthmus.recipes.data.recorded_data import open_recorded
     from isthmus.recipes.run_dir import RunDir
 
     return open_recorded(RunDir(folder)).samples(first, count)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_on_command_line(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -153,4 +165,4 @@ def _style(has_loss: bool) -> str:
 
 
 def _visible(text: str) -> str:
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,40 +21,43 @@ if TYPE_CHECKING:
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def doctor(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
     quick: Annotated[
         bool, typer.Option("--quick", help="Only what needs no torch, no network and no measurement: under 3 seconds.")
-    ] = False,
+    ] = False
     bench: Annotated[
         bool,
         typer.Option(
             "--bench", help="Also measure GEMMs, memory, copies and all-reduce, against what the device should reach."
         ),
-    ] = False,
+    ] = False
     nodes: Annotated[
         bool,
         typer.Option(
             "--nodes", help="Under torchrun or srun: compare the hosts of the job and name those that differ."
         ),
-    ] = False,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+    ] = False
+    debug: Debug = False
+    json: Json = False
+
+
+def doctor(options: DoctorOptions) -> int:
     """Check whether this machine can train, and what slows it down; exit code 1 if a check finds an error."""
     from isthmus.platforms.rank_env import rank
 
-    if quick and bench:
+    if options.quick and options.bench:
         raise UsageError("--quick leaves out measurements, and --bench measures. Use one of them.")
-    if quick and nodes:
+    if options.quick and options.nodes:
         raise UsageError("--nodes makes the checks of --quick on each host anyway. Leave --quick out.")
-    found = _compare(bench) if nodes else _examine(quick, bench)
-    if nodes and rank():
+    examination = _compare(options.bench) if options.nodes else _examine(options.quick, options.bench)
+    if options.nodes and rank():
         return 0  # rank 0 prints
-    if json:
-        show(found, as_json=True)
+    if options.json:
+        show(examination, as_json=True)
     else:
-        print_findings(found)
-    return 1 if found.count("error") else 0
+        print_findings(examination)
+    return 1 if examination.count("error") else 0
 
 
 def _examine(quick: bool, bench: bool) -> Examination:
@@ -79,7 +83,7 @@ def _progress(what: str) -> None:
     print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
-def print_findings(found: Examination) -> None:
+def print_findings(examination: Examination) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -90,7 +94,7 @@ def print_findings(found: Examination) -> None:
     for column in ("subject", "level", "text"):
         table.add_column(column, no_wrap=column != "text", overflow="fold")
     subject = ""
-    for finding in found.findings:
+    for finding in examination.findings:
         text = Text(finding.text)
         if finding.hint:
             text.append(f"\n{finding.hint}", style="bold")
@@ -100,6 +104,6 @@ def print_findings(found: Examination) -> None:
         subject = finding.subject
     with console.capture() as lines:
         console.print(table)
-        counts = {level: found.count(level) for level in ("error", "warning")}
+        counts = {level: examination.count(level) for level in ("error", "warning")}
         console.print(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()), markup=False)
     print("\n".join(line.rstrip() for line in lines.get().splitlines()), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -42,63 +43,66 @@ BatchTokens = Annotated[int, typer.Option("--batch-tokens", min=1, metavar="N", 
 ResultFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the results as JSON.")]
 
 
-def evaluate(
-    model: Model,
-    settings: Settings = None,
-    tasks: Tasks = "",
-    num_fewshot: NumFewshot = None,
-    limit: Limit = None,
-    include_path: IncludePath = None,
-    apply_chat_template: ApplyChatTemplate = False,
-    max_length: MaxLength = None,
-    batch_tokens: BatchTokens = 8192,
-    out: ResultFile = None,
-    nproc: Nproc = 1,
-    trust: Trust = False,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions:
+    model: Model
+    settings: Settings = None
+    tasks: Tasks = ""
+    num_fewshot: NumFewshot = None
+    limit: Limit = None
+    include_path: IncludePath = None
+    apply_chat_template: ApplyChatTemplate = False
+    max_length: MaxLength = None
+    batch_tokens: BatchTokens = 8192
+    out: ResultFile = None
+    nproc: Nproc = 1
+    trust: Trust = False
+    debug: Debug = False
+    json: Json = False
+
+
+def evaluate(options: EvaluateOptions) -> int:
     """Run tasks of lm-evaluation-harness on the parallel model, in any layout; a checkpoint is not exported."""
     from isthmus.cli import process
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise UsageError("--tasks is missing. Name tasks of lm_eval, such as --tasks hellaswag,arc_easy.")
-    if limit == 0:
+    if options.limit == 0:
         raise UsageError("--limit 0 leaves no questions. Give a number above 0, or omit it.")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: its folder does not exist. Create it first.")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise UsageError(f"--out {options.out}: its folder does not exist. Create it first.")
     joined = is_one_of_several_ranks()
-    if not joined and nproc > 1:
-        return run_ranks(nproc, debug=debug)
-    if joined and not process.started_by_isthmus and nproc > 1:
+    if not joined and options.nproc > 1:
+        return run_ranks(options.nproc, debug=options.debug)
+    if joined and not process.started_by_isthmus and options.nproc > 1:
         raise UsageError(
-            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
+            f"--nproc {options.nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
         )
-    if not debug:
+    if not options.debug:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from isthmus.tools.evaluate.run_tasks import evaluate_tasks
     from isthmus.tools.evaluate.task_settings import TaskSettings
 
-    found = evaluate_tasks(
+    evaluation = evaluate_tasks(
         TaskSettings(
-            model=model,
+            model=options.model,
             tasks=names,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            include_path=include_path or (),
-            apply_chat_template=apply_chat_template,
-            max_length=max_length,
-            batch_tokens=batch_tokens,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            include_path=options.include_path or (),
+            apply_chat_template=options.apply_chat_template,
+            max_length=options.max_length,
+            batch_tokens=options.batch_tokens,
         ),
-        settings or [],
+        options.settings or [],
     )
-    if found is None:
+    if evaluation is None:
         return 0
-    results, tables = found
+    results, tables = evaluation
     text = json_module.dumps(results, indent=2, default=str, ensure_ascii=False)
-    print(text if json else tables, flush=True)
-    if out is not None:
-        write_atomic(out, text + "\n")
+    print(text if options.json else tables, flush=True)
+    if options.out is not None:
+        write_atomic(options.out, text + "\n")
     return 0

@@ -22,7 +22,7 @@ _SIZES = {
 _DETECTED = ("--model-size", "--loader-transformer-impl", "--position-embedding-type", "--tokenizer-model")
 """Read from the model's folder or args instead."""
 _UNUSED = ("--vocab-file", "--megatron-path", "--max-queue-size", "--make-vocab-size-divisible-by")
-"""Of no use without Megatron-LM's model and queue."""
+"""Options without use, lacking Megatron-LM's model and queue."""
 
 
 def translate(argv: Sequence[str]) -> list[str]:
@@ -31,11 +31,11 @@ def translate(argv: Sequence[str]) -> list[str]:
     Prints the command that is run. Raises UsageError for what it cannot do.
     """
     words = list(argv)
-    given = {word.partition("=")[0] for word in words}
-    if words[:1] != ["convert"] or not given & {"--loader", "--saver", "--load-dir", "--save-dir"}:
+    option_names = {word.partition("=")[0] for word in words}
+    if words[:1] != ["convert"] or not option_names & {"--loader", "--saver", "--load-dir", "--save-dir"}:
         return words
-    parsed, own = _parser().parse_known_args(words[1:])
-    if unknown := [word for word in own if word not in ("--json", "--debug")]:
+    parsed, remaining = _parser().parse_known_args(words[1:])
+    if unknown := [word for word in remaining if word not in ("--json", "--debug")]:
         raise UsageError(
             f"convert: {' '.join(unknown)} is not an option of Megatron-LM's tools/checkpoint/convert.py that Isthmus "
             "knows. Use the options of isthmus convert, see isthmus convert --help."
@@ -49,7 +49,7 @@ def translate(argv: Sequence[str]) -> list[str]:
     if parsed.saver in ("megatron", "legacy"):
         remarks.append(f"--saver {parsed.saver} writes the names of Megatron-Core, like --saver mcore")
     print("  # ".join([f"isthmus {shlex.join(command)}", *remarks]), file=sys.stderr)
-    return [*command, *own]
+    return [*command, *remaining]
 
 
 def _options(parsed: argparse.Namespace) -> list[str]:
@@ -87,8 +87,8 @@ def _check(parsed: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise MissingInput(f"--load-dir {folder} is not a folder.")
     if from_hf != (folder / "config.json").is_file():
-        found = "has no config.json" if from_hf else "is a Hugging Face folder"
-        raise UsageError(f"--load-dir {folder} {found}. Use --loader {'mcore' if from_hf else 'hf'} for it.")
+        problem = "has no config.json" if from_hf else "is a Hugging Face folder"
+        raise UsageError(f"--load-dir {folder} {problem}. Use --loader {'mcore' if from_hf else 'hf'} for it.")
     sizes = (parsed.target_tensor_parallel_size, parsed.target_pipeline_parallel_size)
     if not from_hf and parsed.saver != "hf" and None in sizes:
         raise UsageError(

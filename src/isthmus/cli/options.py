@@ -1,11 +1,38 @@
-"""Options of ``isthmus convert`` and ``prepare``, and of several commands."""
+"""Options of several commands, and commands whose options are one dataclass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+
+def verb(function: Callable[[Any], int]) -> Callable[..., int]:
+    """A typer command whose options are the fields of the dataclass that ``function`` takes as ``options``."""
+    options = get_type_hints(function)["options"]
+    annotations = get_type_hints(options, include_extras=True)
+
+    def command(**values: Any) -> int:
+        return function(options(**values))
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = annotations
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if field.default is MISSING else field.default,
+                annotation=annotations[field.name],
+            )
+            for field in fields(options)
+        ]
+    )
+    return command
 
 
 def _trust(context: typer.Context, value: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -35,17 +36,20 @@ Explain = Annotated[
 ]
 
 
-def plan(
-    words: Words = None,
-    gpus: Gpus = None,
-    memory: Memory = None,
-    nodes: Nodes = 1,
-    recipe: Recipe = None,
-    top: Top = 5,
-    explain: Explain = False,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    words: Words = None
+    gpus: Gpus = None
+    memory: Memory = None
+    nodes: Nodes = 1
+    recipe: Recipe = None
+    top: Top = 5
+    explain: Explain = False
+    debug: Debug = False
+    json: Json = False
+
+
+def plan(options: PlanOptions) -> int:
     """Print the layouts that fit a model into the memory of GPUs, from the fastest, without weights and GPUs.
 
     Memory and the time of a step are estimates. The exit code is 1 if nothing fits.
@@ -56,16 +60,19 @@ def plan(
     from isthmus.tools.planner.planning import make_plans
     from isthmus.tools.planner.render import as_json, as_text
 
-    machine = parse_machine(gpus, memory, nodes)
-    given = words or []
+    machine = parse_machine(options.gpus, options.memory, options.nodes)
+    words = options.words or []
     names_model = [
         position
-        for position, word in enumerate(given)
+        for position, word in enumerate(words)
         if not is_setting(word) and (not is_config(word) or kind_of(word) == "models")
     ][:1]
-    model = given[names_model[0]] if names_model else None
-    rest = [word for position, word in enumerate(given) if position not in names_model]
+    model = words[names_model[0]] if names_model else None
+    rest = [word for position, word in enumerate(words) if position not in names_model]
     file, overrides = config_and_overrides(rest)
-    plans = make_plans(model, file, overrides, machine, recipe=recipe, number=top)
-    print(json_module.dumps(as_json(plans), indent=2) if json else as_text(plans, explained=explain), flush=True)
+    plans = make_plans(model, file, overrides, machine, recipe=options.recipe, number=options.top)
+    print(
+        json_module.dumps(as_json(plans), indent=2) if options.json else as_text(plans, explained=options.explain),
+        flush=True,
+    )
     return 0 if plans.best else 1

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -62,44 +62,59 @@ _RENAMED = {"template": "chat_template"}
 TokenizerCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")]
 
 
-def prepare(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
     data: Annotated[
         list[str], typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")],
+    ]
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")]
     tokenizer: Annotated[
         str, typer.Option(metavar="TOKENIZER", help="Tokenizer or model folder; tokenizer.model; or an id on the Hub.")
-    ],
-    tokenizer_type: TokenizerType = None,
-    kind: RecordKind = None,
-    seq_length: SeqLength = None,
-    overlong: OverlongSamples = "truncate",
-    loss_on: LossTurns = "assistant",
-    chat_template: ChatTemplate = None,
-    system: System = None,
-    override_system: OverrideSystem = False,
-    reasoning: ReasoningParts = "keep",
-    split_turns: SplitTurns = True,
-    on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop",
-    columns: ColumnNames = None,
-    workers: Workers = None,
-    trust_remote_code: TokenizerCode = False,
-    trust: Trust = False,
-    debug: Debug = False,
-    json: Json = False,
-) -> int:
+    ]
+    tokenizer_type: TokenizerType = None
+    kind: RecordKind = None
+    seq_length: SeqLength = None
+    overlong: OverlongSamples = "truncate"
+    loss_on: LossTurns = "assistant"
+    chat_template: ChatTemplate = None
+    system: System = None
+    override_system: OverrideSystem = False
+    reasoning: ReasoningParts = "keep"
+    split_turns: SplitTurns = True
+    on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop"
+    columns: ColumnNames = None
+    workers: Workers = None
+    trust_remote_code: TokenizerCode = False
+    trust: Trust = False
+    debug: Debug = False
+    json: Json = False
+
+
+def prepare(options: PrepareOptions) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
-    chosen = checked_words(kind=kind, overlong=overlong, loss_on=loss_on, on_error=on_error)
-    chosen["columns"] = parse_columns(columns or [])
-    chosen["chat"] = parse_chat_settings(system, override_system, reasoning, split_turns)
+    chosen = checked_words(
+        kind=options.kind, overlong=options.overlong, loss_on=options.loss_on, on_error=options.on_error
+    )
+    chosen["columns"] = parse_columns(options.columns or [])
+    chosen["chat"] = parse_chat_settings(
+        options.system, options.override_system, options.reasoning, options.split_turns
+    )
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line, _options_in_messages():
         result = run(
-            data, out, tokenizer, tokenizer_type=tokenizer_type, seq_length=seq_length, workers=workers,
-            chat_template=chat_template, trust_remote_code=trust_remote_code, on_progress=line.show, **chosen,
-        )  # fmt: skip
-    _print(result, as_json=json)
+            options.data,
+            options.out,
+            options.tokenizer,
+            tokenizer_type=options.tokenizer_type,
+            seq_length=options.seq_length,
+            workers=options.workers,
+            chat_template=options.chat_template,
+            trust_remote_code=options.trust_remote_code,
+            on_progress=line.show,
+            **chosen,
+        )
+    _print(result, as_json=options.json)
     return 0
 
 
@@ -128,7 +143,7 @@ def _with_options(text: str) -> str:
 
     def option(setting: re.Match[str]) -> str:
         name = _RENAMED.get(setting[1], setting[1])
-        if name not in signature(prepare).parameters:
+        if name not in PrepareOptions.__dataclass_fields__:
             return setting[0]
         words = name.replace("_", "-")
         if setting[2] in ("true", "false"):
@@ -138,17 +153,17 @@ def _with_options(text: str) -> str:
     return _SETTING.sub(option, text)
 
 
-def checked_words(**given: str | None) -> dict[str, Any]:
+def checked_words(**words: str | None) -> dict[str, Any]:
     from isthmus.data.chat.chat_records import Kind
     from isthmus.data.chat.chat_text import LossOn
     from isthmus.data.readers.chunks import OnError
     from isthmus.data.tokenize.stats import Overlong
 
     known: dict[str, Any] = {"kind": Kind, "overlong": Overlong, "loss_on": LossOn, "on_error": OnError}
-    for name, value in given.items():
+    for name, value in words.items():
         if value is not None:
-            _one_of(f"--{name.replace('_', '-')}", value, get_args(known[name]))
-    return dict(given)
+            _checked(f"--{name.replace('_', '-')}", value, get_args(known[name]))
+    return dict(words)
 
 
 def parse_chat_settings(system: str | None, override_system: bool, reasoning: str, split_turns: bool) -> ChatSettings:
@@ -156,23 +171,23 @@ def parse_chat_settings(system: str | None, override_system: bool, reasoning: st
 
     if override_system and system is None:
         raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
-    return ChatSettings(system, override_system, _one_of("--reasoning", reasoning, get_args(Reasoning)), split_turns)
+    return ChatSettings(system, override_system, _checked("--reasoning", reasoning, get_args(Reasoning)), split_turns)
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
+def _checked(option: str, value: str, known: tuple[str, ...]) -> Any:
     if value not in known:
         raise UsageError(f"{option} {value} is not known. Use {', '.join(known)}.")
     return value
 
 
-def parse_columns(given: list[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in given]
+def parse_columns(words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
     for key, equals, name in pairs:
         if not (key and name):
             raise UsageError(f"--columns {key}{equals}{name}: expected KEY=NAME, such as text=body.")
     columns = {key: name for key, _, name in pairs}
     if len(columns) < len(pairs):
-        raise UsageError(f"--columns {' '.join(given)}: a key is repeated. Name each once.")
+        raise UsageError(f"--columns {' '.join(words)}: a key is repeated. Name each once.")
     return columns
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +21,16 @@ Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its argu
 PlatformName = Annotated[str, typer.Option("--platform", metavar="NAME", help="auto, cpu, cuda or rocm.")]
 
 
-def run(
-    script: Script, args: Args = None, nproc: Nproc = 1, platform: PlatformName = "auto", debug: Debug = False
-) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptOptions:
+    script: Script
+    args: Args = None
+    nproc: Nproc = 1
+    platform: PlatformName = "auto"
+    debug: Debug = False
+
+
+def run(options: ScriptOptions) -> int:
     """Run an unmodified script of Megatron-LM on ROCm, CUDA or a CPU, without TransformerEngine and Apex.
 
     Options of isthmus come before SCRIPT.py. Everything that is done for the script is printed, one line each.
@@ -31,11 +39,11 @@ def run(
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
 
     joined = is_one_of_several_ranks()
-    if not joined and nproc > 1:
-        return run_ranks(nproc, debug=debug, script=True)
-    if joined and not process.started_by_isthmus and nproc > 1:
+    if not joined and options.nproc > 1:
+        return run_ranks(options.nproc, debug=options.debug, script=True)
+    if joined and not process.started_by_isthmus and options.nproc > 1:
         raise UsageError(
-            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
+            f"--nproc {options.nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
         )
     if process.started_by_isthmus:  # the script decides what a signal does, as under torchrun
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -47,5 +55,5 @@ def run(
         from isthmus.engine.upstream.megatron_script import run_script
 
     say = partial(print, "isthmus run:", file=sys.stderr, flush=True) if rank() == 0 else lambda line: None
-    run_script(script, args or [], detect(platform).name, say)
+    run_script(options.script, options.args or [], detect(options.platform).name, say)
     return 0

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
-from isthmus.cli.options import Debug, Json, Public, Push, Trust
+from isthmus.cli.options import Debug, Json, Public, Push, Trust, verb
 from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import Preempted, UsageError
@@ -69,31 +70,46 @@ DryRun = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    words: Words = None
+    model: Model = None
+    data: Data = None
+    out: Out = None
+    nproc: Nproc = 1
+    hf_every: HfEvery = None
+    push: Push = None
+    public: Public = False
+    accept_changes: AcceptChanges = None
+    trust: Trust = False
+    rehearse: Rehearse = False
+    dry_run: DryRun = False
+    debug: Debug = False
+    json: Json = False
+
+
 def train_verb(recipe: RecipeName) -> Callable[..., int]:
-    def command(
-        words: Words = None,
-        model: Model = None,
-        data: Data = None,
-        out: Out = None,
-        nproc: Nproc = 1,
-        hf_every: HfEvery = None,
-        push: Push = None,
-        public: Public = False,
-        accept_changes: AcceptChanges = None,
-        trust: Trust = False,
-        rehearse: Rehearse = False,
-        dry_run: DryRun = False,
-        debug: Debug = False,
-        json: Json = False,
-    ) -> int:
-        flags = {"model": model, "data": data or None, "out": out, "hf_every": hf_every}
-        flags |= {"push": push, "public": public or None, "accept_changes": accept_changes, "trust": trust or None}
+    def command(options: TrainOptions) -> int:
+        flags = {"model": options.model, "data": options.data or None, "out": options.out, "hf_every": options.hf_every}
+        flags |= {
+            "push": options.push,
+            "public": options.public or None,
+            "accept_changes": options.accept_changes,
+            "trust": options.trust or None,
+        }
         return train(
-            recipe, words or [], flags, nproc=nproc, rehearse=rehearse, dry_run=dry_run, debug=debug, json=json
+            recipe,
+            options.words or [],
+            flags,
+            nproc=options.nproc,
+            rehearse=options.rehearse,
+            dry_run=options.dry_run,
+            debug=options.debug,
+            json=options.json,
         )
 
     command.__doc__ = RECIPE_SETTINGS[recipe].help
-    return command
+    return verb(command)
 
 
 def train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,39 +26,47 @@ Out = Annotated[
 ]
 
 
-def tune(words: Words = None, model: Model = None, out: Out = None, debug: Debug = False, json: Json = False) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    words: Words = None
+    model: Model = None
+    out: Out = None
+    debug: Debug = False
+    json: Json = False
+
+
+def tune(options: TuneOptions) -> int:
     """Measure the matmuls of a model and layout on this device, and write the fastest choice for runs: tune.file."""
     from isthmus.platforms.rank_env import is_one_of_several_ranks
     from isthmus.tools.tune.run_tune import config_to_tune, tune_run
 
     if is_one_of_several_ranks():
         raise UsageError("isthmus tune measures one rank of the layout on one device. Start it once, without torchrun.")
-    file, overrides = config_and_overrides(words or [])
-    config = config_to_tune(file, overrides, model)
-    found, path = tune_run(config, out, lambda line: print(line, file=sys.stderr, flush=True))
-    if json:
-        print(json_module.dumps(found.as_dict() | {"file": str(path)}), flush=True)
+    file, overrides = config_and_overrides(options.words or [])
+    config = config_to_tune(file, overrides, options.model)
+    result, path = tune_run(config, options.out, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.json:
+        print(json_module.dumps(result.as_dict() | {"file": str(path)}), flush=True)
     else:
-        _print(found, path)
+        _print(result, path)
     return 0
 
 
-def _print(found: TuneResult, path: Path) -> None:
+def _print(result: TuneResult, path: Path) -> None:
     rows = [("matmul", "M x K x N", "ms", "TFLOP/s", "gain", "choice")]
-    for row in found.rows:
+    for row in result.rows:
         values = row.as_dict()
-        rows.append((
-            f"{row.matmul.weight} {row.matmul.part}", "{m} x {k} x {n}".format_map(values),
-            f"{row.default_ms:.3g} -> {row.ms:.3g}", f"{values['default_tflops']:.3g} -> {values['tflops']:.3g}",
-            f"{row.gain:.2f}", row.chosen,
-        ))  # fmt: skip
+        name, shape = f"{row.matmul.weight} {row.matmul.part}", "{m} x {k} x {n}".format_map(values)
+        ms = f"{row.default_ms:.3g} -> {row.ms:.3g}"
+        tflops = f"{values['default_tflops']:.3g} -> {values['tflops']:.3g}"
+        rows.append((name, shape, ms, tflops, f"{row.gain:.2f}", row.chosen))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
-    before, after = found.total_ms(tuned=False), found.total_ms(tuned=True)
+    before, after = result.total_ms(tuned=False), result.total_ms(tuned=True)
     print(f"all matmuls: {before:.4g} -> {after:.4g} ms, {before / after:.2f} times as fast")
-    if found.threads is not None:
-        print(f"threads: {found.threads} ({found.default_threads} by default)")
-    for note in found.notes:
+    if result.threads is not None:
+        print(f"threads: {result.threads} ({result.default_threads} by default)")
+    for note in result.notes:
         print(f"note: {note}")
     print(f"use it: tune.file={path}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from isthmus.cli.options import verb
 from isthmus.cli.train_verbs import Data, Words
 from isthmus.errors import OutputExists, UsageError
 
@@ -17,18 +19,22 @@ app = typer.Typer(
 )
 
 
-@app.command("show", short_help="Print the settings of a config file or preset.")
-def show(
-    words: Words = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowOptions:
+    words: Words = None
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print every setting with its default, validated as for a run.")
-    ] = False,
-    origin: Annotated[bool, typer.Option("--origin", help="Print one setting per line with its origin.")] = False,
+    ] = False
+    origin: Annotated[bool, typer.Option("--origin", help="Print one setting per line with its origin.")] = False
     recipe: Annotated[
         str | None,
         typer.Option(metavar="RECIPE", help="sft, dpo or pretrain, if --resolved reads a file without recipe."),
-    ] = None,
-) -> int:
+    ] = None
+
+
+@app.command("show", short_help="Print the settings of a config file or preset.")
+@verb
+def show(options: ShowOptions) -> int:
     """Print the settings of a config file, with its base files, variables and overrides applied.
 
     For a model preset, print the keys of its config.json.
@@ -38,15 +44,15 @@ def show(
     from isthmus.config.presets import Kind, kind_of
     from isthmus.config.yaml_text import write_mapping
 
-    kind: Kind = "models" if any(kind_of(word) == "models" for word in words or []) else "train"
-    if kind == "models" and resolved:
+    kind: Kind = "models" if any(kind_of(word) == "models" for word in options.words or []) else "train"
+    if kind == "models" and options.resolved:
         raise UsageError("--resolved is for run configs, got a model. Leave it out.")
-    file, overrides = config_and_overrides(words or [], kind)
-    if recipe is not None and not resolved:
+    file, overrides = config_and_overrides(options.words or [], kind)
+    if options.recipe is not None and not options.resolved:
         raise UsageError("--recipe needs --resolved, which validates the settings. Add --resolved, or leave it out.")
-    loaded = load_settings(recipe, file, overrides, check=resolved, kind=kind)
+    loaded = load_settings(options.recipe, file, overrides, check=options.resolved, kind=kind)
     values = loaded.given if loaded.config is None else loaded.config.model_dump(mode="json")
-    if not origin:
+    if not options.origin:
         print(write_mapping(values).rstrip("\n"))
         return 0
     rows = [(name, json.dumps(value), where) for name, value, where in origins_of(values, loaded.origins)]
@@ -75,26 +81,30 @@ def ls() -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyOptions:
+    preset: Annotated[str, typer.Argument(metavar="NAME", help="A name that `isthmus config ls` prints.")]
+    destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file. It must not exist.")]
+
+
 @app.command("cp", short_help="Copy a preset into a file to edit.")
-def cp(
-    preset: Annotated[str, typer.Argument(metavar="NAME", help="A name that `isthmus config ls` prints.")],
-    destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file. It must not exist.")],
-) -> int:
+@verb
+def cp(options: CopyOptions) -> int:
     """Copy a preset into a file to edit; a model preset with its bases merged, for --model FILE.yaml."""
     from isthmus.config.model_file import read_model
     from isthmus.config.presets import PREFIX, config_path, kind_of, opening_lines
     from isthmus.config.yaml_text import write_mapping
     from isthmus.files.atomic_write import write_atomic
 
-    name = f"{PREFIX}{preset.removeprefix(PREFIX)}"
+    name = f"{PREFIX}{options.preset.removeprefix(PREFIX)}"
     source = config_path(name, kind_of(name))
     text = source.read_text(encoding="utf-8")
     if kind_of(name) == "models":
         comment = "".join(f"# {line}".rstrip() + "\n" for line in opening_lines(source))
         text = comment + write_mapping(read_model(name))
-    if destination.exists():
-        raise OutputExists(f"{destination} exists already. Remove it, or choose another name.")
-    write_atomic(destination, text)
+    if options.destination.exists():
+        raise OutputExists(f"{options.destination} exists already. Remove it, or choose another name.")
+    write_atomic(options.destination, text)
     return 0
 
 
@@ -104,17 +114,19 @@ def schema() -> int:
     from isthmus.config.inherit import FILE_KEYS
     from isthmus.config.schema import RunConfig
 
-    found: dict[str, Any] = RunConfig.model_json_schema()
-    for part in (found, *found["$defs"].values()):
-        part["properties"] = {name: _or_variable(one) for name, one in part["properties"].items()}
-    found["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    found["properties"] |= FILE_KEYS
+    document: dict[str, Any] = RunConfig.model_json_schema()
+    for part in (document, *document["$defs"].values()):
+        part["properties"] = {
+            name: _or_variable(property_schema) for name, property_schema in part["properties"].items()
+        }
+    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    document["properties"] |= FILE_KEYS
     plain = {"type": "string", "description": "The same as model.path."}
-    found["properties"]["model"] = {"anyOf": [plain, found["properties"]["model"]]}
+    document["properties"]["model"] = {"anyOf": [plain, document["properties"]["model"]]}
     # Required settings may come from a base file or from the command line.
-    for part in (found, *found["$defs"].values()):
+    for part in (document, *document["$defs"].values()):
         part.pop("required", None)
-    print(json.dumps(found, indent=2))
+    print(json.dumps(document, indent=2))
     return 0
 
 
@@ -122,17 +134,13 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
     """A setting may also be ``${VAR}``; text and sections are unchanged."""
     if (schema.get("type") in ("string", "object") and "enum" not in schema) or "$ref" in schema:
         return schema
-    named = {key: schema[key] for key in ("title", "description", "default") if key in schema}
-    own = {key: value for key, value in schema.items() if key not in named}
-    return named | {"anyOf": [*own.get("anyOf", [own]), {"type": "string", "pattern": r"\$\{"}]}
+    labels = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    types = {key: value for key, value in schema.items() if key not in labels}
+    return labels | {"anyOf": [*types.get("anyOf", [types]), {"type": "string", "pattern": r"\$\{"}]}
 
 
-@app.command(
-    "from-megatron",
-    short_help="Translate a training command of Megatron-LM into a config.",
-    context_settings={"ignore_unknown_options": True},
-)
-def from_megatron(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromMegatronOptions:
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -140,7 +148,7 @@ def from_megatron(
             help="Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more; "
             "or a shell script that only sets variables and starts one training.",
         ),
-    ] = None,
+    ] = None
     run: Annotated[
         Path | None,
         typer.Option(
@@ -148,75 +156,98 @@ def from_megatron(
             help="Like a script as FILE, with stand-ins for python, torchrun and srun that record the training and "
             "start nothing, but its other commands do run. The arguments are those of the script, then Megatron-LM's.",
         ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
-) -> int:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+
+
+@app.command(
+    "from-megatron",
+    short_help="Translate a training command of Megatron-LM into a config.",
+    context_settings={"ignore_unknown_options": True},
+)
+@verb
+def from_megatron(options: FromMegatronOptions) -> int:
     """Print the config of a training that is started with Megatron-LM's arguments."""
     from isthmus.cli.config.translate import from_megatron as translated
     from isthmus.cli.config.translate import print_translation
 
-    return print_translation(translated(words or [], run), json_wanted=as_json)
+    return print_translation(translated(options.words or [], options.run), as_json=options.as_json)
 
 
-@app.command("from-primus", short_help="Translate an experiment of Primus into a config.")
-def from_primus(
-    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="An experiment of the Megatron backend.")],
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromPrimusOptions:
+    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="An experiment of the Megatron backend.")]
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings of Isthmus such as optim.lr=2e-5, which win."),
-    ] = None,
-    data: Data = None,
+    ] = None
+    data: Data = None
     models: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", help="Folder with model files, searched besides the experiment's own and PRIMUS_PATH."
         ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
-) -> int:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+
+
+@app.command("from-primus", short_help="Translate an experiment of Primus into a config.")
+@verb
+def from_primus(options: FromPrimusOptions) -> int:
     """Print the config of a Primus experiment and its model files, with settings given here."""
     from isthmus.cli.config.translate import from_primus as translated
     from isthmus.cli.config.translate import print_translation
 
-    return print_translation(translated(experiment, models, overrides or [], data or []), json_wanted=as_json)
+    return print_translation(
+        translated(options.experiment, options.models, options.overrides or [], options.data or []),
+        as_json=options.as_json,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToMegatronOptions:
+    words: Words = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print arguments and remarks as JSON.")] = False
 
 
 @app.command("to-megatron", short_help="Translate a config into Megatron-LM's arguments.")
-def to_megatron(
-    words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print arguments and remarks as JSON.")] = False,
-) -> int:
+@verb
+def to_megatron(options: ToMegatronOptions) -> int:
     """Print the arguments of Megatron-LM's pretrain_gpt.py for a config, one per line.
 
     Settings that they do not express are named on stderr.
     """
     from isthmus.cli.config.to_megatron import print_arguments
 
-    return print_arguments(words or [], json_wanted=as_json)
+    return print_arguments(options.words or [], as_json=options.as_json)
 
 
-@app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")
-def from_env(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromEnvOptions:
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="llama2, llama3, deepseek_v2, qwen3-0.6b or llama3.2-1b.")
-    ],
+    ]
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="NAME=VALUE", help="Variables of the script, which override the environment, and settings."
         ),
-    ] = None,
+    ] = None
     run: Annotated[
         bool,
         typer.Option("--run", help="Train as the script would: with its log file, its ranks and the means at the end."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False,
-) -> int:
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+
+
+@app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")
+@verb
+def from_env(options: FromEnvOptions) -> int:
     """Print the config of a run of ROCm Megatron-LM's scripts, from their variables in the environment."""
     from isthmus.cli.config.from_env import print_config, run_script
 
-    if run and as_json:
+    if options.run and options.as_json:
         raise UsageError("--json prints the settings and --run trains with them. Leave one of them out.")
-    if run:
-        return run_script(script, words or [])
-    return print_config(script, words or [], as_json=as_json)
+    if options.run:
+        return run_script(options.script, options.words or [])
+    return print_config(options.script, options.words or [], as_json=options.as_json)

@@ -34,7 +34,7 @@ def print_config(script: str, words: Sequence[str], *, as_json: bool) -> int:
     batch_size_error = run.batch_size_error(NODE * run.translation.world.nnodes, batch_names(script))
     if batch_size_error is not None and run.setting("train.global_batch_size") % run.setting("train.micro_batch_size"):
         raise UsageError(f"{run.script}: {batch_size_error}.")
-    return print_translation(run.translation, json_wanted=as_json, command=_command(run), title=_title(run))
+    return print_translation(run.translation, as_json=as_json, command=_command(run), title=_title(run))
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
@@ -196,9 +196,12 @@ def _summarise(run: ScriptRun, log: Path, ranks: int) -> int:
         raise MissingInput(f"NO_TRAINING=1 reads {log}, which does not exist. Set TRAIN_LOG, or LOG_DIR and EXP_NAME.")
     tokens = run.setting("train.global_batch_size") * run.setting("data.seq_length")
     lines = summary(
-        log.read_text(encoding="utf-8", errors="replace"), tokens_per_step=tokens, ranks=ranks, skip=run.summary_from,
+        log.read_text(encoding="utf-8", errors="replace"),
+        tokens_per_step=tokens,
+        ranks=ranks,
+        skip=run.summary_from,
         with_throughput=run.with_throughput,
-    )  # fmt: skip
+    )
     if run.no_training and not lines:
         raise DataError(f"{log} has no line of an iteration, so there are no means. Set TRAIN_LOG.")
     with log.open("a", encoding="utf-8") as file:

@@ -16,7 +16,7 @@ from isthmus.config.load import load_config
 from isthmus.errors import UsageError
 
 
-def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
+def print_arguments(words: Sequence[str], *, as_json: bool) -> int:
     """Print the arguments, one flag per line, and on stderr what they do not express."""
     from isthmus.convert.legacy.megatron_args import model_args, unsupported_features
     from isthmus.data.readers.arrow_reader import HUB
@@ -48,12 +48,12 @@ def print_arguments(words: Sequence[str], *, json_wanted: bool) -> int:
         written.remark("train.hidden_dropout", "different", why)
     data = config.data
     files = [*data.files, *data.valid_files, *data.test_files]
-    files += [file for one in data.sets.values() for file in one.files]
+    files += [file for item in data.sets.values() for file in item.files]
     if raw := [file for file in files if file.startswith(HUB) or is_data_file(Path(file))]:
         written.remark(", ".join(raw), "unsupported", "Megatron-LM reads indexed files. isthmus prepare writes them.")
-    if json_wanted:
+    if as_json:
         arguments = [word for words in written.words() for word in words]
-        print(json.dumps({"arguments": arguments, "remarks": [asdict(one) for one in written.remarks]}, indent=2))
+        print(json.dumps({"arguments": arguments, "remarks": [asdict(item) for item in written.remarks]}, indent=2))
         return 0
     for remark in written.remarks:
         print(remark_line(remark), file=sys.stderr)

@@ -15,7 +15,8 @@ from isthmus.config.dialects.megatron.record_script import record_script
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
-from isthmus.config.dialects.translation import Translation, World, as_json, as_yaml
+from isthmus.config.dialects.translation import Translation, World, as_yaml
+from isthmus.config.dialects.translation import as_json as translation_json
 from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
@@ -76,19 +77,19 @@ def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str],
 
     ``overrides`` (``optim.lr=2e-5``) and ``data``, the training files, win over the experiment.
     """
-    given = load_settings(None, None, overrides, {"data": data or None}, check=False)
+    overridden = load_settings(None, None, overrides, {"data": data or None}, check=False)
     translated = translate_experiment(experiment, models)
-    for name, value, origin in origins_of(given.given, given.origins):
+    for name, value, origin in origins_of(overridden.given, overridden.origins):
         translated.translation.put(name, value, origin)
     return _with_model(translated)  # the tokenizer gives the vocabulary size
 
 
-def print_translation(translation: Translation, *, json_wanted: bool, command: str = "", title: str = "") -> int:
+def print_translation(translation: Translation, *, as_json: bool, command: str = "", title: str = "") -> int:
     """Validate a translation and print it as a config file, or as JSON; ``title`` is the first comment."""
     load_config(None, None, [], {"recipe": translation.recipe, **translation.settings}, translation.origins)
     command = command or start_command(translation.recipe, translation.world, "run.yaml")
-    if json_wanted:
-        print(json.dumps(as_json(translation) | {"command": command}, indent=2))
+    if as_json:
+        print(json.dumps(translation_json(translation) | {"command": command}, indent=2))
     else:
         print(as_yaml(translation, title or f"Start it with\n\n  {command}"), end="")
     return 0
@@ -151,7 +152,7 @@ def _vocab_size(translation: Translation) -> int:
 def _split(path: Path, text: str) -> list[str]:
     """Split a file of arguments in shell syntax; lines may end with a backslash."""
     try:
-        return shlex.split(_COMMENT.sub(lambda found: found[1] or "", text).replace("\\\n", " "))
+        return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " "))
     except ValueError as error:
         raise UsageError(f"{path} is not a list of arguments: {error}.") from error
 
