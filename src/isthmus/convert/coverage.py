@@ -29,7 +29,7 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
             "(isthmus convert SRC DST --to hf --bin), or use random weights (model.init=random)."
         )
     ignored = {name for name in present if name.endswith(family.ignorable)} | family.unused_tensors(arch)
-    ignored |= family.tensors_apart(present) - expected.keys()
+    ignored |= family.copied_tensors(present) - expected.keys()
     if arch.tie_embeddings:
         ignored |= {part.name for rule in family.rules if rule.unless == "tie_embeddings" for part in rule.parts}
     both = [name for name in expected if name in present]

@@ -32,7 +32,7 @@ class Towers:
 
     def __init__(self, source: WeightSource, family: Family) -> None:
         self._source = source
-        copied = family.tensors_apart(source.tensors)
+        copied = family.copied_tensors(source.tensors)
         self.tensors: dict[str, TensorSpec | TensorInfo] = {
             name: meta for name, meta in source.tensors.items() if name in copied
         }

@@ -79,27 +79,30 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
     """
     if not targets:
         raise UsageError("lora.targets is empty. Use all-linear, or names of linear layers such as q_proj, v_proj.")
-    found = all_linears(family, arch)
-    modules = {linear.module: linear for linears in found.values() for linear in linears}
+    linears_by_weight = all_linears(family, arch)
+    modules = {linear.module: linear for linears in linears_by_weight.values() for linear in linears}
     # The gate of shared experts decides like a router.
-    gates = {own[0].module for name, own in found.items() if name.endswith(".gate_weight")}
+    gates = {linears[0].module for name, linears in linears_by_weight.items() if name.endswith(".gate_weight")}
     refused = {module for module in modules if module.endswith(family.unadapted)}
     chosen: set[str] = set()
-    for target in (part.strip() for given in targets for part in _split(given)):
+    for target in (part.strip() for listed in targets for part in _split(listed)):
         _check_within_mamba(target, family, arch)
         matching = [module for module, linear in modules.items() if _matches(target, linear)]
         if not matching:
             raise UsageError(_unknown(target, modules, family))
         if target == ALL_LINEAR:
             matching = [module for module in matching if module not in gates | refused]
-        elif found_refused := refused.intersection(matching):
+        elif refused_modules := refused.intersection(matching):
             raise UsageError(
-                f"lora.targets: {target!r} includes {min(found_refused)}, and PEFT refuses an adapter of this layer in "
-                f"{family.name} models, which read its weight alone. Name the targets without it."
+                f"lora.targets: {target!r} includes {min(refused_modules)}, and PEFT refuses an adapter of this layer "
+                f"in {family.name} models, which read its weight alone. Name the targets without it."
             )
         chosen.update(matching)
-    kept = {name: tuple(linear for linear in linears if linear.module in chosen) for name, linears in found.items()}
-    return {name: linears for name, linears in kept.items() if linears}
+    adapted = {
+        name: tuple(linear for linear in linears if linear.module in chosen)
+        for name, linears in linears_by_weight.items()
+    }
+    return {name: linears for name, linears in adapted.items() if linears}
 
 
 def _check_within_mamba(target: str, family: Family, arch: Architecture) -> None:

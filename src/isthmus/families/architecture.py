@@ -31,7 +31,7 @@ Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
 MAX_INT = 2**31 - 1
 """Largest integer of a config."""
 MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 4096, 1 << 16, 1 << 17
-"""Of a model; experts in all its layers."""
+"""Largest sizes of a model; experts in all its layers."""
 
 
 def check_sizes(*, layers: int, heads: int = 1, experts: int = 0) -> None:
@@ -129,7 +129,7 @@ class Moe:
     """Routed and shared experts have norms of their own, before and after them; the router has the input before these.
     """
     swiglu_limits: tuple[float | None, ...] = ()
-    """Those of :attr:`Architecture.swiglu_limits`, of routed experts."""
+    """Limits of routed experts, as :attr:`Architecture.swiglu_limits`."""
     weighs_inputs: bool = False
     """The weight of an expert multiplies its input and not its output."""
     expert_mlp_bias: bool = False
@@ -162,11 +162,11 @@ class Dropout:
     """Dropout rates in training, in [0, 1)."""
 
     attention: float = 0.0
-    """Of attention probabilities."""
+    """Rate of attention probabilities."""
     hidden: float = 0.0
-    """Of the outputs of attention and of the feed-forward block, before they are added to the residual stream."""
+    """Rate of the outputs of attention and of the feed-forward block, before they are added to the residual stream."""
     embedding: float = 0.0
-    """Of the sum of token and position embeddings."""
+    """Rate of the sum of token and position embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +189,7 @@ class Architecture:
 
     # Layer pattern.
     mixers: tuple[tuple[Mixer, ...], ...] = ()
-    """Of each layer: one, none, or several whose outputs are added. Empty: attention in every layer."""
+    """Mixers of each layer: one, none, or several whose outputs are added. Empty: attention in every layer."""
     layers_without_mlp: tuple[int, ...] = ()
     """Layers, counted from 0, without a feed-forward block."""
 
@@ -217,7 +217,7 @@ class Architecture:
     """Norms multiply by one plus their weight."""
     form: Form = "pre"
     form_without_attention: Form | None = None
-    """Of layers whose mixers do not include attention; None: ``form``."""
+    """Form of layers whose mixers do not include attention; None: ``form``."""
     embedding_norm: bool = False
     """A norm of the embeddings, before the first layer."""
 
@@ -267,12 +267,12 @@ class Architecture:
     head_gate: bool = False
     """The output of each attention head is multiplied by the sigmoid of a number, a projection of the layer's input."""
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of the input and of the output of attention."""
+    """Multipliers of the input and of the output of attention."""
     mla: Mla | None = None
     delta_net: DeltaNet | None = None
-    """Of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
+    """Sizes of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
     indexer: KeyIndexer | None = None
-    """Of latent attention with low-rank queries."""
+    """Indexer of latent attention with low-rank queries."""
     mamba2: Mamba2 | None = None
     mamba: Mamba | None = None
     short_convolution: ShortConvolution | None = None
@@ -284,10 +284,10 @@ class Architecture:
     sharing_layers_wide: bool = False
     """The feed-forward blocks of layers that share keys are twice as wide."""
     swiglu_limits: tuple[float | None, ...] = ()
-    """Of each layer: ``silu(gate)`` is clamped to at most this, and the other factor to plus or minus this, in dense
-    feed-forward blocks and shared experts. Empty: no limits."""
+    """Limit of each layer: ``silu(gate)`` is clamped to at most this, and the other factor to plus or minus this, in
+    dense feed-forward blocks and shared experts. Empty: no limits."""
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of the gate before its activation, SiLU, and of the output."""
+    """Multipliers of the gate before its activation, SiLU, and of the output."""
     moe: Moe | None = None
     mtp_layers: int = 0
     """Multi-token prediction layers (arXiv 2412.19437)."""
@@ -331,7 +331,7 @@ class Architecture:
             object.__setattr__(self, "window_kind", "sliding")
 
     def swiglu_limit(self, layer: int, *, routed: bool) -> float | None:
-        """Of the layer, from 0, and of its routed experts or of its other feed-forward blocks; None in MTP layers."""
+        """Limit of the layer, from 0, of its routed experts or its other feed-forward blocks; None in MTP layers."""
         limits = self.moe.swiglu_limits if routed and self.moe is not None else self.swiglu_limits
         return limits[layer] if layer < len(limits) else None
 
@@ -347,7 +347,7 @@ class Architecture:
         return self.form_with(self.mixers_of(layer))
 
     def form_with(self, mixers: Sequence[Mixer]) -> Form:
-        """Of a layer with these mixers."""
+        """Form of a layer with these mixers."""
         other = self.form_without_attention
         return self.form if other is None or "attention" in mixers else other
 
@@ -407,9 +407,9 @@ class Architecture:
         changed: dict[str, Any] = {"window_attention": None, "window_rotary_base": None}
         if self.window_rotary_base is not None:
             changed |= {"rotary_base": self.window_rotary_base, "rope_scaling": None}
-        for own in fields(WindowAttention) if self.window_attention is not None else ():
-            if (value := getattr(self.window_attention, own.name)) is not None:
-                changed[own.name] = value
+        for field in fields(WindowAttention) if self.window_attention is not None else ():
+            if (value := getattr(self.window_attention, field.name)) is not None:
+                changed[field.name] = value
         return replace(self, **changed)
 
     def attention_of(self, layer: int) -> Architecture:
@@ -423,7 +423,7 @@ class Architecture:
 
     @property
     def rotary_kinds(self) -> tuple[Architecture, ...]:
-        """Those of ``attention_kinds`` whose rotary embeddings differ: one or two."""
+        """The ``attention_kinds`` whose rotary embeddings differ: one or two."""
         names = ("rotary_base", "rope_scaling", "rotary_percent", "kv_channels")
         first, *others = self.attention_kinds
         differ = (other for other in others if any(getattr(first, n) != getattr(other, n) for n in names))

@@ -56,8 +56,8 @@ class Key:
             least, most = (self.least, MAX_INT) if self.kind is int else (0, _MAX_FLOAT)
             fits = not isinstance(value, bool) and least <= value <= most
         if not fits:
-            wanted = _TYPE_NAMES[self.kind] if self.least else "non-negative integer"
-            raise DataError(f"config.json: {self.hf} must be a {wanted}, got {value!r:.60}.")
+            expected = _TYPE_NAMES[self.kind] if self.least else "non-negative integer"
+            raise DataError(f"config.json: {self.hf} must be a {expected}, got {value!r:.60}.")
         value = self.kind(value)
         try:
             return value if self.decode is None else self.decode(value, hf)

@@ -85,7 +85,7 @@ class Family:
     """Substrings of tensor names in files of other programs, and what they are in those of the family; they count only
     in names that the family does not have."""
     unused: tuple[Rule, ...] = ()
-    """Of tensors that published files have and the model does not use."""
+    """Rules of tensors that published files have and the model does not use."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Substrings of tensor names that differ in the module paths of transformers."""
     unadapted: tuple[str, ...] = ()
@@ -111,11 +111,11 @@ class Family:
     data: Mapping[str, Any] | None = None
     """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
     nested: Nested | None = None
-    """Of a multimodal model: where its language model is, which most other fields describe."""
+    """Layout of a multimodal model: where its language model is, which most other fields describe."""
     language_model: Family | None = None
-    """Of a multimodal model: the family of the language model alone."""
+    """Family of the language model alone, of a multimodal model."""
     variants: tuple[Family, ...] = ()
-    """Of a multimodal model: the same class around other language models."""
+    """The same class of multimodal models around other language models."""
 
     def language_config(self, hf: Mapping[str, Any], tensors: Container[str] | None = None) -> Mapping[str, Any]:
         """The part of a config that describes the language model: a section of a multimodal model's, else all of it.
@@ -145,8 +145,8 @@ class Family:
         hf = self.language_config(hf, tensors)
         hf = {**self.defaults, **hf} if self.defaults else hf
         hf = hf if self.spelling is None else self.spelling(hf)
-        given = hf.keys() | ({"rope_parameters"} if "rope_theta" in hf else set())
-        if lacking := [name for name in self.required if name not in given]:
+        present_keys = hf.keys() | ({"rope_parameters"} if "rope_theta" in hf else set())
+        if lacking := [name for name in self.required if name not in present_keys]:
             raise UsageError(f"config.json lacks {', '.join(lacking)}, which transformers derives. Add it.")
         self._check_fixed(hf, training=False)
         check_sizes(layers=self.keys["num_layers"].read(hf))  # before they are enumerated
@@ -192,13 +192,13 @@ class Family:
         }
         return replace(arch, mtp_layers=len(present))
 
-    def tensors_apart(self, names: Iterable[str]) -> set[str]:
-        """Those of a file that are copied and not computed: of a multimodal model's towers, or of other MTP layers."""
-        end, given, nested = self.passed_layers, set(names), self.nested
-        layers = tuple(name.removesuffix(end) for name in given if end and name.endswith(end))
-        found = {name for name in given if layers and name.startswith(layers)}
-        found |= {name for name in given if nested is not None and nested.is_tower(name)}
-        return found | {name for pattern in self.passed_through for name in fnmatch.filter(given, pattern)}
+    def copied_tensors(self, names: Iterable[str]) -> set[str]:
+        """Tensors of a file that are copied and not computed: of towers, or of other MTP layers."""
+        end, all_names, nested = self.passed_layers, set(names), self.nested
+        layers = tuple(name.removesuffix(end) for name in all_names if end and name.endswith(end))
+        copied = {name for name in all_names if layers and name.startswith(layers)}
+        copied |= {name for name in all_names if nested is not None and nested.is_tower(name)}
+        return copied | {name for pattern in self.passed_through for name in fnmatch.filter(all_names, pattern)}
 
     @property
     def scored_architecture(self) -> str:
@@ -264,10 +264,10 @@ class Family:
             outer |= {"architectures": [self.hf_architecture], "model_type": self.name}
             return self.nested.with_language_config(outer, language)
         known = {**self.defaults, **base} if base else {}
-        own = self._own_class(arch, known)
-        if own is None:  # the export has the tensors of the family's class in transformers
+        own_class = self._kept_class(arch, known)
+        if own_class is None:  # the export has the tensors of the family's class in transformers
             known.pop("auto_map", None)
-        name = own or (self.scored_architecture if arch.score_head else self.hf_architecture)
+        name = own_class or (self.scored_architecture if arch.score_head else self.hf_architecture)
         config = known | {"architectures": [name], "model_type": self.name}
         if arch.score_head:
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -328,7 +328,7 @@ class Family:
             )
         return newer, {**newer, **{name: config[name] for name in ("architectures", "model_type")}}, False
 
-    def _own_class(self, arch: Architecture, hf: Mapping[str, Any]) -> str | None:
+    def _kept_class(self, arch: Architecture, hf: Mapping[str, Any]) -> str | None:
         """The class of a config whose model keeps its code."""
         keeps = self.own_code and not arch.score_head and hf.get("model_type") == self.name
         return _first(hf.get("architectures")) if keeps else None
@@ -372,22 +372,22 @@ class Family:
         return {
             part.name.format(layer=layer)
             for rule in self.unused
-            for layer, of_layer in enumerate(kinds)
-            if rule.applies_to_layer(of_layer)
+            for layer, layer_kinds in enumerate(kinds)
+            if rule.applies_to_layer(layer_kinds)
             for part in rule.parts
         }
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Name and shape of every tensor in the Hugging Face model, in the order of the rules."""
-        found: dict[str, Shape] = {}
+        all_shapes: dict[str, Shape] = {}
         shapes_of: dict[int, dict[str, Shape]] = {}  # thousands of tensors have the same rule
         for placement in self.placements(arch).values():
             if id(placement.rule) not in shapes_of:
                 shapes_of[id(placement.rule)] = placement.rule.hf_shapes(arch)
             shapes = shapes_of[id(placement.rule)]
             names = zip(placement.rule.parts, placement.hf, strict=True)
-            found |= {name: shapes[part.name] for part, name in names}
-        return found
+            all_shapes |= {name: shapes[part.name] for part, name in names}
+        return all_shapes
 
 
 _SHARED_KEYS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")

@@ -16,29 +16,29 @@ def transfer_architecture(arch: Architecture, source: Family, target: Family) ->
     """
     if source.name == target.name:
         return arch
-    wanted = replace(arch, family=target.name)
-    why = _config_mismatch(wanted, target) or _tensor_mismatch(wanted, source, target)
+    target_arch = replace(arch, family=target.name)
+    why = _config_mismatch(target_arch, target) or _tensor_mismatch(target_arch, source, target)
     if why is not None:
         raise UsageError(f"this {source.name} model cannot be exported as {target.name}: {why}.")
-    return wanted
+    return target_arch
 
 
-def _config_mismatch(wanted: Architecture, target: Family) -> str | None:
+def _config_mismatch(arch: Architecture, target: Family) -> str | None:
     try:
-        found = target.to_architecture(target.to_hf_config(wanted))
+        read_back = target.to_architecture(target.to_hf_config(arch))
     except (DataError, UsageError) as error:
         return str(error).removesuffix(".")
     lost = [
-        f"{field.name}={getattr(wanted, field.name)} (it would become {getattr(found, field.name)})"
+        f"{field.name}={getattr(arch, field.name)} (it would become {getattr(read_back, field.name)})"
         for field in fields(Architecture)
-        if getattr(wanted, field.name) != getattr(found, field.name)
+        if getattr(arch, field.name) != getattr(read_back, field.name)
     ]
     return f"its config.json cannot express {', '.join(lost)}" if lost else None
 
 
-def _tensor_mismatch(wanted: Architecture, source: Family, target: Family) -> str | None:
+def _tensor_mismatch(arch: Architecture, source: Family, target: Family) -> str | None:
     ours, theirs = (
-        {name: placed.rule.canonical_shape(wanted) for name, placed in family.placements(wanted).items()}
+        {name: placed.rule.canonical_shape(arch) for name, placed in family.placements(arch).items()}
         for family in (source, target)
     )
     if extra := ours.items() - theirs.items():

@@ -52,29 +52,29 @@ def values_by_pattern(
     if not values:
         return {}
     patterns = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in values}
-    unused, found, names = dict.fromkeys(values), dict[str, Value](), dict[str, None]()
+    unused, matched, names = dict.fromkeys(values), dict[str, Value](), dict[str, None]()
     for canonical, placement in trained_tensors(family, arch).items():
         if canonical in frozen:
             continue
-        of_parts: dict[str, str | None] = {}
+        part_patterns: dict[str, str | None] = {}
         for name in placement.hf:
             matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]
             for pattern in matching:
                 unused.pop(pattern, None)
-            of_parts[name] = matching[0] if matching else None
+            part_patterns[name] = matching[0] if matching else None
         names |= dict.fromkeys(placement.hf)
-        chosen = {None if pattern is None else values[pattern] for pattern in of_parts.values()}
+        chosen = {None if pattern is None else values[pattern] for pattern in part_patterns.values()}
         if len(chosen) > 1:
             raise UsageError(
-                f"{setting} treats {', '.join(of_parts)} differently, and they are one tensor in training. "
+                f"{setting} treats {', '.join(part_patterns)} differently, and they are one tensor in training. "
                 "Use a pattern that matches all of them, or none."
             )
         if (value := chosen.pop()) is not None:
-            found[canonical] = value
+            matched[canonical] = value
     if unused:
         pattern = next(iter(unused))
         raise UsageError(f"{setting}: {pattern} matches no trained tensor of this model. {_near(pattern, names)}")
-    return found
+    return matched
 
 
 def frozen_tensors(family: Family, arch: Architecture, patterns: tuple[str, ...]) -> frozenset[str]:

@@ -51,9 +51,9 @@ class DeltaNet:
     negative_eigenvalues: bool = False
     """Learning rates are up to 2 instead of 1."""
     low_rank_gates: bool = True
-    """Of Kimi delta attention: decays and output gates have low-rank projections; otherwise full ones."""
+    """Kimi delta attention: decays and output gates have low-rank projections; otherwise full ones."""
     least_log_decay: float | None = None
-    """Of Kimi delta attention: log decays are this number times ``sigmoid(exp(A) * (x + bias))``; None:
+    """Kimi delta attention: log decays are this number times ``sigmoid(exp(A) * (x + bias))``; None:
     ``-exp(A) * softplus(x + bias)``."""
 
     @property
@@ -117,9 +117,9 @@ class Mamba2:
     """Place of the norm of each group's channels; None: only a gate."""
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
     multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of the input and of the output."""
+    """Multipliers of the input and of the output."""
     section_multipliers: tuple[float, float, float, float, float] | None = None
-    """Of the outputs of the input projection: z, x, B, C and dt. None: no multipliers."""
+    """Multipliers of the outputs of the input projection: z, x, B, C and dt. None: no multipliers."""
 
     def invalid_reason(self) -> str | None:
         if self.num_heads % self.num_groups:
@@ -145,7 +145,7 @@ class Mamba:
     norm_weights: bool = True
     """These norms have learned gains."""
     norm_epsilon: float | None = None
-    """Of these norms; None: that of the layer's norm."""
+    """Epsilon of these norms; None: that of the layer's norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,4 +154,4 @@ class ShortConvolution:
 
     kernel: int
     bias: bool = False
-    """Of the convolution and both projections."""
+    """The convolution and both projections have biases."""

@@ -22,7 +22,7 @@ class Nested:
     """Where a multimodal model has its language model, and what else it has."""
 
     model_type: str
-    """Of the language model as a model of its own."""
+    """Model type of the language model as a model of its own."""
     towers: tuple[str, ...]
     """Patterns of the names of all other tensors."""
     tied: Tied
@@ -36,8 +36,8 @@ class Nested:
     """Other names of ``tie_word_embeddings`` outside of the section, which count before it; in the section they do not
     count."""
     outside: tuple[str, ...] = ()
-    """Of classes that also read configs without a section, in which the language model's settings are outside of it:
-    patterns of the other keys. Exports have the section."""
+    """Patterns of keys, for classes that also read configs without a section, in which the language model's settings
+    are outside of it: patterns of the other keys. Exports have the section."""
 
     def is_around(self, hf: Mapping[str, Any]) -> bool:
         """Whether the language model of a config is this one; without its ``model_type`` any is."""
@@ -47,11 +47,11 @@ class Nested:
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
         """The names of the family for tensor names of a file."""
-        found = {}
+        new_names = {}
         for name in names:
             old = next((prefix for prefix in self.other_names if name.startswith(prefix)), "")
-            found[name] = self.other_names.get(old, "") + name.removeprefix(old)
-        return found
+            new_names[name] = self.other_names.get(old, "") + name.removeprefix(old)
+        return new_names
 
     def is_tower(self, tensor: str) -> bool:
         """Whether a tensor belongs to no language model."""
@@ -66,25 +66,25 @@ class Nested:
         hf, section = self._sections(hf)
         if not isinstance(section, Mapping):
             raise DataError(f"config.json: {_SECTION} must be the object of the language model, got {section!r:.60}.")
-        found = {**section, "model_type": self.model_type}
+        config = {**section, "model_type": self.model_type}
         if self.tied == "either":
-            found[_TIED] = bool(hf.get(_TIED) or section.get(_TIED))
+            config[_TIED] = bool(hf.get(_TIED) or section.get(_TIED))
         elif self.tied is not None:
-            given = next((hf[name] for name in (*self.tied_names, _TIED) if hf.get(name) is not None), None)
-            found = {name: value for name, value in found.items() if name not in self.tied_names}
-            found[_TIED] = self.tied and not has_head if given is None else given
-        return found
+            tied = next((hf[name] for name in (*self.tied_names, _TIED) if hf.get(name) is not None), None)
+            config = {name: value for name, value in config.items() if name not in self.tied_names}
+            config[_TIED] = self.tied and not has_head if tied is None else tied
+        return config
 
     def with_language_config(self, hf: Mapping[str, Any], language: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of ``language_config``: ``hf`` with another language model, and its other sections."""
         hf, section = self._sections(hf)
         section = section or {}
-        own = {key: value for key, value in language.items() if key != "architectures"}
+        section_keys = {key: value for key, value in language.items() if key != "architectures"}
         names = (_TIED, *self.tied_names)
         if self.tied is not None:
-            own = {key: value for key, value in own.items() if key not in names}
-        kept = ("architectures", "model_type", *(() if self.tied in (None, "either") else names))
-        config = {**hf, _SECTION: own | {key: section[key] for key in kept if key in section}}
+            section_keys = {key: value for key, value in section_keys.items() if key not in names}
+        kept_keys = ("architectures", "model_type", *(() if self.tied in (None, "either") else names))
+        config = {**hf, _SECTION: section_keys | {key: section[key] for key in kept_keys if key in section}}
         if self.tied == "either" and _TIED in section:
             config[_SECTION][_TIED] = section[_TIED] and language.get(_TIED, False)
         if self.tied is not None and language.get(_TIED, False) != self.language_config(config)[_TIED]:
@@ -97,7 +97,11 @@ class Nested:
         """The config without settings of the language model, and its section."""
         if hf.get(_SECTION) is not None or not self.outside or not hf:
             return hf, hf.get(_SECTION)
-        outer = {key: value for key, value in hf.items() if any(fnmatch.fnmatchcase(key, one) for one in self.outside)}
+        outer = {
+            key: value
+            for key, value in hf.items()
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.outside)
+        }
         shared = (_TIED, "dtype", "torch_dtype")
-        own = {key: value for key, value in hf.items() if key not in outer and key not in shared}
-        return outer | {key: hf[key] for key in shared if key in hf}, own
+        section = {key: value for key, value in hf.items() if key not in outer and key not in shared}
+        return outer | {key: hf[key] for key in shared if key in hf}, section

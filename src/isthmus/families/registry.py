@@ -59,21 +59,21 @@ def register_family(family: Family, *, replace: bool = False) -> Family:
 @cache
 def _installed() -> dict[str, Family]:
     """The families of Isthmus, and of packages with entry points in the group ``isthmus.families``."""
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         family = getattr(importlib.import_module(module.name), "FAMILY", None)
         if isinstance(family, Family):
-            found[family.name] = family
+            families[family.name] = family
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         family = entry.load()
-        if not isinstance(family, Family) or family.name in found:
+        if not isinstance(family, Family) or family.name in families:
             what = f"has the model_type {family.name!r} twice" if isinstance(family, Family) else "is no Family"
             raise UsageError(f"the entry point {entry.value} of {ENTRY_POINTS} {what}. Correct or remove its package.")
-        found[family.name] = family
-    return dict(sorted(found.items()))
+        families[family.name] = family
+    return dict(sorted(families.items()))
 
 
-def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Family:
+def family_for(hf_config: Mapping[str, Any], family_file: Path | None = None) -> Family:
     """The family of a Hugging Face config.
 
     ``beside`` is the inferred family that a checkpoint was converted with; it has precedence.
@@ -85,10 +85,10 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
     """
     model_type = hf_config.get("model_type")
     name = model_type if isinstance(model_type, str) else ""
-    if beside is None and name in all_families():
+    if family_file is None and name in all_families():
         family = all_families()[name]
         return family if family.nested is None else _variant(family, hf_config)
-    path = beside or _user_file(name)
+    path = family_file or _user_file(name)
     if path is None and hf_config.get("is_encoder_decoder"):
         raise UsageError(
             f"config.json: model_type {model_type!r} is an encoder-decoder model; only decoder-only models are "
@@ -109,15 +109,19 @@ def family_for(hf_config: Mapping[str, Any], beside: Path | None = None) -> Fami
 
 def _variant(family: Family, hf_config: Mapping[str, Any]) -> Family:
     """The family of a multimodal class around the language model of this config."""
-    around = {each.nested.model_type: each for each in (family, *family.variants) if each.nested is not None}
-    found = next((each for each in around.values() if each.nested and each.nested.is_around(hf_config)), None)
-    if found is None:
+    wrappers = {
+        variant.nested.model_type: variant for variant in (family, *family.variants) if variant.nested is not None
+    }
+    matching = next(
+        (variant for variant in wrappers.values() if variant.nested and variant.nested.is_around(hf_config)), None
+    )
+    if matching is None:
         kind = hf_config["text_config"]["model_type"]
         raise UsageError(
             f"config.json: {family.name} around a language model of type {kind!r:.60} is not supported; around "
-            f"{' and '.join(around)} it is."
+            f"{' and '.join(wrappers)} it is."
         )
-    return found
+    return matching
 
 
 def language_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

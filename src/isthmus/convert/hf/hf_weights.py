@@ -67,7 +67,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
     if (transposed := transposed_experts(source, family, arch)) is not None:
         source = transposed
         notes.append("the file has experts as [outputs, inputs]: an export has [inputs, outputs], as published files")
-    if family.nested is None and (passed := len(family.tensors_apart(source.tensors))):
+    if family.nested is None and (passed := len(family.copied_tensors(source.tensors))):
         patterns = family.passed_through or (f"of layers with {family.passed_layers}",)
         notes.append(
             f"{passed} tensors of MTP layers ({', '.join(patterns)}) are not computed or trained; exports "

@@ -163,9 +163,13 @@ class ConfigInference:
         return [
             name
             for name, value in self.effective.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and value != 0
-            and name not in known and not METADATA.fullmatch(name) and not is_dropout(name)
-        ]  # fmt: skip
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value != 0
+            and name not in known
+            and not METADATA.fullmatch(name)
+            and not is_dropout(name)
+        ]
 
     def check_meanings(self, live: Container[str]) -> None:
         """Raise UsageError if the meaning of a number that changes the logits is unknown."""

@@ -80,10 +80,14 @@ def read_family(data: Mapping[str, Any]) -> Family:
             rules=tuple(map(_rule, data["rules"])),
             dropout={},
             fixed={name: read_fixed(fixed) for name, fixed in data["fixed"].items()},
-            traits={_one_of(name, _FIELDS): tuple(value) if isinstance(value, list) else value
-                    for name, value in data["traits"].items()},
-            derived={_one_of(name, _FIELDS): Derived(formula, lambda _value, _arch: _NO_SETTINGS)
-                     for name, formula in formulas.items()},
+            traits={
+                _one_of(name, _FIELDS): tuple(value) if isinstance(value, list) else value
+                for name, value in data["traits"].items()
+            },
+            derived={
+                _one_of(name, _FIELDS): Derived(formula, lambda _value, _arch: _NO_SETTINGS)
+                for name, formula in formulas.items()
+            },
             sliding_window=style,
             sliding_window_default=window.get("default"),
             sliding_window_pattern=window.get("every"),
@@ -92,7 +96,7 @@ def read_family(data: Mapping[str, Any]) -> Family:
             ignorable=tuple(_text(ending) for ending in data.get("ignorable", ())),
             untrainable=noise_of(data["fixed"]),
             data=data,
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{type(error).__name__}: {error}.") from None
 

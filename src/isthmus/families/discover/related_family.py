@@ -65,7 +65,7 @@ def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
             required=tuple(name for name, entry in data["settings"].items() if "default" not in entry),
             untrainable=base.untrainable or noise_of(data["fixed"]),
             data=data,
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{type(error).__name__}: {error}.") from None
 
@@ -198,8 +198,11 @@ def _like(base: Family, unknown: Unknown) -> Data | None:
         else:
             if name == "mtp_layers":
                 traits[name] = 0  # transformers has no tensors of these layers
-    unsupported = [name for name, fixed in base.fixed.items()
-                   if not fixed.training and config.get(name, fixed.absent) not in fixed.allowed]  # fmt: skip
+    unsupported = [
+        name
+        for name, fixed in base.fixed.items()
+        if not fixed.training and config.get(name, fixed.absent) not in fixed.allowed
+    ]
     return {
         "format": FORMAT,
         "name": unknown.name,

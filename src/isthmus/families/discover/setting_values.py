@@ -44,8 +44,11 @@ def other_values(name: str, value: Any, family: Family, rotary_pairs: int) -> li
 
 def _other_ropes(value: Mapping[str, Any], pairs: int) -> list[Any]:
     if any(isinstance(inner, Mapping) for inner in value.values()):
-        return [{**value, kind: {**inner, "rope_theta": inner.get("rope_theta", 1e4) * 0.5}}
-                for kind, inner in value.items() if isinstance(inner, Mapping)]  # fmt: skip
+        return [
+            {**value, kind: {**inner, "rope_theta": inner.get("rope_theta", 1e4) * 0.5}}
+            for kind, inner in value.items()
+            if isinstance(inner, Mapping)
+        ]
     found: list[Any] = [{**value, "rope_theta": value.get("rope_theta", 1e4) * 0.1}]
     if value.get("rope_type", "default") == "default":
         found += [{**value, **rope} for rope in _ROPES]

@@ -63,7 +63,7 @@ FAMILY = Family(
     },
     derived={
         "embedding_multiplier": Derived(_multiplier, _enabled),
-        "unrotated_layers": unrotated_full_layers(window=1024, every=4, null_rotates=False),
+        "unrotated_layers": unrotated_full_layers(window=1024, pattern=4, null_rotates=False),
     },
     sliding_window="pattern",
     sliding_window_default=1024,

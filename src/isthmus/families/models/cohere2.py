@@ -11,7 +11,7 @@ FAMILY = Family(
     keys={name: key for name, key in cohere.FAMILY.keys.items() if name not in ("kv_channels", "qk_norm")},
     derived={
         "kv_channels": decoder.HEAD_DIM,
-        "unrotated_layers": unrotated_full_layers(window=4096, every=4, null_rotates=False),
+        "unrotated_layers": unrotated_full_layers(window=4096, pattern=4, null_rotates=False),
     },
     fixed=decoder.FIXED,
     traits=cohere.FAMILY.traits,

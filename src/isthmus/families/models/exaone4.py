@@ -15,7 +15,7 @@ FAMILY = Family(
         "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "norm_epsilon": number("rms_norm_eps", 1e-5),
     },
-    derived={"unrotated_layers": unrotated_full_layers(window=4096, every=4, null_rotates=True)},
+    derived={"unrotated_layers": unrotated_full_layers(window=4096, pattern=4, null_rotates=True)},
     fixed=decoder.FIXED,
     traits={"form": "post", "qk_norm": True},
     sliding_window="pattern",

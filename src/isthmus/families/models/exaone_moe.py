@@ -27,7 +27,7 @@ FAMILY = Family(
     traits={"qk_norm": True, "moe.score": "sigmoid", "moe.expert_bias": True},
     derived={
         "moe.dense_layers": expert_tensors.mlp_layer_types(dense=1, key="first_k_dense_replace"),
-        "unrotated_layers": unrotated_full_layers(window=4096, every=4, null_rotates=True),
+        "unrotated_layers": unrotated_full_layers(window=4096, pattern=4, null_rotates=True),
     },
     sliding_window="pattern",
     sliding_window_default=4096,

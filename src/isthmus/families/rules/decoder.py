@@ -77,8 +77,10 @@ def each_head_norms(q: str, k: str, **fields: Any) -> tuple[Rule, ...]:
     """QK norms with weights of their own for each head; the names are relative to the layer's attention."""
     names = (("q_layernorm.weight", q, "N"), ("k_layernorm.weight", k, "G"))
     return tuple(
-        in_layer(f"self_attention.{own}", f"self_attn.{hf}", "D", per_head=heads, init="ones", when="qk_norm", **fields)
-        for own, hf, heads in names
+        in_layer(
+            f"self_attention.{canonical}", f"self_attn.{hf}", "D", per_head=heads, init="ones", when="qk_norm", **fields
+        )
+        for canonical, hf, heads in names
     )
 
 
@@ -144,7 +146,7 @@ def flag(name: str, default: bool = False) -> Key:
 
 
 def number(name: str, default: float | None, *, optional: bool = False) -> Key:
-    """With ``optional`` or the default None, null means None."""
+    """Key of a number; with ``optional`` or the default None, null means None."""
     return Key(name, kind=float, default=default, optional=optional or default is None)
 
 

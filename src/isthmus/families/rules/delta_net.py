@@ -77,7 +77,7 @@ _LOW_RANK: tuple[tuple[str, tuple[str, str], str], ...] = (
 
 
 def qwen_mixers(projection: Rule) -> tuple[Rule, ...]:
-    """Of Qwen3-Next and Qwen3.5: gated attention, or a gated delta net with this projection."""
+    """Rules of Qwen3-Next and Qwen3.5: gated attention, or a gated delta net with this projection."""
     return (
         *in_layers("attention", *decoder.GATED_ATTENTION),
         *mixer_rules(projection, norm="norm", out="out_proj", time_step="plain_ones"),
@@ -121,14 +121,14 @@ def mixers(kind: Mixer, default: Callable[[Mapping[str, Any]], list[str]] = ever
             raise DataError(
                 f"config.json: layer_types must list the kind of each of {number} layers, got {types!r:.80}."
             )
-        if unknown := sorted({str(each) for each in types} - {LINEAR, FULL}):
+        if unknown := sorted({str(kind_name) for kind_name in types} - {LINEAR, FULL}):
             raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {LINEAR} and {FULL} are.")
-        return tuple((kind,) if each == LINEAR else ("attention",) for each in types)
+        return tuple((kind,) if kind_name == LINEAR else ("attention",) for kind_name in types)
 
-    def write(found: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
-        if other := {each for each in found if each not in ((kind,), ("attention",))}:
+    def write(layer_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+        if other := {kind_name for kind_name in layer_mixers if kind_name not in ((kind,), ("attention",))}:
             raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
-        found = found or (("attention",),) * arch.num_layers
-        return {"layer_types": [LINEAR if each == (kind,) else FULL for each in found]}
+        layer_mixers = layer_mixers or (("attention",),) * arch.num_layers
+        return {"layer_types": [LINEAR if kind_name == (kind,) else FULL for kind_name in layer_mixers]}
 
     return Derived(read, write)

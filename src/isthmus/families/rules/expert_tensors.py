@@ -68,7 +68,7 @@ GATED_SHARED_MLP = (
     *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
     SHARED_GATE,
 )
-"""Of Qwen: one shared expert with a gate."""
+"""Rules of Qwen: one shared expert with a gate."""
 DENSE_AND_MOE = (*DENSE, *ROUTER, *EXPERT_BIAS, *EXPERTS, *SHARED_EXPERTS)
 MLP = (*decoder.MLP_NORM, *DENSE_AND_MOE)
 RULES = decoder.pre_norm_rules(mlp=DENSE_AND_MOE)
@@ -102,8 +102,8 @@ def shared_experts(key: str, width: str, *, default: int, aliases: tuple[str, ..
     number = shared_width(key, default=default)
 
     def read(hf: Mapping[str, Any]) -> int:
-        named = [hf.get(name) for name in (key, *aliases)]
-        total: int = number.read({**hf, key: next((each for each in named if each is not None), default)})
+        values = [hf.get(name) for name in (key, *aliases)]
+        total: int = number.read({**hf, key: next((value for value in values if value is not None), default)})
         routed = _int(hf, "moe_intermediate_size")
         if total and hf.get(width) not in (None, routed):
             raise UsageError(

@@ -23,8 +23,8 @@ def sharing_layers(window: Window, pattern: Pattern) -> Derived:
         number: int = _NUMBER.read(hf)
         if number:
             layers = Key("num_hidden_layers").read(hf)
-            found, full = read_window(window, hf, 1, layers, pattern)
-            reach = [found is None or layer in full for layer in range(layers)]
+            size, full = read_window(window, hf, 1, layers, pattern)
+            reach = [size is None or layer in full for layer in range(layers)]
             if number >= layers or {*reach[: layers - number]} != {*reach}:
                 raise DataError(
                     f"config.json: {_NUMBER.hf}={number} of {layers} layers; those before must include layers with and "
@@ -56,8 +56,8 @@ ATTENTION = (
     *_also_sharing(*by_window(decoder.PROJECTION, *_Q_NORM)),
     *by_window(*_K_NORM),
 )
-"""Of layers with full attention, whose values may be keys, with a window, and that share keys; without biases."""
+"""Rules of layers with full attention, whose values may be keys, with a window, and that share keys; without biases."""
 UNUSED = _only_sharing(
     *by_window(*(in_layer("", f"self_attn.{name}.weight", "1") for name in ("k_proj", "v_proj", "k_norm")))
 )
-"""Of published files."""
+"""Names of published files."""

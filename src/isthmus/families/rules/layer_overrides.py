@@ -26,8 +26,8 @@ def full_attention_size(key: Key, older: Callable[[Mapping[str, Any]], int], win
             return older(hf)
         usual, number = key.read(hf), Key("num_hidden_layers").read(hf)
         overrides = _read_overrides(hf, number)
-        found, full = read_window(window[0], hf, 1, number, window[1])
-        without = {layer for layer in range(number) if found is None or layer in full}
+        size, full = read_window(window[0], hf, 1, number, window[1])
+        without = {layer for layer in range(number) if size is None or layer in full}
         sizes = {layer: key.read({**hf, **overrides.get(layer, {})}) for layer in range(number)}
         if any(sizes[layer] != usual for layer in sizes.keys() - without) or len({sizes[at] for at in without}) != 1:
             raise UsageError(
@@ -52,16 +52,17 @@ def full_attention_heads(key: Key) -> Callable[[Mapping[str, Any]], int]:
 
 
 def _read_overrides(hf: Mapping[str, Any], number: int) -> dict[int, Mapping[str, Any]]:
-    given = hf[_OVERRIDES] or {}
-    if not isinstance(given, Mapping) or not all(
-        str(layer).isdecimal() and int(layer) < number and isinstance(own, Mapping) for layer, own in given.items()
+    overrides = hf[_OVERRIDES] or {}
+    if not isinstance(overrides, Mapping) or not all(
+        str(layer).isdecimal() and int(layer) < number and isinstance(sizes, Mapping)
+        for layer, sizes in overrides.items()
     ):
         raise DataError(f"config.json: {_OVERRIDES} must have an object for layers from 0 to {number - 1}.")
-    if others := sorted({name for own in given.values() for name in own} - {*_SIZES}):
+    if others := sorted({name for sizes in overrides.values() for name in sizes} - {*_SIZES}):
         raise UsageError(
             f"config.json: {_OVERRIDES} with {', '.join(others)} is not supported; with {' and '.join(_SIZES)} it is."
         )
-    return {int(layer): own for layer, own in given.items()}
+    return {int(layer): sizes for layer, sizes in overrides.items()}
 
 
 def _write(_size: int, arch: Architecture) -> dict[str, Any]:

@@ -33,8 +33,8 @@ QWEN2_VL: dict[str, Any] = {
     "other_names": {"model.language_model.": "model.", "model.visual.": "visual."},
     "outside": ("vision_*", "image_*", "video_*", "architectures", "model_type", "transformers_version"),
 }
-"""Of Qwen2-VL and Qwen2.5-VL, whose published files have the names and the config of the language model alone, with a
-section for the tower."""
+"""Names of Qwen2-VL and Qwen2.5-VL, whose published files have the names and the config of the language model alone,
+with a section for the tower."""
 LLAVA_OTHER_NAMES = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
@@ -54,7 +54,7 @@ NATIVE: dict[str, Any] = {
     "towers": ("model.vision_tower.*", "model.multi_modal_projector.*"),
     "other_names": {},
 }
-"""Of classes whose published files have the names in the memory of transformers."""
+"""Names of classes whose published files have the names in the memory of transformers."""
 IDEFICS: dict[str, Any] = {
     "tied": False,
     "names": {"model.": "model.text_model."},

@@ -27,30 +27,30 @@ def newer_spelling(hf: Mapping[str, Any]) -> dict[str, Any]:
     """
     layers = Key("num_hidden_layers").read(hf)
     mtp = Key("num_nextn_predict_layers", default=0, null=lambda _hf: 0, least=0, aliases=("num_mtp_layers",)).read(hf)
-    found = dict(hf)
+    newer = dict(hf)
     for name in _LISTS:
-        if isinstance(given := hf.get(name), list):
-            if given and len(given) not in (layers, layers + mtp):
+        if isinstance(values := hf.get(name), list):
+            if values and len(values) not in (layers, layers + mtp):
                 raise DataError(
-                    f"config.json: {name} has {len(given)} entries for {layers} layers and {mtp} MTP layers."
+                    f"config.json: {name} has {len(values)} entries for {layers} layers and {mtp} MTP layers."
                 )
-            found[name] = given[:layers]
-    if found.get(_KINDS) is None:
-        found[_KINDS] = [_FULL] * layers
-    if found.get("mlp_layer_types") is None and hf.get(_EXPERTS) is not None:
+            newer[name] = values[:layers]
+    if newer.get(_KINDS) is None:
+        newer[_KINDS] = [_FULL] * layers
+    if newer.get("mlp_layer_types") is None and hf.get(_EXPERTS) is not None:
         chosen = _numbers(hf[_EXPERTS])
-        found["mlp_layer_types"] = ["sparse" if layer in chosen else "dense" for layer in range(layers)]
-    found[_WINDOW_HEADS] = _window_heads(found)
-    given = found.get(_PARAMETERS)
-    if not isinstance(given, Mapping) or not all(isinstance(given.get(kind), Mapping) for kind in found[_KINDS]):
-        found[_PARAMETERS] = _rotary(found)
-    return {name: value for name, value in found.items() if name not in (*_ROTARY, _EXPERTS, _OTHER, _OVERRIDES)}
+        newer["mlp_layer_types"] = ["sparse" if layer in chosen else "dense" for layer in range(layers)]
+    newer[_WINDOW_HEADS] = _window_heads(newer)
+    values = newer.get(_PARAMETERS)
+    if not isinstance(values, Mapping) or not all(isinstance(values.get(kind), Mapping) for kind in newer[_KINDS]):
+        newer[_PARAMETERS] = _rotary(newer)
+    return {name: value for name, value in newer.items() if name not in (*_ROTARY, _EXPERTS, _OTHER, _OVERRIDES)}
 
 
-def _numbers(given: Any) -> set[int]:
-    items = given.split(",") if isinstance(given, str) else given
+def _numbers(numbers: Any) -> set[int]:
+    items = numbers.split(",") if isinstance(numbers, str) else numbers
     if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items if str(item).strip()):
-        raise DataError(f"config.json: {_EXPERTS} must be numbers of layers, separated by commas, got {given!r:.60}.")
+        raise DataError(f"config.json: {_EXPERTS} must be numbers of layers, separated by commas, got {numbers!r:.60}.")
     return {int(item) for item in items if str(item).strip()}
 
 
@@ -58,15 +58,17 @@ def _window_heads(hf: Mapping[str, Any]) -> int:
     """Query heads of sliding-window layers: of ``per_layer_config``, else of older settings."""
     usual: int = Key(_HEADS, default=64).read(hf)
     if _OVERRIDES in hf:
-        given, kinds = hf[_OVERRIDES] or {}, hf[_KINDS]
-        if not isinstance(given, Mapping) or not all(isinstance(own, Mapping) for own in given.values()):
-            raise DataError(f"config.json: {_OVERRIDES} must have an object for each layer, got {given!r:.60}.")
-        heads = [{_HEADS: usual, **given.get(str(at), given.get(at, {}))} for at in range(len(kinds))]
-        windowed = [own for own, kind in zip(heads, kinds, strict=True) if kind == _SLIDING]
-        plain = [own for own, kind in zip(heads, kinds, strict=True) if kind != _SLIDING]
-        if any(own != {_HEADS: usual} for own in plain) or any(own != {_HEADS: own[_HEADS]} for own in windowed):
+        overrides, kinds = hf[_OVERRIDES] or {}, hf[_KINDS]
+        if not isinstance(overrides, Mapping) or not all(isinstance(sizes, Mapping) for sizes in overrides.values()):
+            raise DataError(f"config.json: {_OVERRIDES} must have an object for each layer, got {overrides!r:.60}.")
+        heads = [{_HEADS: usual, **overrides.get(str(at), overrides.get(at, {}))} for at in range(len(kinds))]
+        windowed = [sizes for sizes, kind in zip(heads, kinds, strict=True) if kind == _SLIDING]
+        plain = [sizes for sizes, kind in zip(heads, kinds, strict=True) if kind != _SLIDING]
+        if any(sizes != {_HEADS: usual} for sizes in plain) or any(
+            sizes != {_HEADS: sizes[_HEADS]} for sizes in windowed
+        ):
             raise UsageError(f"config.json: {_OVERRIDES} is supported for {_HEADS} of {_SLIDING} layers only.")
-        if len({own[_HEADS] for own in windowed}) > 1:
+        if len({sizes[_HEADS] for sizes in windowed}) > 1:
             raise UsageError(f"config.json: {_OVERRIDES} must have one {_HEADS} for all {_SLIDING} layers.")
         return Key(_HEADS).read(windowed[0]) if windowed else usual
     if hf.get(_WINDOW_HEADS) is not None or not (other := hf.get(_OTHER)):
@@ -90,16 +92,16 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     thetas = thetas if isinstance(thetas, list) else [thetas] * len(kinds)
     if shares is not None and not isinstance(shares, list):
         raise DataError(f"config.json: partial_rotary_factors must be a list, got {shares!r:.60}.")
-    found: dict[str, Any] = {}
+    rotary: dict[str, Any] = {}
     for theta, share, kind in zip(thetas, shares or [None] * len(kinds), kinds, strict=True):
-        own = {"rope_type": "default", "rope_theta": theta} | ({} if share is None else {_SHARE: share})
-        if found.setdefault(kind, own) != own:
+        parameters = {"rope_type": "default", "rope_theta": theta} | ({} if share is None else {_SHARE: share})
+        if rotary.setdefault(kind, parameters) != parameters:
             raise UsageError(f"config.json: rotary settings that differ among {kind} layers are not supported.")
-    if hf.get("rope_scaling") and _FULL in found:
+    if hf.get("rope_scaling") and _FULL in rotary:
         if not isinstance(hf["rope_scaling"], Mapping):
             raise DataError(f"config.json: rope_scaling must be an object, got {hf['rope_scaling']!r:.60}.")
-        found[_FULL] = {**found[_FULL], **hf["rope_scaling"]}
-    return found
+        rotary[_FULL] = {**rotary[_FULL], **hf["rope_scaling"]}
+    return rotary
 
 
 def _write_heads(heads: int | None, arch: Architecture) -> dict[str, Any]:
@@ -116,11 +118,11 @@ def swiglu_limits(key: str) -> Derived:
     """Limits by layer; null and 0 are none."""
 
     def read(hf: Mapping[str, Any]) -> tuple[float | None, ...]:
-        given = hf.get(key) or []
-        if not isinstance(given, list) or not all(isinstance(each, int | float | None) for each in given):
-            raise DataError(f"config.json: {key} must list numbers, got {given!r:.60}.")
-        if any((each or 0) < 0 for each in given):
-            raise DataError(f"config.json: {key} must not be negative, got {given!r:.60}.")
-        return tuple(float(each) if each else None for each in given) if any(given) else ()
+        limits = hf.get(key) or []
+        if not isinstance(limits, list) or not all(isinstance(limit, int | float | None) for limit in limits):
+            raise DataError(f"config.json: {key} must list numbers, got {limits!r:.60}.")
+        if any((limit or 0) < 0 for limit in limits):
+            raise DataError(f"config.json: {key} must not be negative, got {limits!r:.60}.")
+        return tuple(float(limit) if limit else None for limit in limits) if any(limits) else ()
 
     return Derived(read, lambda limits, arch: {key: [limit or 0.0 for limit in limits] or None})

@@ -48,9 +48,9 @@ _WINDOW_THETA = "rope_local_base_freq"
 _ALPHA = "alpha"
 """The factor of ``ntk_alpha``, in configs of ``dynamic`` scaling. A family that supports it has a default for it."""
 _QUERY_RATE = "llama_4_scaling_beta"
-"""Of families that have a default for it: queries grow with the position."""
+"""Key of families that have a default for it: queries grow with the position."""
 _PROPORTIONAL = "proportional"
-"""Of families whose default it is: the share of rotated channels is a setting of this kind of scaling."""
+"""Kind of families whose default it is: the share of rotated channels is a setting of this kind of scaling."""
 _MAGNITUDES = ("short_mscale", "long_mscale")
 """LongRoPE's ``attention_factor`` within and beyond the original length, of families that have a default for them."""
 
@@ -75,9 +75,9 @@ def read_rotary(
             share = window["window_attention.rotary_percent"] = windowed[_SHARE]
             _rotated(share, window_width)
     base, scaling = _read_rope(hf, defaults)
-    of_width = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _WIDTH in defaults else None
-    given = (_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE)) if defaults.get(_SHARE, 1) is not None else ()
-    share = _first(*(given[1:] if _is_proportional(scaling) else given), of_width, defaults.get(_SHARE), 1.0)
+    width_share = hf[_WIDTH] / head_width if isinstance(hf.get(_WIDTH), int) and _WIDTH in defaults else None
+    shares = (_flat_settings(hf, defaults).get(_SHARE), hf.get(_SHARE)) if defaults.get(_SHARE, 1) is not None else ()
+    share = _first(*(shares[1:] if _is_proportional(scaling) else shares), width_share, defaults.get(_SHARE), 1.0)
     if share != 1 and _SHARE not in defaults:
         raise UsageError(f"{_SHARE}={share} is not supported for this family; it must be 1.")
     width = _rotated(share, head_width)
@@ -113,7 +113,9 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
     nested = hf.get("rope_parameters") or {}
     if unknown := [key for key in nested if key not in _LAYERED] if isinstance(nested, Mapping) else []:
         raise UsageError(f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
-    if not isinstance(nested, Mapping) or not all(isinstance(one or {}, Mapping) for one in nested.values()):
+    if not isinstance(nested, Mapping) or not all(
+        isinstance(parameters or {}, Mapping) for parameters in nested.values()
+    ):
         raise DataError(f"config.json: rope_parameters must have an object for each kind of layer, got {nested!r}.")
     full, windowed = (dict(nested.get(kind) or {}) for kind in _LAYERED)
     default = defaults[_WINDOW_THETA]
@@ -141,10 +143,10 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     share = settings.get(_SHARE)
     for name in (_SHARE, *(name for names in others for name in names)):
         settings.pop(name, None)
-    named = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(named, str):
-        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {named!r}.")
-    kind: Any = _ALIASES.get(named, named)
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(rope_type, str):
+        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {rope_type!r}.")
+    kind: Any = _ALIASES.get(rope_type, rope_type)
     if kind == "mrope" and _OF_IMAGES[0] in defaults:
         kind = "default"
     if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
@@ -164,20 +166,20 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     if kind == "default":
         return float(theta), None
     context = hf.get("max_position_embeddings")
-    given = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
-    if kind == "dynamic" and given != context:
+    original_context = _first(hf.get(_CONTEXT), defaults.get(_CONTEXT), settings.get(_CONTEXT), context)
+    if kind == "dynamic" and original_context != context:
         raise UsageError(
-            f"rope type 'dynamic' with {_CONTEXT}={given} is not supported: it stretches the rotation of samples "
-            f"beyond max_position_embeddings, which is {context}. Make them equal."
+            f"rope type 'dynamic' with {_CONTEXT}={original_context} is not supported: it stretches the rotation of "
+            f"samples beyond max_position_embeddings, which is {context}. Make them equal."
         )
-    settings[_CONTEXT] = given
+    settings[_CONTEXT] = original_context
     if kind in ("yarn", "longrope") and settings.get("factor") is None and context and settings[_CONTEXT]:
         settings["factor"] = context / settings[_CONTEXT]
     for key in _NEEDED[kind]:
-        given = settings.get(key)
-        numbers = given if key in _LISTS and isinstance(given, Sequence) and given else [given]
+        value = settings.get(key)
+        numbers = value if key in _LISTS and isinstance(value, Sequence) and value else [value]
         if not all(isinstance(number, int | float) and 0 < number < _MAX_NUMBER for number in numbers):
-            raise DataError(f"config.json: rope type '{kind}' needs a positive {key}, got {given!r}.")
+            raise DataError(f"config.json: rope type '{kind}' needs a positive {key}, got {value!r}.")
     chosen = [*_NEEDED[kind], *(key for key in _OPTIONAL.get(kind, ()) if settings.get(key) is not None)]
     for key in chosen:
         if key not in _LISTS and not (isinstance(settings[key], int | float) and abs(settings[key]) < _MAX_NUMBER):
@@ -210,13 +212,13 @@ def write_rotary(
     arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """Config keys of the rotary settings; equivalent settings of ``base`` are kept."""
-    plain = {**base, **{plain: base[own] for plain, own in names.items() if base.get(own) is not None}}
+    plain = {**base, **{plain: base[spelling] for plain, spelling in names.items() if base.get(spelling) is not None}}
     if _WINDOW_THETA in defaults:
         plain = _by_layer(plain, defaults)[0]
     settings = _write_rope(arch, plain, defaults)
     if _OF_IMAGES[0] in defaults:
-        given = {**(plain.get("rope_scaling") or {}), **(plain.get("rope_parameters") or {})}
-        settings["rope_parameters"] |= {name: given[name] for name in _OF_IMAGES if name in given}
+        earlier = {**(plain.get("rope_scaling") or {}), **(plain.get("rope_parameters") or {})}
+        settings["rope_parameters"] |= {name: earlier[name] for name in _OF_IMAGES if name in earlier}
     is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
     if defaults.get(_SHARE) is not None and not (
         is_default and _SHARE not in (plain.get("rope_parameters") or defaults)
@@ -241,20 +243,20 @@ def write_rotary(
 def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that ``_read_rope`` reads, old and new."""
     scaling: dict[str, Any] | None = None
-    if (found := arch.rope_scaling) is not None:
-        scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary_base, found) else {}
-        for key in ("rope_theta", _SHARE) if found.kind != _PROPORTIONAL else ("rope_theta",):
+    if (rope := arch.rope_scaling) is not None:
+        scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary_base, rope) else {}
+        for key in ("rope_theta", _SHARE) if rope.kind != _PROPORTIONAL else ("rope_theta",):
             scaling.pop(key, None)
         if not scaling:
-            settings = [key for key in _OPTIONAL.get(found.kind, ()) if getattr(found, key) != _DEFAULTS[key]]
-            values = {key: getattr(found, key) for key in (*_NEEDED[found.kind], *settings)}
+            settings = [key for key in _OPTIONAL.get(rope.kind, ()) if getattr(rope, key) != _DEFAULTS[key]]
+            values = {key: getattr(rope, key) for key in (*_NEEDED[rope.kind], *settings)}
             scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         if _MAGNITUDES[0] in defaults:
-            scaling |= dict.fromkeys(_MAGNITUDES, found.attention_factor)
-        if found.kind == "ntk_alpha":
-            scaling |= {"rope_type": "dynamic", _ALPHA: found.factor, "factor": 1.0}
+            scaling |= dict.fromkeys(_MAGNITUDES, rope.attention_factor)
+        if rope.kind == "ntk_alpha":
+            scaling |= {"rope_type": "dynamic", _ALPHA: rope.factor, "factor": 1.0}
         else:
-            scaling |= {"rope_type": found.kind}
+            scaling |= {"rope_type": rope.kind}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": arch.rotary_base}
     return {"rope_parameters": parameters, "rope_theta": arch.rotary_base, "rope_scaling": scaling}
 

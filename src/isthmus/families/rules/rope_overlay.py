@@ -18,41 +18,41 @@ def overlay_rotary(config: Mapping[str, Any], keys: Mapping[str, Any], names: Ma
     scales from the context length of ``config``. ``names``: the family's names of settings, if they differ.
     """
     outside = {plain: names.get(plain, plain) for plain in _KEPT}
-    given = [name for name in ("rope_scaling", "rope_parameters") if name in keys]
-    own = {plain: keys[key] for plain, name in outside.items() for key in (plain, name) if key in keys}
+    sections = [name for name in ("rope_scaling", "rope_parameters") if name in keys]
+    outer_values = {plain: keys[key] for plain, name in outside.items() for key in (plain, name) if key in keys}
     nested = config.get("rope_parameters") or {}
-    if "full_attention" in nested or any("full_attention" in (keys.get(name) or {}) for name in given):
+    if "full_attention" in nested or any("full_attention" in (keys.get(name) or {}) for name in sections):
         return _by_layer(nested, keys, config.get("max_position_embeddings"))
-    if not given and not own:
+    if not sections and not outer_values:
         return {}
     before = {**nested, **(config.get("rope_scaling") or {})}
     before |= {plain: config[name] for plain, name in outside.items() if plain not in before and name in config}
-    for name in given:
+    for name in sections:
         before = _scaled(before, keys[name], config.get("max_position_embeddings"))
-    after = before | own
+    after = before | outer_values
     scaling = {key: value for key, value in after.items() if key not in _KEPT}
     changed = {name: after[plain] for plain, name in outside.items() if plain in after}
-    if "rope_scaling" in given or config.get("rope_scaling"):
+    if "rope_scaling" in sections or config.get("rope_scaling"):
         changed["rope_scaling"] = scaling if scaling.keys() - {"rope_type"} else None
-    if "rope_parameters" in given or nested:
+    if "rope_parameters" in sections or nested:
         changed["rope_parameters"] = {"rope_type": "default", **after}
     return changed
 
 
-def _scaled(before: Mapping[str, Any], given: Mapping[str, Any] | None, context: int | None) -> dict[str, Any]:
-    given = {"rope_type": "default"} if given is None else dict(given)
-    if "type" in given:
-        given["rope_type"] = given.pop("type")
+def _scaled(before: Mapping[str, Any], settings: Mapping[str, Any] | None, context: int | None) -> dict[str, Any]:
+    settings = {"rope_type": "default"} if settings is None else dict(settings)
+    if "type" in settings:
+        settings["rope_type"] = settings.pop("type")
     earlier = before.get("rope_type", before.get("type", "default"))
-    if given.get("rope_type", earlier) == earlier:
-        return {**before, **given}
-    kept = {key: before[key] for key in _KEPT if key in before}
-    scales = {_CONTEXT: context} if given["rope_type"] in ("yarn", "llama3") and context is not None else {}
-    return {**kept, **scales, **given}
+    if settings.get("rope_type", earlier) == earlier:
+        return {**before, **settings}
+    kept_settings = {key: before[key] for key in _KEPT if key in before}
+    scales = {_CONTEXT: context} if settings["rope_type"] in ("yarn", "llama3") and context is not None else {}
+    return {**kept_settings, **scales, **settings}
 
 
 def _by_layer(nested: Mapping[str, Any], keys: Mapping[str, Any], context: int | None) -> dict[str, Any]:
-    """Of a model whose sliding-window layers have another base: ``rope_parameters`` with the older keys, too."""
+    """Settings of a model whose windows have another base: ``rope_parameters`` with the older keys, too."""
     merged = {kind: dict(nested.get(kind) or {}) for kind in _LAYER.values()}
     for kind, settings in (keys.get("rope_parameters") or {}).items():
         # A setting that is not one of a layer kind is refused by the reader.

@@ -132,18 +132,20 @@ class Rule:
 
     def hf_shapes(self, arch: Architecture) -> dict[str, Shape]:
         """Shapes in the file by name; names keep their placeholders."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for part, (rows, *tail) in zip(self.parts, self.part_shapes(arch), strict=True):
-            found[part.name] = (found[part.name][0] + rows if part.name in found else rows, *tail)
+            shapes[part.name] = (shapes[part.name][0] + rows if part.name in shapes else rows, *tail)
         if self.transposed:
-            found = {name: shape[::-1] for name, shape in found.items()}
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
         if self.scalar:
-            found = dict.fromkeys(found, ())
+            shapes = dict.fromkeys(shapes, ())
         if self.stacked and self.per_head is not None:
-            found = {name: (len(self.parts), rows // len(self.parts)) for name, (rows, *_) in found.items()}
+            shapes = {name: (len(self.parts), rows // len(self.parts)) for name, (rows, *_) in shapes.items()}
         elif self.stacked:
-            found = {name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in found.items()}
-        return found
+            shapes = {
+                name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in shapes.items()
+            }
+        return shapes
 
     def blocks(self, arch: Architecture) -> list[RowBlock]:
         """All rows in canonical order; the blocks cover both sides exactly once."""
@@ -169,12 +171,12 @@ class Rule:
         order = self.hf_order or range(len(rows))
         sections = [other for other in order if self.parts[other].name == self.parts[part].name]
         repeats = symbol_size(self.hf_strands, sizes) if len(sections) > 1 else 1
-        own, all_sections = rows[part] // repeats, sum(rows[other] for other in sections) // repeats
+        section_rows, all_sections = rows[part] // repeats, sum(rows[other] for other in sections) // repeats
         before = sum(rows[other] for other in sections[: sections.index(part)]) // repeats
         end = first + length
         while first < end:
-            repeat, inside = divmod(first, own)
-            run = min(end - first, own - inside)
+            repeat, inside = divmod(first, section_rows)
+            run = min(end - first, section_rows - inside)
             yield repeat * all_sections + before + inside, run, 1
             first += run
 
@@ -204,8 +206,8 @@ def symbol_sizes(arch: Architecture) -> dict[str, int]:
         "2": 2,
         "4": 4,
     }
-    for kind, of_kind in (("", arch), (WINDOWED, arch.windowed)):
-        sizes |= {symbol + kind: size for symbol, size in _attention_sizes(of_kind).items()}
+    for kind, attention in (("", arch), (WINDOWED, arch.windowed)):
+        sizes |= {symbol + kind: size for symbol, size in _attention_sizes(attention).items()}
     if (moe := arch.moe) is not None:
         sizes |= {"E": moe.num_experts, "X": moe.ffn_hidden_size, "S": moe.shared_ffn_hidden_size}
         sizes["Hx"] = moe.latent_size or arch.hidden_size
@@ -236,9 +238,9 @@ def _state_space_sizes(arch: Architecture) -> dict[str, int]:
     if (two := arch.mamba2) is not None:
         inner, groups = two.num_heads * two.head_dim, two.num_groups * two.state_size
         sizes |= {"Mi": inner, "Mg": groups, "Mh": two.num_heads, "Mk": two.kernel}
-    if (one := arch.mamba) is not None:
-        sizes |= {"Ci": one.inner_size, "Cs": one.state_size, "Cr": one.time_step_rank, "Ck": one.kernel}
-        sizes["Cx"] = one.time_step_rank + 2 * one.state_size
+    if (mamba := arch.mamba) is not None:
+        sizes |= {"Ci": mamba.inner_size, "Cs": mamba.state_size, "Cr": mamba.time_step_rank, "Ck": mamba.kernel}
+        sizes["Cx"] = mamba.time_step_rank + 2 * mamba.state_size
     if (short := arch.short_convolution) is not None:
         sizes["Sk"] = short.kernel
     return sizes
@@ -246,8 +248,11 @@ def _state_space_sizes(arch: Architecture) -> dict[str, int]:
 
 def _attention_sizes(arch: Architecture) -> dict[str, int]:
     heads, groups, width, values = (
-        arch.num_attention_heads, arch.num_query_groups, arch.kv_channels, arch.value_width,
-    )  # fmt: skip
+        arch.num_attention_heads,
+        arch.num_query_groups,
+        arch.kv_channels,
+        arch.value_width,
+    )
     value_heads = (0 if arch.values_are_keys else groups) + (heads if arch.attention_gate else 0)
     rows = (heads + groups) * width + value_heads * values
     return {"N": heads, "G": groups, "D": width, "Vh": values, "W": rows}
@@ -318,14 +323,14 @@ def renamed(rules: tuple[Rule, ...], names: Mapping[str, str]) -> tuple[Rule, ..
 def by_window(*rules: Rule) -> tuple[Rule, ...]:
     """Rules of attention for layers with full attention, then with the sizes of sliding-window layers for those."""
 
-    def of_windows(symbol: str) -> str:
+    def windowed_symbol(symbol: str) -> str:
         return "*".join(name + WINDOWED if name in _ATTENTION else name for name in symbol.split("*"))
 
     windowed = (
         replace(
             rule,
-            strands=of_windows(rule.strands),
-            parts=tuple(HfPart(part.name, tuple(map(of_windows, part.symbols))) for part in rule.parts),
+            strands=windowed_symbol(rule.strands),
+            parts=tuple(HfPart(part.name, tuple(map(windowed_symbol, part.symbols))) for part in rule.parts),
         )
         for rule in rules
     )

@@ -42,12 +42,12 @@ class TensorSlice:
 
     def view(self, tensor: Tensor) -> Tensor:
         """A view of this rank's ``tensor``, in the shape of the Hugging Face rectangle."""
-        found = tensor[self.local]
+        view = tensor[self.local]
         if self.scalar:
-            return found.view(())
+            return view.view(())
         if self.transposed:
-            found = found.mT if found.dim() > 1 else found
-        return found[None] if self.stacked else found
+            view = view.mT if view.dim() > 1 else view
+        return view[None] if self.stacked else view
 
 
 def unsharded(arch: Architecture) -> Layout:
@@ -67,15 +67,15 @@ def owned_slices(rule: Rule, arch: Architecture, layout: Layout) -> list[tuple[I
     """This rank's rectangles of the canonical tensor, without padding, and their positions in its shard."""
     axis = _axis(rule)
     rows = rule.canonical_shape(arch)[axis]
-    found: list[tuple[Index, Index]] = []
+    slices: list[tuple[Index, Index]] = []
     local = 0
     for start, length in _spans(rule, arch, _padded_shape(rule, arch, layout)[axis], layout):
         real = min(length, rows - start)
         if real > 0:
             before = (slice(None),) * axis
-            found.append(((*before, slice(start, start + real)), (*before, slice(local, local + real))))
+            slices.append(((*before, slice(start, start + real)), (*before, slice(local, local + real))))
         local += length
-    return found
+    return slices
 
 
 def tensor_slices(rule: Rule, arch: Architecture, layout: Layout, expert: int = 0) -> list[TensorSlice]:
@@ -85,10 +85,10 @@ def tensor_slices(rule: Rule, arch: Architecture, layout: Layout, expert: int = 
     than ranks, a group is split across ranks at the even boundaries that Megatron-Core expects. ``expert`` is the
     number of the expert in the layer.
     """
-    found: list[TensorSlice] = []
+    slices: list[TensorSlice] = []
     for owned, local in owned_slices(rule, arch, layout):
-        found += hf_slices(rule, arch, owned, local, expert)
-    return sorted(found, key=lambda piece: piece.part)
+        slices += hf_slices(rule, arch, owned, local, expert)
+    return sorted(slices, key=lambda piece: piece.part)
 
 
 def intersect_rows(owned: Index, local: Index, rows: slice) -> tuple[Index, Index] | None:
@@ -113,7 +113,7 @@ def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert
     rows, *columns = _bounded(owned, shape)
     local_rows, *local_columns = _bounded(local, shape)
     shift = local_rows.start - rows.start
-    found: list[TensorSlice] = []
+    slices: list[TensorSlice] = []
     for b in rule.blocks(arch):
         low, high = max(b.at, rows.start), min(b.at + b.length, rows.stop)
         if low >= high:
@@ -129,20 +129,20 @@ def hf_slices(rule: Rule, arch: Architecture, owned: Index, local: Index, expert
         if rule.scalar:
             hf = ()
         here = (slice(low + shift, high + shift), *local_columns)
-        found.append(TensorSlice(b.part, hf, here, rule.transposed, rule.stacked, rule.scalar))
-    return found
+        slices.append(TensorSlice(b.part, hf, here, rule.transposed, rule.stacked, rule.scalar))
+    return slices
 
 
 def assemble(rule: Rule, arch: Architecture, read: Read, expert: int = 0) -> Tensor:
     """The unsharded canonical tensor; ``read(part, index)`` returns a rectangle of a Hugging Face tensor."""
-    found: Tensor | None = None
+    tensor: Tensor | None = None
     for piece in tensor_slices(rule, arch, unsharded(arch), expert):
         rectangle = read(piece.part, piece.hf)
-        if found is None:
-            found = torch.empty(rule.canonical_shape(arch), dtype=rectangle.dtype)
-        piece.view(found).copy_(rectangle)
-    assert found is not None
-    return found
+        if tensor is None:
+            tensor = torch.empty(rule.canonical_shape(arch), dtype=rectangle.dtype)
+        piece.view(tensor).copy_(rectangle)
+    assert tensor is not None
+    return tensor
 
 
 def check_tp_size(arch: Architecture, tp_size: int) -> None:
@@ -150,7 +150,7 @@ def check_tp_size(arch: Architecture, tp_size: int) -> None:
     if (why := _tp_mismatch(arch, tp_size)) is None:
         return
     fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _tp_mismatch(arch, tp) is None]
-    raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {_one_of(fitting)}.")
+    raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {_choices(fitting)}.")
 
 
 def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
@@ -162,15 +162,17 @@ def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
     experts, width = arch.moe.num_experts, arch.moe.ffn_hidden_size
     if ep_size < 1 or experts % ep_size:
         fitting = [ep for ep in range(1, experts + 1) if experts % ep == 0]
-        raise UsageError(f"ep={ep_size} does not divide num_experts={experts} ({arch.family}). Use {_one_of(fitting)}.")
+        raise UsageError(
+            f"ep={ep_size} does not divide num_experts={experts} ({arch.family}). Use {_choices(fitting)}."
+        )
     if etp_size < 1 or width % etp_size:
         fitting = [etp for etp in range(1, arch.num_attention_heads + 1) if width % etp == 0]
         raise UsageError(
-            f"etp={etp_size} does not divide the experts' width {width} ({arch.family}). Use {_one_of(fitting)}."
+            f"etp={etp_size} does not divide the experts' width {width} ({arch.family}). Use {_choices(fitting)}."
         )
 
 
-def _one_of(sizes: list[int]) -> str:
+def _choices(sizes: list[int]) -> str:
     """``1, 2 or 4``."""
     words = list(map(str, sizes))
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -32,7 +32,7 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 
 
 def read_window(
-    style: Window, hf: Mapping[str, Any], default: int | None, num_layers: int, every: Pattern | None = None
+    style: Window, hf: Mapping[str, Any], default: int | None, num_layers: int, pattern: Pattern | None = None
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window size in tokens, including the query's own, and the layers with full attention.
 
@@ -50,7 +50,7 @@ def read_window(
         return window, ()
     kinds = hf.get("layer_types")
     if kinds is None:
-        kinds = _default_kinds(style, hf, window, num_layers, every)
+        kinds = _default_kinds(style, hf, window, num_layers, pattern)
     if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
         raise DataError(f"config.json: layer_types must list the kind of each of {num_layers} layers, got {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {_FULL, other}):
@@ -68,20 +68,20 @@ def read_window(
 
 
 def _default_kinds(
-    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, every: Pattern | None
+    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, pattern: Pattern | None
 ) -> list[str]:
     if style == "chunks":
         unrotated = read_unrotated(hf)
         return [_FULL if layer in unrotated else _CHUNKED for layer in range(num_layers)]
-    if callable(every):
-        return [_FULL if every(layer) else _SLIDING for layer in range(num_layers)]
+    if callable(pattern):
+        return [_FULL if pattern(layer) else _SLIDING for layer in range(num_layers)]
     if style in ("pattern", "first_and_pattern", "pattern_and_last"):
-        period = _positive(hf, "sliding_window_pattern", every) or every or 1
+        period = _positive(hf, "sliding_window_pattern", pattern) or pattern or 1
         kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
         return [_FULL, *kinds[1:]] if style == "first_and_pattern" else kinds
     if style == "listed":
         return [_FULL if window is None else _SLIDING] * num_layers
-    full = hf.get("max_window_layers", every or 28) if window is not None else num_layers
+    full = hf.get("max_window_layers", pattern or 28) if window is not None else num_layers
     if not isinstance(full, int):
         raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")
     full = max(0, min(full, num_layers))

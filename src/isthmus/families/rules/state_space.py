@@ -94,11 +94,13 @@ EXPANSION = Key("mamba_expand", default=2, decode=lambda expand, hf: expand * Ke
 def _read_limit(hf: Mapping[str, Any]) -> tuple[float, float]:
     limit = hf.get("time_step_limit") or (0.0, float("inf"))
     if isinstance(limit, list | tuple):
-        limit = [float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each for each in limit]
+        limit = [
+            float(bound["__float__"]) if isinstance(bound, dict) and "__float__" in bound else bound for bound in limit
+        ]
     if (
         not isinstance(limit, list | tuple)
         or len(limit) != 2
-        or not all(isinstance(each, int | float) for each in limit)
+        or not all(isinstance(bound, int | float) for bound in limit)
     ):
         raise DataError(f"config.json: time_step_limit must be a list of two numbers, got {limit!r:.60}.")
     return float(limit[0]), float(limit[1])
@@ -138,9 +140,9 @@ def mixers_by_type(names: Mapping[str, Mixer], default: Callable[[Mapping[str, A
             raise DataError(
                 f"config.json: layer_types must list the kind of each of {number} layers, got {types!r:.80}."
             )
-        if unknown := sorted({str(each) for each in types} - names.keys()):
+        if unknown := sorted({str(kind_name) for kind_name in types} - names.keys()):
             raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {' and '.join(names)} are.")
-        return tuple((names[each],) for each in types)
+        return tuple((names[kind_name],) for kind_name in types)
 
     def write(_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
         written = {names[name]: name for name in reversed(list(names))}
@@ -151,10 +153,10 @@ def mixers_by_type(names: Mapping[str, Mixer], default: Callable[[Mapping[str, A
 
 def single_mixers(arch: Architecture, *allowed: Mixer) -> list[Mixer]:
     """The mixer of each layer; UsageError if a layer has not exactly one of those allowed."""
-    found = [arch.mixers_of(layer) for layer in range(arch.num_layers)]
-    if other := {mixers for mixers in found if len(mixers) != 1 or mixers[0] not in allowed}:
+    layer_mixers = [arch.mixers_of(layer) for layer in range(arch.num_layers)]
+    if other := {mixers for mixers in layer_mixers if len(mixers) != 1 or mixers[0] not in allowed}:
         raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
-    return [mixer for (mixer,) in found]
+    return [mixer for (mixer,) in layer_mixers]
 
 
 def without_attention(mixer: Mixer, channels: Key) -> dict[str, Derived]:
@@ -187,7 +189,7 @@ ONE_BLOCK_FIXED = {
     "rescale_prenorm_residual": Fixed((False,), "transformers scales the weights whenever it loads them"),
 }
 ONE_BLOCK_TRAITS: dict[str, Any] = {"position": "none", "kv_channels": 64, "max_position_embeddings": 1 << 20}
-"""Of these models; the last two have no effect."""
+"""Traits of these models; the last two have no effect."""
 ONE_BLOCK_NAMES = {
     "model.embed_tokens": "backbone.embeddings",
     "model.layers": "backbone.layers",

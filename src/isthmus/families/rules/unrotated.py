@@ -11,7 +11,7 @@ from isthmus.families.family import Derived, Key
 from isthmus.families.rules.sliding_window import Pattern, read_window
 
 
-def unrotated_full_layers(*, window: int | None, every: Pattern, null_rotates: bool) -> Derived:
+def unrotated_full_layers(*, window: int | None, pattern: Pattern, null_rotates: bool) -> Derived:
     """Only layers with a sliding window are rotated; with ``null_rotates`` all, if ``sliding_window`` is null.
 
     ``window`` and ``every`` are the family's ``sliding_window_default`` and ``sliding_window_pattern``.
@@ -21,7 +21,7 @@ def unrotated_full_layers(*, window: int | None, every: Pattern, null_rotates: b
         if null_rotates and hf.get("sliding_window", window) is None:
             return ()
         layers = Key("num_hidden_layers").read(hf)
-        size, full = read_window("pattern", hf, window, layers, every)
+        size, full = read_window("pattern", hf, window, layers, pattern)
         return full if size is not None else tuple(range(layers))
 
     def write(unrotated: tuple[int, ...], arch: Architecture) -> Mapping[str, Any]:
