@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.engine.checkpoint.index_file import COMMON_OBJECT
+from isthmus.engine.tensor_names import COMMON_OBJECT
 from isthmus.errors import DataError
 from isthmus.platforms.torch_features import fsdp_sums_gradients
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint

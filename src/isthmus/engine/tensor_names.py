@@ -13,6 +13,10 @@ from itertools import accumulate, pairwise
 
 from isthmus.families.architecture import Architecture
 
+COMMON_FILE = "common.pt"
+"""What is not a tensor, as megatron-core reads it."""
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The same as an object in the index: a list of one dict. megatron-core 0.19 writes only this."""
 _FUSED_INPUT_NORMS = {
     "attention": "self_attention.linear_qkv.layer_norm_",
     "gated_delta_net": "self_attention.in_proj.layer_norm_",

@@ -16,8 +16,7 @@ from isthmus.convert.canonical import CanonicalWeights, unique_placements
 from isthmus.convert.coverage import reject_mismatch
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import args_in, read_torch_pickle
-from isthmus.engine.checkpoint.index_file import COMMON_FILE, COMMON_OBJECT
-from isthmus.engine.tensor_names import CheckpointSlot, Spelling, is_model_key, spelling_of
+from isthmus.engine.tensor_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot, Spelling, is_model_key, spelling_of
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family

@@ -19,8 +19,7 @@ from torch import Tensor
 from isthmus.convert.canonical import Destination, unique_placements
 from isthmus.convert.torch_dist import dcp_metadata as dcp
 from isthmus.convert.torch_pickle import read_torch_pickle, save_without_data
-from isthmus.engine.checkpoint.index_file import COMMON_FILE, COMMON_OBJECT
-from isthmus.engine.tensor_names import CheckpointSlot, spelling_of
+from isthmus.engine.tensor_names import COMMON_FILE, COMMON_OBJECT, CheckpointSlot, spelling_of
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import disk_errors
 from isthmus.families.architecture import Architecture

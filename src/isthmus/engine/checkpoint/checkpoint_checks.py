@@ -13,7 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from isthmus.engine.checkpoint.common_state import has_common_state
-from isthmus.engine.checkpoint.index_file import COMMON_FILE, INDEX, read_index
+from isthmus.engine.checkpoint.index_file import INDEX, read_index
+from isthmus.engine.tensor_names import COMMON_FILE
 from isthmus.errors import DataError, MissingInput
 from isthmus.files.checked_files import ChecksumVerifier
 

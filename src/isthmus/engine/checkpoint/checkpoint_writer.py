@@ -31,10 +31,10 @@ from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
 from isthmus.engine.checkpoint.common_state import common_object
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
-from isthmus.engine.checkpoint.index_file import COMMON_FILE
 from isthmus.engine.checkpoint.run_state import Progress, saved_state, sharding_metadata
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.engine.step import Stepper
+from isthmus.engine.tensor_names import COMMON_FILE
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import IsthmusError
 from isthmus.files.atomic_write import TEMPORARY

@@ -13,7 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from isthmus.engine.checkpoint.index_file import COMMON_FILE, COMMON_OBJECT, read_index
+from isthmus.engine.checkpoint.index_file import read_index
+from isthmus.engine.tensor_names import COMMON_FILE, COMMON_OBJECT
 from isthmus.errors import DataError
 from isthmus.files.checked_files import ChecksumVerifier
 

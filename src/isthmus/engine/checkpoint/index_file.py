@@ -14,10 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from isthmus.errors import DataError, UnsafeInput
 
 INDEX = ".metadata"
-COMMON_FILE = "common.pt"
-"""What is not a tensor, as megatron-core reads it."""
-COMMON_OBJECT = "common_state/shard_0_1"
-"""The same as an object in the index: a list of one dict. megatron-core 0.19 writes only this."""
 _CLASSES: dict[tuple[str, str], Any] = {
     (metadata.__name__, name): getattr(metadata, name)
     for name in (
