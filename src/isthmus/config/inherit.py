@@ -53,7 +53,7 @@ def read_settings(path: Path, on_error: Callable[[str], None], kind: Kind = "tra
 
 def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], kind: Kind) -> Iterator[Setting]:
     if path.resolve() in [earlier.resolve() for earlier in chain]:
-        cycle = " -> ".join(str(each) for each in (*chain, path))
+        cycle = " -> ".join(str(file) for file in (*chain, path))
         raise UsageError(f"the bases of config files form a cycle: {cycle}. Remove one of the bases.")
     values, places = _load(path, chain)
     for base in _bases(values, path, kind):
@@ -74,9 +74,9 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
         text = read_bytes(path, TEXT_BYTES).decode("utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
         if chain:
-            named = " -> ".join(str(each) for each in (*chain, path))
+            chain_text = " -> ".join(str(file) for file in (*chain, path))
             raise UsageError(
-                f"{path}: there is no such base file ({named}). Bases are relative to the file that lists them."
+                f"{path}: there is no such base file ({chain_text}). Bases are relative to the file that lists them."
             ) from error
         raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
     except UnicodeDecodeError as error:
@@ -93,19 +93,19 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
 
 
 def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
-    named = [name for name in _BASES if values.get(name) is not None]
-    if len(named) > 1:
+    base_keys = [name for name in _BASES if values.get(name) is not None]
+    if len(base_keys) > 1:
         raise UsageError(f"{path} has both bases and extends, which mean the same. Keep one of them.")
-    listed = values[named[0]] if named else []
+    listed = values[base_keys[0]] if base_keys else []
     listed = [listed] if isinstance(listed, str) else listed
     if not isinstance(listed, list) or not all(isinstance(base, str) for base in listed):
-        raise UsageError(f"{path}  {named[0]}  must be a list of files, got {listed!r}.")
+        raise UsageError(f"{path}  {base_keys[0]}  must be a list of files, got {listed!r}.")
     try:
         return [path.parent / os.path.expanduser(config_path(str(_filled(base)), kind)) for base in listed]
     except KeyError as unset:
         name = unset.args[0]
         raise UsageError(
-            f"{path}  {named[0]}  {name} is not set; set it, or give a default: ${{{name}:...}}"
+            f"{path}  {base_keys[0]}  {name} is not set; set it, or give a default: ${{{name}:...}}"
         ) from unset
 
 
@@ -133,8 +133,8 @@ def _leaves(
 
 def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
     # Values of an alias or a merge have no position.
-    found = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
-    return f"{path}:{found[0]}:{found[1]}"
+    position = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
+    return f"{path}:{position[0]}:{position[1]}"
 
 
 def _filled(value: Any) -> Any:

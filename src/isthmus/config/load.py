@@ -31,14 +31,14 @@ _OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """The given settings of a run and their origins."""
+    """The settings of a run and their origins."""
 
-    given: dict[str, Any]
-    """From files, flags and overrides."""
+    values: dict[str, Any]
+    """Settings of files, flags and overrides."""
     origins: Mapping[Key, str]
     """``file:line:column``, an option, or ``command line``."""
     config: RunConfig | None
-    """With defaults, validated; None if not requested."""
+    """Config with defaults, validated; None if not requested."""
 
 
 def load_config(
@@ -147,8 +147,8 @@ class _Draft:
                 self.errors.append(f"command line  {override:.200}  the value is not YAML: {error.reason}")
                 return
             value = text
-        whole = isinstance(value, str) or key not in _TEXT or (key in _SHORT and isinstance(value, dict))
-        self.put(key, value if whole else text, "command line")
+        replaces = isinstance(value, str) or key not in _TEXT or (key in _SHORT and isinstance(value, dict))
+        self.put(key, value if replaces else text, "command line")
 
     def put(self, key: Key, value: Any, origin: str) -> None:
         """Set a value; a mapping is merged with the settings so far."""
@@ -190,16 +190,17 @@ class _Draft:
         for other in ((key[0], name) for name in names if name != key[1]):
             if other in self.origins and _file_of(self.origins[other]) != _file_of(origin):
                 self.values[key[0]].pop(other[1], None)
-                self.origins = {each: place for each, place in self.origins.items() if each[:2] != other}
+                self.origins = {name: place for name, place in self.origins.items() if name[:2] != other}
 
     def raise_errors(self) -> None:
         if self.errors:
             raise UsageError(_joined(self.errors))
 
     def check(self, recipe: str | None) -> RunConfig:
-        named = self.values.setdefault("recipe", recipe) if recipe is not None else None
-        if recipe is not None and named != recipe:
-            reason_ = f"is {named!r}, but the command is {recipe}; use the command of that recipe, or remove this line"
+        recipe_in_file = self.values.setdefault("recipe", recipe) if recipe is not None else None
+        if recipe is not None and recipe_in_file != recipe:
+            hint = "use the command of that recipe, or remove this line"
+            reason_ = f"is {recipe_in_file!r}, but the command is {recipe}; {hint}"
             self.errors.append(self._line(("recipe",), reason_))
             self.values["recipe"] = recipe
         for name, section in RunConfig.model_fields.items():

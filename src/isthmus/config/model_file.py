@@ -10,10 +10,10 @@ from isthmus.config.load import load_settings
 from isthmus.config.presets import config_path
 
 
-def read_model(named: str) -> dict[str, Any]:
+def read_model(source: str) -> dict[str, Any]:
     """The keys of ``preset:NAME`` or of a YAML file, merged with those of its bases."""
-    path: Path = config_path(named, "models")
-    return load_settings(None, path, check=False, kind="models").given
+    path: Path = config_path(source, "models")
+    return load_settings(None, path, check=False, kind="models").values
 
 
 def merge_config(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

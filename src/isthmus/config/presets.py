@@ -26,29 +26,29 @@ def preset_names(kind: Kind = "train") -> list[str]:
     return sorted(path.stem for path in (_FOLDER / kind).glob("*.yaml"))
 
 
-def config_path(named: str, kind: Kind = "train") -> Path:
+def config_path(source: str, kind: Kind = "train") -> Path:
     """The file of a path or of ``preset:NAME``."""
-    if not named.startswith(PREFIX):
-        return Path(named)
-    name = named.removeprefix(PREFIX)
+    if not source.startswith(PREFIX):
+        return Path(source)
+    name = source.removeprefix(PREFIX)
     if name not in preset_names(kind):
         if (other := kind_of(name)) != kind and name in preset_names(other):
             what, hint = _WORDS[other]
-            raise UsageError(f"{named} is {what}, expected {_WORDS[kind][0]}. {hint}")
+            raise UsageError(f"{source} is {what}, expected {_WORDS[kind][0]}. {hint}")
         near = difflib.get_close_matches(name, preset_names(kind), n=1)
         guess = f"Did you mean {PREFIX}{near[0]}? " if near else ""
         raise UsageError(f"there is no preset {name!r}. {guess}`isthmus config ls` lists them.")
     return _FOLDER / kind / f"{name}.yaml"
 
 
-def is_model_file(named: str) -> bool:
+def is_model_file(source: str) -> bool:
     """Whether ``model.path`` is a YAML file or a preset, which have no weights."""
-    return named.startswith(PREFIX) or named.lower().endswith((".yaml", ".yml"))
+    return source.startswith(PREFIX) or source.lower().endswith((".yaml", ".yml"))
 
 
-def kind_of(named: str) -> Kind:
+def kind_of(source: str) -> Kind:
     """``train`` for files and unknown names."""
-    return next((kind for kind in _WORDS if named.removeprefix(PREFIX) in preset_names(kind)), "train")
+    return next((kind for kind in _WORDS if source.removeprefix(PREFIX) in preset_names(kind)), "train")
 
 
 def about(name: str, kind: Kind = "train") -> str:

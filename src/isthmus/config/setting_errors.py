@@ -103,14 +103,14 @@ def _suggestion(key: Key) -> str | None:
     last = key[-1].replace("-", "_").lower()
     if last in other_names():
         return other_names()[last]
-    every = list(settings())
-    near = difflib.get_close_matches(last, [known[-1] for known in every if known[:-1] == key[:-1]], n=1)
+    known_keys = list(settings())
+    near = difflib.get_close_matches(last, [known[-1] for known in known_keys if known[:-1] == key[:-1]], n=1)
     if near:
         return dotted((*key[:-1], near[0]))
-    whole = difflib.get_close_matches(dotted((*key[:-1], last)), map(dotted, every), n=1, cutoff=0.8)
-    if whole:
-        return whole[0]
-    owners = [dotted(known) for known in every if known[-1] == last]
+    full_matches = difflib.get_close_matches(dotted((*key[:-1], last)), map(dotted, known_keys), n=1, cutoff=0.8)
+    if full_matches:
+        return full_matches[0]
+    owners = [dotted(known) for known in known_keys if known[-1] == last]
     if owners:
         return " or ".join(owners)
     sections = [name for name, field in RunConfig.model_fields.items() if _fields(field.annotation)]
@@ -134,7 +134,7 @@ def _show(value: Any) -> str:
 
 
 def _hint(kind: str, value: Any) -> str:
-    """For text instead of a number or a boolean; YAML 1.1 booleans are text in 1.2."""
+    """Hint for text instead of a number or a boolean; YAML 1.1 booleans are text in 1.2."""
     if not isinstance(value, str):
         return ""
     if kind == "bool_type":

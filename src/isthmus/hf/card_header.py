@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 FILE = "README.md"
-_OF_BASE = ("license", "license_name", "license_link", "language")
+_INHERITED_KEYS = ("license", "license_name", "license_link", "language")
 
 
 def inherited_metadata(folder: Path) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def inherited_metadata(folder: Path) -> dict[str, Any]:
         data = ModelCard((folder / FILE).read_text(encoding="utf-8")).data.to_dict()
     except Exception:  # the YAML library raises its own errors
         return {}
-    return {key: data[key] for key in _OF_BASE if data.get(key)}
+    return {key: data[key] for key in _INHERITED_KEYS if data.get(key)}
 
 
 def render_card(metadata: Mapping[str, Any], body: str) -> str:

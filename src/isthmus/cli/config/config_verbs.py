@@ -51,7 +51,7 @@ def show(options: ShowOptions) -> int:
     if options.recipe is not None and not options.resolved:
         raise UsageError("--recipe needs --resolved, which validates the settings. Add --resolved, or leave it out.")
     loaded = load_settings(options.recipe, file, overrides, check=options.resolved, kind=kind)
-    values = loaded.given if loaded.config is None else loaded.config.model_dump(mode="json")
+    values = loaded.values if loaded.config is None else loaded.config.model_dump(mode="json")
     if not options.origin:
         print(write_mapping(values).rstrip("\n"))
         return 0

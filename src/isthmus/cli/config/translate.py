@@ -79,7 +79,7 @@ def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str],
     """
     overridden = load_settings(None, None, overrides, {"data": data or None}, check=False)
     translated = translate_experiment(experiment, models)
-    for name, value, origin in origins_of(overridden.given, overridden.origins):
+    for name, value, origin in origins_of(overridden.values, overridden.origins):
         translated.translation.put(name, value, origin)
     return _with_model(translated)  # the tokenizer gives the vocabulary size
 

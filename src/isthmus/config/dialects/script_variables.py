@@ -30,9 +30,9 @@ class Variables:
         ``exported``: names of variables for libraries, or prefixes that end in ``_``.
         """
         self.known = frozenset(known)
-        self.given = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
+        self.values = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
         self.settings: dict[str, str] = {}
-        """By dotted name, in YAML."""
+        """Settings by dotted name, in YAML."""
         self.exports: dict[str, str] = {}
         """Environment variables given as arguments."""
         self.errors: list[str] = []
@@ -44,36 +44,39 @@ class Variables:
             elif _SETTING.fullmatch(name):
                 self.settings[name] = value
             elif name in self.known:
-                self.given[name] = value
+                self.values[name] = value
                 if not value:
-                    del self.given[name]
-            elif any(name == one or (one.endswith("_") and name.startswith(one)) for one in exported):
+                    del self.values[name]
+            elif any(
+                name == known_name or (known_name.endswith("_") and name.startswith(known_name))
+                for known_name in exported
+            ):
                 self.exports[name] = value
             else:
                 self.errors.append(f"{word}: the script has no variable {name}{self._guess(name)}")
 
     def similar_variables(self, environment: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
         """Unknown variables and the similar variable of the script; ``others`` has names in related scripts."""
-        found = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
+        similar = {name: meant for name, meant in others.items() if environment.get(name) and name not in self.known}
         for name in sorted(environment):
-            if len(name) < 5 or name in self.known or name in found or not name.isupper() or not environment[name]:
+            if len(name) < 5 or name in self.known or name in similar or not name.isupper() or not environment[name]:
                 continue
             if near := difflib.get_close_matches(name, self.known, n=1, cutoff=0.88):
-                found[name] = near[0]
-        return found
+                similar[name] = near[0]
+        return similar
 
-    def is_given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return self._value(name) is not None
 
     def origin(self, name: str, default: object = None) -> str:
         """``NAME=VALUE``, as given or with the script's default."""
-        return f"{name}={self.given[name]}" if name in self.given else f"{name}={default}, the script's default"
+        return f"{name}={self.values[name]}" if name in self.values else f"{name}={default}, the script's default"
 
     def text(self, name: str, default: str) -> str:
         value = self._value(name)
         return default if value is None else value
 
-    def whole(self, name: str, default: int, *, least: int = 1) -> int:
+    def integer(self, name: str, default: int, *, least: int = 1) -> int:
         """32.0 is accepted: scripts that divide numbers write it."""
         value = self._value(name)
         if value is None:
@@ -104,7 +107,7 @@ class Variables:
             self.errors.append(f"{name}={value}: must be 0 or 1")
         return default if value is None else value == "1"
 
-    def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
+    def choice(self, name: str, choices: Sequence[str], default: str) -> str:
         value = self.text(name, default)
         if value not in choices:
             self.errors.append(f"{name}={value}: must be {' or '.join(choices)}")
@@ -113,10 +116,10 @@ class Variables:
 
     def unused(self) -> list[str]:
         """``NAME=VALUE`` of the given variables that were never read, so they have no effect."""
-        return [self.origin(name) for name in sorted(self.given.keys() - self._read)]
+        return [self.origin(name) for name in sorted(self.values.keys() - self._read)]
 
     def refuse(self, name: str, why: str) -> None:
-        self.errors.append(f"{name}={self.given.get(name, '')}: {why}")
+        self.errors.append(f"{name}={self.values.get(name, '')}: {why}")
 
     def check(self, script: str) -> None:
         """Raise all errors in one UsageError."""
@@ -128,7 +131,7 @@ class Variables:
 
     def _value(self, name: str) -> str | None:
         self._read.add(name)
-        return self.given.get(name)
+        return self.values.get(name)
 
     def _guess(self, name: str) -> str:
         near = difflib.get_close_matches(name.upper(), self.known, n=1)

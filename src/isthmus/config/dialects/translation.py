@@ -36,7 +36,7 @@ class Translation:
 
     recipe: Literal["pretrain", "sft", "dpo"]
     settings: dict[str, Any] = field(default_factory=dict)
-    """By dotted name (``parallel.tp``), in the types of the schema."""
+    """Settings by dotted name (``parallel.tp``), in the types of the schema."""
     origins: dict[str, str] = field(default_factory=dict)
     """The option of each setting, by dotted name."""
     remarks: list[OptionRemark] = field(default_factory=list)

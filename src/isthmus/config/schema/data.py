@@ -71,11 +71,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        given = [name for name in self.exclusive if getattr(self, name)]
-        if not given:
+        sources = [name for name in self.exclusive if getattr(self, name)]
+        if not sources:
             lacks("files")
-        if len(given) > 1:
-            refuse(given[1], f"got {' and '.join(given)}; keep one of them")
+        if len(sources) > 1:
+            refuse(sources[1], f"got {' and '.join(sources)}; keep one of them")
         return self
 
     @model_validator(mode="after")

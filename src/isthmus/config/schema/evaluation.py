@@ -10,7 +10,7 @@ from isthmus.config.schema.section import Length, PathText, Section, lacks, refu
 
 _Text = Annotated[str, Field(min_length=1)]
 # Not Field(strict=False): the members of a union are strict in pydantic 2.9.
-_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class EvalConfig(Section):

@@ -13,7 +13,7 @@ Names = Annotated[
     BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
     Field(strict=False),
 ]
-_OF_ADAPTER = ("rank", "alpha", "targets", "modules_to_save", "init", "dora", "rslora")
+_ADAPTER_SETTINGS = ("rank", "alpha", "targets", "modules_to_save", "init", "dora", "rslora")
 """Settings that an existing adapter has."""
 
 
@@ -61,10 +61,12 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> LoraConfig:
-        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        if not self.enabled and given:
-            refuse(given[0], f"{given[0]} is for adapters, and rank is not set; set rank, such as 16, or leave it out")
-        fixed = [name for name in given if name in _OF_ADAPTER]
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if not self.enabled and changed:
+            refuse(
+                changed[0], f"{changed[0]} is for adapters, and rank is not set; set rank, such as 16, or leave it out"
+            )
+        fixed = [name for name in changed if name in _ADAPTER_SETTINGS]
         if self.path is not None and fixed:
             refuse(fixed[0], f"{fixed[0]} is that of the adapter in path; leave it out, or leave out path")
         if self.dora and self.dropout:

@@ -41,7 +41,7 @@ class CheckpointConfig(_WithAsync):
     accept_changes: Annotated[
         tuple[str, ...],
         BeforeValidator(
-            lambda given: [name.strip() for name in given.split(",")] if isinstance(given, str) else given,
+            lambda value: [name.strip() for name in value.split(",")] if isinstance(value, str) else value,
             json_schema_input_type=str | tuple[str, ...],
         ),
         Field(strict=False),

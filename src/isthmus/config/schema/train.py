@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from isthmus.config.schema.section import Count, Interval, PathText, Section, Seed, Sequences, refuse
 
 RecomputedModule = Literal["core_attn", "mlp", "moe", "layernorm", "mlp_act", "moe_act", "rope"]
-_OF_PRECISION = {
+_PRECISION_SETTINGS = {
     "fp16": ("initial_loss_scale", "loss_scale_window"),
     "fp8": ("fp8_scaling", "fp8_format", "emulate_fp8"),
 }
@@ -99,10 +99,10 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch_by_default(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("steps") is None and given.get("epochs") is None:
-            return given | {"epochs": 1.0}
-        return given
+    def _one_epoch_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None:
+            return values | {"epochs": 1.0}
+        return values
 
     @property
     def profiled_steps(self) -> range:
@@ -149,7 +149,7 @@ class TrainConfig(Section):
                 "gemm_tuning=true selects kernels by their speed, which differs from run to run, so deterministic=true "
                 "does not hold; keep one of them",
             )
-        for precision, names in _OF_PRECISION.items():
+        for precision, names in _PRECISION_SETTINGS.items():
             for name in names if self.precision != precision else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     refuse(name, f"{name} is for precision={precision}, got {self.precision}; leave it out")

@@ -47,10 +47,16 @@ _METHODS: Mapping[type, frozenset[str]] = {
 }
 
 _TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, SyntaxError,
-)  # fmt: skip
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    SyntaxError,
+)
 
-_OF_DICTS = frozenset(dir(dict))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _SCOPES = ("_loop_vars", "_block_vars")
 """What compiled templates pass to each call besides its arguments."""
 
@@ -112,8 +118,11 @@ def _environment() -> tuple[Any, TemplateMeter]:
     environment.wrap_str_format = _bounded_format(environment, meter)
     filters = {name: _bounded(name, function, meter) for name, function in environment.filters.items()}
     environment.filters = filters | {
-        "_steps": meter.steps, "_made": meter.counted, "_tick": meter.ticked, "_concat": meter.concatenated,
-    }  # fmt: skip
+        "_steps": meter.steps,
+        "_made": meter.counted,
+        "_tick": meter.ticked,
+        "_concat": meter.concatenated,
+    }
     environment.tests = {
         name: _counted_test(function, meter) if name in _COSTLY_TESTS else function
         for name, function in environment.tests.items()
@@ -202,7 +211,7 @@ def _fast_getattr(environment: Any) -> Callable[[Any, str], Any]:
 
     def attribute(value: Any, name: str) -> Any:
         kind = type(value)
-        if kind is dict and name not in _OF_DICTS:
+        if kind is dict and name not in _DICT_ATTRIBUTES:
             return value[name] if name in value else environment.undefined(obj=value, name=name)
         if kind is str and name in _METHODS[str]:
             return getattr(value, name)
@@ -269,8 +278,8 @@ def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _may_take_long(left: nodes.Node, operand: nodes.Operand) -> bool:
+def _may_take_long(value: nodes.Node, operand: nodes.Operand) -> bool:
     """False for a comparison with a constant, which is as short as the template."""
     if operand.op in ("in", "notin"):
         return not isinstance(operand.expr, nodes.List | nodes.Tuple | nodes.Const)
-    return not isinstance(left, nodes.Const) and not isinstance(operand.expr, nodes.Const)
+    return not isinstance(value, nodes.Const) and not isinstance(operand.expr, nodes.Const)

@@ -151,9 +151,10 @@ def _word_mark(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] 
             return None
         scheme: WordMark = pre_tokenizer["prepend_scheme"]
         return scheme
-    if pre_tokenizer is not None and (pre_tokenizer["type"], pre_tokenizer.get("behavior")) not in (
-        ("Split", "Isolated"), ("Split", "MergedWithPrevious"), ("Split", "MergedWithNext"), ("Split", "Contiguous"),
-    ):  # fmt: skip
+    if pre_tokenizer is not None and (
+        pre_tokenizer["type"] != "Split"
+        or pre_tokenizer.get("behavior") not in ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+    ):
         return None
     if normalizer == _SPACES_TO_MARKS:
         return "never"

@@ -24,14 +24,29 @@ from isthmus.hf.tokenizer.bounded_template import bounded_template, restart_mete
 from isthmus.hf.tokenizer.template_meter import TemplateLimit
 
 _MARK = "\ue002"  # from the private use area; a text that contains it is rendered by comparison
-_OF_LOOP = {"first", "index", "index0"}
+_LOOP_ATTRIBUTES = {"first", "index", "index0"}
 _FILTERS = {"trim", "string", "upper", "lower", "length", "tojson", "replace", "default", "d", "capitalize", "title"}
 _STATEMENTS = (nodes.Output, nodes.If, nodes.Assign)
 _VALUES = (
-    nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Concat, nodes.BinExpr,
-    nodes.UnaryExpr, nodes.Compare, nodes.Operand, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Slice,
-    nodes.Tuple, nodes.List, nodes.Keyword,
-)  # fmt: skip
+    nodes.TemplateData,
+    nodes.Const,
+    nodes.Name,
+    nodes.Getattr,
+    nodes.Getitem,
+    nodes.Concat,
+    nodes.BinExpr,
+    nodes.UnaryExpr,
+    nodes.Compare,
+    nodes.Operand,
+    nodes.CondExpr,
+    nodes.Filter,
+    nodes.Test,
+    nodes.Call,
+    nodes.Slice,
+    nodes.Tuple,
+    nodes.List,
+    nodes.Keyword,
+)
 _METHODS = {"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "upper", "lower", "replace"}
 
 
@@ -129,7 +144,7 @@ def _form(tree: nodes.Template, variables: set[str]) -> tuple[nodes.For, nodes.I
 def _sound(node: nodes.Node, names: set[str], *, first: bool = False, in_loop: bool = False) -> bool:
     """Whether a node uses only these names, the first turn (``first``) and the loop counters (``in_loop``)."""
     if in_loop and isinstance(node, nodes.Getattr) and _is_name(node.node, "loop"):
-        return node.attr in _OF_LOOP
+        return node.attr in _LOOP_ATTRIBUTES
     if first and isinstance(node, nodes.Getitem) and _is_name(node.node, "messages"):
         return isinstance(node.arg, nodes.Const) and node.arg.value == 0
     if isinstance(node, nodes.Name):

@@ -57,7 +57,7 @@ def check_settings(settings: Sequence[str]) -> None:
 def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps: int, out: Path) -> RunConfig:
     """The config of the run that measures a cell; raises UsageError as :func:`load_config`."""
     flags = {"model": model, "out": out}
-    settings = load_settings(recipe, cell.file, cell.settings, check=False).given
+    settings = load_settings(recipe, cell.file, cell.settings, check=False).values
     name = recipe or settings.get("recipe")
     if name in {recipe_name for recipe_name, rules in RECIPE_SETTINGS.items() if rules.answers is not None}:
         raise UsageError(
@@ -69,7 +69,7 @@ def cell_config(cell: BenchCell, *, recipe: str | None, model: str | None, steps
 
 def pasteable_yaml(cell: BenchCell, *, recipe: str | None, model: str | None) -> str:
     """The settings that the user gave for a cell, with those of its file, as a config file."""
-    settings = load_settings(recipe, cell.file, cell.settings, {"model": model}, check=False).given
+    settings = load_settings(recipe, cell.file, cell.settings, {"model": model}, check=False).values
     return write_mapping({"recipe": recipe, **settings} if recipe else settings)
 
 

@@ -92,7 +92,7 @@ def load_request(
     model: str | None, file: Path | None, overrides: Sequence[str], machine: PlannedGpus, recipe: str | None = None
 ) -> tuple[RunConfig, frozenset[str]]:
     """The config of the run, and the dotted names of the settings that were given."""
-    settings = load_settings(None, file, overrides, check=False).given
+    settings = load_settings(None, file, overrides, check=False).values
     flags = _model_flags(model, settings)
     flags |= {"out": None if "out" in settings else "run"}
     if not {"files", "sets", "mock"} & (settings.get("data") or {}).keys():

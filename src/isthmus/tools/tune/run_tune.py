@@ -31,7 +31,7 @@ _WITHOUT_DATA: Mapping[str, Any] = {"data.files": ["unused"]}
 
 def config_to_tune(file: Path | None, overrides: Sequence[str], model: str | None) -> RunConfig:
     """The settings of a run; recipe, output folder and data may be missing. Weights are not read."""
-    settings = load_settings(None, file, overrides, {"model": model}, check=False).given
+    settings = load_settings(None, file, overrides, {"model": model}, check=False).values
     flags: dict[str, Any] = {"model": model, "model.init": "random"}
     if "recipe" not in settings:
         flags["recipe"] = "pretrain"

@@ -46,12 +46,12 @@ class Arguments:
             self.errors.append(f"{source}  {error}")
         self._sources[name] = source
 
-    def given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def is_explicit(self, name: str) -> bool:
         """Whether the argument is given for this run, not as a default of a program."""
-        return self.given(name) and name not in self._implicit
+        return self.has(name) and name not in self._implicit
 
     def get(self, name: str) -> Any:
         """The given value, or Megatron-LM's default."""
@@ -59,7 +59,7 @@ class Arguments:
         return kinds()[name][1] if value is None else value
 
     def source(self, *names: str) -> str:
-        return " ".join(self._sources[name] for name in names if self.given(name)) or DEFAULT
+        return " ".join(self._sources[name] for name in names if self.has(name)) or DEFAULT
 
     def put(self, translation: Translation, *settings: str) -> None:
         """Translate settings that are one argument with the same value."""
@@ -91,13 +91,13 @@ class Arguments:
 
 def read_flags(words: Sequence[str]) -> Arguments:
     """Read arguments of ``pretrain_gpt.py``, written as ``--flag value`` or ``--flag=value``."""
-    found = Arguments()
+    args = Arguments()
     position = 0
     while position < len(words):
         flag, equals, value = words[position].partition("=")
         position += 1
         if not flag.startswith("--") or len(flag) < 3:
-            found.errors.append(f"{words[position - 1]}  is neither a flag nor the value of one")
+            args.errors.append(f"{words[position - 1]}  is neither a flag nor the value of one")
             continue
         values = [value] if equals else []
         while not equals and position < len(words) and not words[position].startswith("--"):
@@ -106,9 +106,9 @@ def read_flags(words: Sequence[str]) -> Arguments:
         source = " ".join([flag + (f"={value}" if equals else ""), *([] if equals else values)])
         name, fixed = name_of(flag[2:])
         if name is None:
-            found.errors.append(f"{flag}  is not an argument of Megatron-LM{near_flag(flag)}")
+            args.errors.append(f"{flag}  is not an argument of Megatron-LM{near_flag(flag)}")
         elif fixed is not None:
-            found.set(name, fixed, source)
+            args.set(name, fixed, source)
         else:
-            found.set(name, values if name in kinds() else values or True, source)
-    return found
+            args.set(name, values if name in kinds() else values or True, source)
+    return args

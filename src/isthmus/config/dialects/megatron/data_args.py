@@ -47,7 +47,7 @@ def put_data(args: Arguments, translation: Translation) -> None:
                 translation.origins.pop("data.valid_fraction")
     if translation.recipe == "pretrain" and not args.get("mock_data"):
         args.put(translation, *_DOCUMENTS)
-    if args.get("train_data_path") and args.given("split") and not args.get("mock_data"):
+    if args.get("train_data_path") and args.has("split") and not args.get("mock_data"):
         translation.remark(args.source("split"), "mistake", "It splits --data-path; these files are separate already.")
 
 
@@ -73,9 +73,12 @@ def write_data(written: WrittenArguments) -> None:
     if written.config.recipe == "pretrain" and not data.mock:
         written.put(*_DOCUMENTS)
     weighted = [
-        word for one in data.sets.values() for path in one.files for word in (str(one.weight / len(one.files)), path)
+        word
+        for dataset in data.sets.values()
+        for path in dataset.files
+        for word in (str(dataset.weight / len(dataset.files)), path)
     ]
-    if any(len(one.files) > 1 for one in data.sets.values()):
+    if any(len(dataset.files) > 1 for dataset in data.sets.values()):
         why = "The files of a set get equal shares of its weight; in Isthmus their sizes decide."
         written.remark("data.sets", "different", why)
     separate = bool(data.valid_files or data.test_files)
@@ -125,7 +128,7 @@ def _put_split(args: Arguments, translation: Translation) -> None:
         return
     parts += [0.0] * (3 - len(parts))
     # Without evaluation iterations the validation split is never read.
-    unseen = args.given("eval_iters") and args.get("eval_iters") <= 0
+    unseen = args.has("eval_iters") and args.get("eval_iters") <= 0
     if unseen:
         source = args.source("eval_iters")
     for name, part in (("valid", parts[1]), ("test", parts[2])):

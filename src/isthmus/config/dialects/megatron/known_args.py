@@ -71,8 +71,8 @@ def is_known(name: str) -> bool:
 
 
 def near(name: str) -> str | None:
-    every = [*kinds(), *untranslated(), *_RENAMED, *TABLES["turned_off"]]
-    return next(iter(difflib.get_close_matches(name, every, n=1)), None)
+    names = [*kinds(), *untranslated(), *_RENAMED, *TABLES["turned_off"]]
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
 def near_flag(flag: str) -> str:
@@ -84,18 +84,18 @@ def near_flag(flag: str) -> str:
 @cache
 def kinds() -> Mapping[str, tuple[str, Any]]:
     """Type and default of every translated argument."""
-    found: dict[str, tuple[str, Any]] = {}
+    result: dict[str, tuple[str, Any]] = {}
     for table in (TABLES["translated"], TABLES["extra"]):
         for kind, names in table.items():
             for name, default in entries(names):
                 off = False if kind == "bool" else None
-                found[name] = (kind, typed(kind, [default]) if default else off)
-    return found
+                result[name] = (kind, typed(kind, [default]) if default else off)
+    return result
 
 
 @cache
 def untranslated() -> Mapping[str, tuple[Any, str, str]]:
-    """For every other argument: the status or ``refused``, the reason, and the value without effect."""
+    """Other arguments: the status or ``refused``, the reason, and the value without effect."""
     return {
         name: (status, why, default)
         for status in ("different", "unsupported", "refused")
@@ -148,13 +148,13 @@ def typed(kind: str, value: Any) -> Any:
         if kind == "float":
             return float(word)
     except (KeyError, TypeError, ValueError):
-        wanted = {
+        expected = {
             "int": "a whole number",
             "size": "a whole number of 1 or more",
             "float": "a number",
             "bool": "true or false",
         }[kind]
-        raise ValueError(f"must be {wanted}, got {word!r}") from None
+        raise ValueError(f"must be {expected}, got {word!r}") from None
     return str(word)
 
 
@@ -173,14 +173,14 @@ def _layers(value: Any) -> Any:
                 return -number
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
                 return [read(part) for part in parts]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return read(left) + read(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return read(left) * read(right)
+            case ast.BinOp(left=a, op=ast.Add(), right=b):
+                return read(a) + read(b)
+            case ast.BinOp(left=a, op=ast.Mult(), right=b):
+                return read(a) * read(b)
         raise ValueError
 
     try:
-        found = read(ast.parse(text.strip(), mode="eval").body)
+        layers = read(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError):
         raise ValueError(f"must be a number, or a list such as [0]*1+[1]*26, got {text!r}") from None
-    return found
+    return layers

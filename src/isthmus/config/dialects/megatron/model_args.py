@@ -28,29 +28,29 @@ _WITHOUT_FLAGS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 def model_arguments(args: Arguments, translation: Translation) -> dict[str, Any]:
     """Model arguments as in a checkpoint; without ``padded_vocab_size`` if no argument gives the vocabulary size."""
-    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.given(name)]:
+    if missing := [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.has(name)]:
         for name in missing:
             args.errors.append(f"--{name.replace('_', '-')}  is missing: every model needs it")
         args.raise_errors()
-    found = {name: args.get(name) for name in ARGUMENTS}
+    arguments = {name: args.get(name) for name in ARGUMENTS}
     if args.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+        arguments["position_embedding_type"] = "rope"
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
     # Megatron-LM's default of gated models: 2/3 of 4 x hidden size, in multiples of 64.
-    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if found["swiglu"] else 4 * hidden
-    found["ffn_hidden_size"] = args.get("ffn_hidden_size") or ffn
-    found["moe_ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or found["ffn_hidden_size"]
-    found["kv_channels"] = args.get("kv_channels") or hidden // heads
-    found["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length") or 2048
-    if args.given("padded_vocab_size"):
-        found["padded_vocab_size"] = args.get("padded_vocab_size")
-    elif args.given("vocab_size"):
+    ffn = int(4 * hidden * 2 / 3 / 64) * 64 if arguments["swiglu"] else 4 * hidden
+    arguments["ffn_hidden_size"] = args.get("ffn_hidden_size") or ffn
+    arguments["moe_ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"]
+    arguments["kv_channels"] = args.get("kv_channels") or hidden // heads
+    arguments["max_position_embeddings"] = args.get("max_position_embeddings") or args.get("seq_length") or 2048
+    if args.has("padded_vocab_size"):
+        arguments["padded_vocab_size"] = args.get("padded_vocab_size")
+    elif args.has("vocab_size"):
         # NullTokenizer adds an end-of-document token.
-        found["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
+        arguments["padded_vocab_size"] = args.get("vocab_size") + (args.get("tokenizer_type") == "NullTokenizer")
     if args.get("moe_router_force_load_balancing"):
         why = "Tokens go to the experts that the router chooses, so step times are those of real routing."
         translation.remark(args.source("moe_router_force_load_balancing"), "unsupported", why)
-    return found
+    return arguments
 
 
 def rows_by_name(translation: Translation) -> int | None:
@@ -68,7 +68,7 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
         return
     if path is not None:
         args.put(translation, "tokenizer.path")
-    elif args.given("vocab_file"):
+    elif args.has("vocab_file"):
         source = args.source("vocab_file", "merge_file")
         files = [args.get("vocab_file"), args.get("merge_file") or args.get("vocab_file")]
         folder, other = (posixpath.dirname(file) or "." for file in files)
@@ -85,7 +85,7 @@ def put_tokenizer(args: Arguments, translation: Translation) -> None:
             translation.put("tokenizer.type", "HuggingFaceTokenizer", args.source("tokenizer_type"))
         why = "The files at tokenizer.path decide the type of the tokenizer."
         translation.remark(args.source("tokenizer_type"), "different", why)
-    if kind == "NullTokenizer" and args.given("vocab_size"):
+    if kind == "NullTokenizer" and args.has("vocab_size"):
         args.put(translation, "tokenizer.vocab_size")
     if args.get("trust_remote_code"):
         args.put(translation, "model.trust_remote_code")

@@ -13,18 +13,18 @@ def take_megablocks(args: Arguments) -> None:
     """MegaBlocks divides the load-balancing loss by the number of layers, applies softmax over all experts, and its
     default top-k is 1.
     """
-    given = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.given(name)]
-    if not given and not args.source("num_experts").startswith("--moe-num-experts"):
+    megablocks_args = [name for name in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor") if args.has(name)]
+    if not megablocks_args and not args.source("num_experts").startswith("--moe-num-experts"):
         return
     source = args.source("num_experts")
     for name in ("moe_top_k", "moe_loss_weight"):
-        if args.given(name):
+        if args.has(name):
             source = f"{source} {args.source(name)}"
     args.set("moe_router_topk", args.get("moe_top_k"), source)
-    args.set("moe_router_pre_softmax", not args.given("moe_normalize_expert_weights"), source)
+    args.set("moe_router_pre_softmax", not args.has("moe_normalize_expert_weights"), source)
     layers = args.get("num_layers") or 1
     args.set("moe_aux_loss_coeff", [args.get("moe_loss_weight") / layers], source)
-    if args.given("moe_capacity_factor") and args.get("moe_capacity_factor"):
+    if args.has("moe_capacity_factor") and args.get("moe_capacity_factor"):
         args.set("moe_expert_capacity_factor", args.get("moe_capacity_factor"), args.source("moe_capacity_factor"))
 
 
@@ -50,7 +50,7 @@ def put_moe(args: Arguments, translation: Translation) -> None:
 
 
 def write_moe(written: WrittenArguments, *, expert_bias: bool) -> None:
-    """For a model with experts."""
+    """Options of a model with experts."""
     moe = written.config.moe
     written.put("moe.dispatcher", "moe.capacity_factor")
     written.set("moe_z_loss_coeff", moe.z_loss or None, "moe.z_loss")

@@ -11,7 +11,7 @@ from isthmus.config.dialects.translation import Translation
 
 def put_out(args: Arguments, translation: Translation, name: str) -> None:
     """Translate ``--save`` to the run folder; the default is ``runs/NAME``."""
-    if args.given("save"):
+    if args.has("save"):
         args.put(translation, "out")
     else:
         translation.put("out", posixpath.join("runs", name), "not given: there is no --save")
@@ -49,14 +49,14 @@ def put_checkpoints(args: Arguments, translation: Translation) -> None:
         if args.get(f"no_load_{what}") and starting is None and load is not None:
             why = "A resumed run restores all of its state. To start from weights alone, give them as model.path."
             translation.remark(args.source(f"no_load_{what}"), "unsupported", why)
-    if args.given("ckpt_format") and args.get("ckpt_format") != "torch_dist":
+    if args.has("ckpt_format") and args.get("ckpt_format") != "torch_dist":
         why = "Checkpoints are torch_dist. isthmus convert --to torch writes the legacy format."
         translation.remark(args.source("ckpt_format"), "different", why)
 
 
 def put_logging(args: Arguments, translation: Translation) -> None:
     args.put(translation, "logging.every")
-    if args.given("tensorboard_dir"):
+    if args.has("tensorboard_dir"):
         translation.put("logging.to", ["tensorboard"], args.source("tensorboard_dir"))
         translation.remark(
             args.source("tensorboard_dir"), "different", "TensorBoard files are written into the run folder."

@@ -14,7 +14,7 @@ _SIZES = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.
 
 def put_parallel(args: Arguments, translation: Translation) -> None:
     fsdp = next((name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if args.get(name)), None)
-    args.put(translation, *(size for size in _SIZES if args.given(SETTINGS[size])))
+    args.put(translation, *(size for size in _SIZES if args.has(SETTINGS[size])))
     if args.get("tensor_model_parallel_size") > 1:
         # The defaults differ: on in Isthmus, off in Megatron-LM.
         args.put(translation, "parallel.sp")
@@ -31,7 +31,7 @@ def put_parallel(args: Arguments, translation: Translation) -> None:
             args.put(translation, f"parallel.{name}")
     if args.get("overlap_param_gather") and not args.get("overlap_grad_reduce") and fsdp is None:
         translation.put("parallel.overlap_grad_reduce", True, args.source("overlap_param_gather"))
-    if args.given("distributed_timeout_minutes"):
+    if args.has("distributed_timeout_minutes"):
         seconds = 60.0 * args.get("distributed_timeout_minutes")
         translation.put("parallel.timeout_s", seconds, args.source("distributed_timeout_minutes"))
 
@@ -51,14 +51,14 @@ def write_parallel(written: WrittenArguments) -> None:
 
 def _put_virtual_stages(args: Arguments, translation: Translation) -> None:
     stages, layers = args.get("pipeline_model_parallel_size"), args.get("num_layers")
-    each, vpp = (
+    chunks, vpp = (
         args.get(f"num_{what}") for what in ("layers_per_virtual_pipeline_stage", "virtual_stages_per_pipeline_rank")
     )
     if vpp is not None:
         args.put(translation, "parallel.vpp")
-    elif each is not None and layers is not None:
+    elif chunks is not None and layers is not None:
         source = args.source("num_layers_per_virtual_pipeline_stage")
-        if layers % (stages * each):
+        if layers % (stages * chunks):
             args.errors.append(f"{source}  does not divide the {layers} layers of {stages} stages")
         else:
-            translation.put("parallel.vpp", layers // (stages * each), source)
+            translation.put("parallel.vpp", layers // (stages * chunks), source)

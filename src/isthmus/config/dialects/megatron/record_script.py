@@ -118,9 +118,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: f
     """The exit status, as the end of a sentence, and the output. All processes of the command are killed at the end."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             ended = f"ended with exit code {process.wait(time_limit_s)}"
         except subprocess.TimeoutExpired:
@@ -141,17 +145,17 @@ def _training_command(
     script: Path, recorded: Sequence[Mapping[str, Any]], environment: Mapping[str, str], ended: str, output: str
 ) -> TrainingCommand:
     """The only recorded command with Megatron-LM's arguments."""
-    found = [one for one in recorded if stand_in.has_training_flag(one["words"])]
-    others = tuple(_short(one["words"]) for one in recorded if one not in found)
-    if len(found) == 1:
-        exported = _exported(found[0]["environment"], environment)
-        return replace(read_command(found[0]["words"]), environment=exported, not_run=others)
-    commands = [_short(one["words"]) for one in found] or others
+    trainings = [command for command in recorded if stand_in.has_training_flag(command["words"])]
+    others = tuple(_short(command["words"]) for command in recorded if command not in trainings)
+    if len(trainings) == 1:
+        exported = _exported(trainings[0]["environment"], environment)
+        return replace(read_command(trainings[0]["words"]), environment=exported, not_run=others)
+    commands = [_short(command["words"]) for command in trainings] or others
     shown = "\n  ".join(["", *commands])
     if lines := output.strip().splitlines()[-_OUTPUT_LINES:]:
         shown += "\n  ".join(["\nits output:", *lines])
-    if found:
-        what = f"{script} starts {len(found)} training runs. Give the arguments of one of them after --:"
+    if trainings:
+        what = f"{script} starts {len(trainings)} training runs. Give the arguments of one of them after --:"
     elif recorded:
         what = f"{script} starts no training run with --num-layers, only:"
     else:
@@ -167,11 +171,11 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def _exported(found: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+def _exported(recorded: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     """Variables that the script sets for the training run; secrets are hidden."""
     changed = {
         name: value
-        for name, value in found.items()
+        for name, value in recorded.items()
         if before.get(name) != value and name not in _SHELL_VARIABLES and not name.startswith(_PROGRAM_PREFIXES)
     }
     return {

@@ -66,7 +66,7 @@ def _put_batch(args: Arguments, translation: Translation) -> int | None:
 def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> int | None:
     steps: int | None = args.get("train_iters")
     source = args.source("train_iters")
-    if steps is None and args.given("train_samples") and batch:
+    if steps is None and args.has("train_samples") and batch:
         steps, source = max(1, args.get("train_samples") // batch), args.source("train_samples", "global_batch_size")
     if steps is None:
         args.errors.append("--train-iters  is missing (or --train-samples)")
@@ -77,7 +77,7 @@ def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> 
         translation.remark(args.source("exit_interval"), "mistake", why)
     translation.put("train.steps", steps, source)
     interval = args.get("eval_interval")
-    seen = not args.given("eval_iters") or args.get("eval_iters") > 0
+    seen = not args.has("eval_iters") or args.get("eval_iters") > 0
     if interval and seen and interval != steps:  # validation after the last step needs no setting
         args.put(translation, "train.eval_every")
     if args.is_explicit("eval_iters") and seen:
@@ -98,7 +98,7 @@ def _put_precision(args: Arguments, translation: Translation) -> None:
             args.errors.append(f"{args.source('fp8')}  must be hybrid or e4m3")
         args.put(translation, "train.fp8_format")
         if args.get("fp8_recipe") != "tensorwise":
-            option = args.source("fp8_recipe") if args.given("fp8_recipe") else "--fp8-recipe delayed (the default)"
+            option = args.source("fp8_recipe") if args.has("fp8_recipe") else "--fp8-recipe delayed (the default)"
             why = "FP8 uses current scaling, one scale per tensor (train.fp8_scaling=tensorwise) or per row (rowwise)."
             translation.remark(option, "different", why)
         return
@@ -144,11 +144,11 @@ def _put_recompute(args: Arguments, translation: Translation) -> None:
     elif how == "selective":
         translation.put("train.recompute", "selective", source)
         asked = args.get("recompute_modules") or ["core_attn"]
-        found = [module for module in asked if module in _MODULES]
+        known = [module for module in asked if module in _MODULES]
         if missing := [module for module in asked if module not in _MODULES]:
             why = f"Isthmus recomputes {', '.join(_MODULES)}, not {', '.join(missing)}."
             translation.remark(source, "unsupported", why)
-        translation.put("train.recompute_modules", found or ["core_attn"], source)
+        translation.put("train.recompute_modules", known or ["core_attn"], source)
 
 
 def _put_profile(args: Arguments, translation: Translation, steps: int | None) -> None:
@@ -167,7 +167,7 @@ def _put_optimizer(args: Arguments, translation: Translation) -> None:
         source = args.source("optimizer")
         known = "use --optimizer adam, which is AdamW, or optim.optimizer=muon in the config"
         args.errors.append(f"{source}  is not supported: {known}")
-    if not args.given("lr"):
+    if not args.has("lr"):
         args.errors.append("--lr  is missing")
     args.put(translation, *_OPTIMIZER)
     if args.get("optimizer_cpu_offload"):
@@ -206,7 +206,7 @@ def _put_schedule(args: Arguments, translation: Translation, steps: int | None, 
         decay_steps = min(_steps(args, "lr_wsd_decay", batch, 1), steps - warmup)
         translation.put("optim.decay_steps", decay_steps, source)
         if args.get("lr_wsd_decay_style") != "linear":
-            option = args.source("lr_wsd_decay_style") if args.given("lr_wsd_decay_style") else source
+            option = args.source("lr_wsd_decay_style") if args.has("lr_wsd_decay_style") else source
             translation.remark(option, "different", "The final decay is linear.")
     source = args.source("lr_decay_iters", "lr_decay_samples")
     if decay != steps and schedule in ("cosine", "linear"):

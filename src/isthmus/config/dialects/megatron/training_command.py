@@ -43,7 +43,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
 
 def _world(words: Sequence[str]) -> World:
     """The ranks, from the launcher's options before the Python file."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
         flag = "--nodes" if flag == "-N" else flag
@@ -53,9 +53,9 @@ def _world(words: Sequence[str]) -> World:
         if name == "nproc_per_node" and (value in ("", "0") or value.startswith("-")):
             continue  # the script counted the GPUs of this machine, and there are none
         if name == "master_addr":
-            found[name] = value
+            fields[name] = value
         elif value.isdigit():
-            found[name] = int(value)
+            fields[name] = int(value)
         elif name != "nproc_per_node" or value not in ("gpu", "auto", "cpu"):
             raise UsageError(f"{flag} must be a whole number, got {value!r}.")
-    return World(**found)
+    return World(**fields)

@@ -49,9 +49,9 @@ class WrittenArguments:
     def remark_on_the_rest(self) -> None:
         """Add a remark for each setting that differs from its default and that no argument expresses."""
         rest: list[OptionRemark] = []
-        given = self.config.model_dump(mode="json", exclude_defaults=True)
-        for section, inner in given.items():
-            names = {f"{section}.{name}": one for name, one in inner.items()} if isinstance(inner, dict) else {}
+        settings = self.config.model_dump(mode="json", exclude_defaults=True)
+        for section, inner in settings.items():
+            names = {f"{section}.{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
             for name, value in (names or {section: inner}).items():
                 if name not in self._expressed:
                     why = TABLES["unwritten"].get(name, "Megatron-LM has no such argument.")

@@ -43,8 +43,8 @@ def read_file(path: Path) -> PrimusFile:
 def _settings(path: Path, errors: list[str], within: tuple[Path, ...]) -> Iterator[Setting]:
     if path in within:
         raise UsageError(f"{path} includes itself ({' -> '.join(map(str, within))}). Remove one of the includes.")
-    found = list(read_settings(path, errors.append))
-    for setting in found:
+    settings = list(read_settings(path, errors.append))
+    for setting in settings:
         if setting.key == ("includes",):
             listed = [setting.value] if isinstance(setting.value, str) else setting.value or []
             if not isinstance(listed, list):
@@ -52,7 +52,7 @@ def _settings(path: Path, errors: list[str], within: tuple[Path, ...]) -> Iterat
             for name in listed:
                 folder = Path(setting.origin.rsplit(":", 2)[0]).parent
                 yield from _settings(folder / str(name), errors, (*within, path))
-    yield from (setting for setting in found if setting.key != ("includes",))
+    yield from (setting for setting in settings if setting.key != ("includes",))
 
 
 def find_file(name: str, kind: str, experiment: Path, folder: Path | None) -> Path | None:
@@ -62,9 +62,9 @@ def find_file(name: str, kind: str, experiment: Path, folder: Path | None) -> Pa
     """
     places = [experiment.parent]
     checkout = os.environ.get(CHECKOUT)
-    for given, option in ((folder, "--models"), (Path(checkout) if checkout else None, CHECKOUT)):
-        if given is not None and not given.is_dir():
-            raise UsageError(f"{option} {given}: there is no such folder.")
+    for root, option in ((folder, "--models"), (Path(checkout) if checkout else None, CHECKOUT)):
+        if root is not None and not root.is_dir():
+            raise UsageError(f"{option} {root}: there is no such folder.")
     if folder is not None:
         places.append(folder)
     roots = [*experiment.resolve().parents, *([Path(checkout)] if checkout else [])]

@@ -36,19 +36,19 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
     args, remarks = Arguments(), list[OptionRemark]()
     config = str(module.get("config") or "pre_trainer.yaml")
     sft = "sft" in config or "post" in module_name
-    given: dict[str, Any] = {}
-    _add_defaults(args, given, config, sft, path, models, remarks)
+    values: dict[str, Any] = {}
+    _add_defaults(args, values, config, sft, path, models, remarks)
     model, preset = _model(file, module, models)
     unknown_keys: list[str] = []
     if model is not None:
         for key, value in model.values.items():
-            if key not in given:
-                given[key] = value
+            if key not in values:
+                values[key] = value
                 _set(args, key, value, f"{model.path.name}: {_line(key, value)}", remarks, unknown_keys)
     overrides = {key: value for key, value in module.items() if key not in _MODULE_KEYS}
     overrides |= module.get("overrides") or {}
     for key, value in overrides.items():
-        given[key] = value
+        values[key] = value
         _set(args, key, value, _line(key, value), remarks, None)
     if unknown_keys and model is not None:
         words = f"{model.path.name}: {', '.join(unknown_keys)}"
@@ -56,11 +56,11 @@ def translate_experiment(path: Path, models: Path | None = None) -> MegatronTran
     if sft:
         args.set("sft", True, f"config: {config}")
     name = str(file.values.get("exp_name") or path.stem)
-    weights = given.get("hf_path")
-    if preset is None and weights is None and not args.given("num_layers"):
+    weights = values.get("hf_path")
+    if preset is None and weights is None and not args.has("num_layers"):
         raise UsageError(f"{path} names no model. Add `model: NAME.yaml`, or the model's keys.")
     translated = translate_arguments(args, World(), name, model=preset is None and weights is None)
-    _put_primus_keys(translated.translation, file, given, args)
+    _put_primus_keys(translated.translation, file, values, args)
     if weights is not None:
         translated.translation.put("model.path", str(weights), f"hf_path: {weights}")
     elif preset is not None:
@@ -92,40 +92,40 @@ def _module(file: PrimusFile) -> tuple[dict[str, Any], str]:
 
 def _add_defaults(
     args: Arguments,
-    given: dict[str, Any],
+    defaults: dict[str, Any],
     config: str,
     sft: bool,
     path: Path,
     models: Path | None,
     remarks: list[OptionRemark],
 ) -> None:
-    found = find_file(config, "modules", path, models)
-    if found is not None:
-        values, where = read_file(found).values, found.name
+    defaults_file = find_file(config, "modules", path, models)
+    if defaults_file is not None:
+        values, where = read_file(defaults_file).values, defaults_file.name
     else:
         stem = Path(config).stem
         values, where = (
             _KEYS["defaults"].get(stem, _KEYS["defaults"]["sft_trainer" if sft else "pre_trainer"]),
             f"{stem}, default of Primus",
         )
-    given.update(values)
+    defaults.update(values)
     for key, value in values.items():
         _set(args, key, value, f"{where}: {_line(key, value)}", remarks, [], implicit=True)
 
 
 def _model(file: PrimusFile, module: Mapping[str, Any], models: Path | None) -> tuple[PrimusFile | None, str | None]:
     """The model's file, or the name of a preset."""
-    if (named := module.get("model")) is None:
+    if (model := module.get("model")) is None:
         return None, None
-    if (found := find_file(str(named), "models", file.path, models)) is not None:
-        return read_file(found), None
-    name = str(named).removesuffix(".yaml").lower()
+    if (model_file := find_file(str(model), "models", file.path, models)) is not None:
+        return read_file(model_file), None
+    name = str(model).removesuffix(".yaml").lower()
     if name in _PRESETS:
-        return None, Path(str(named)).stem if str(named).endswith((".yaml", ".yml")) else str(named)
+        return None, Path(str(model)).stem if str(model).endswith((".yaml", ".yml")) else str(model)
     near_names = difflib.get_close_matches(name, _PRESETS, n=1)
     guess = f" Did you mean {near_names[0]}?" if near_names else ""
     raise UsageError(
-        f"{file.path}  model: {named}  was not found beside the experiment. Give its folder with --models, or a "
+        f"{file.path}  model: {model}  was not found beside the experiment. Give its folder with --models, or a "
         f"checkout of Primus in {CHECKOUT}.{guess}"
     )
 
@@ -141,8 +141,8 @@ def _set(
     implicit: bool = False,
 ) -> None:
     """``unknown_keys`` collects unknown keys of Primus' own files; with None they are errors."""
-    if (found := _primus_key(key)) is not None:
-        status, why, neutral = found
+    if (primus_key := _primus_key(key)) is not None:
+        status, why, neutral = primus_key
         on = not is_neutral(value, neutral) if neutral else bool(value)
         on = on and (not isinstance(value, dict) or bool(value.get("enabled")))
         if status == "refused" and on:
@@ -184,7 +184,7 @@ def _primus_key(key: str) -> tuple[Any, str, str] | None:
     return None
 
 
-def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[str, Any], args: Arguments) -> None:
+def _put_primus_keys(translation: Translation, file: PrimusFile, values: Mapping[str, Any], args: Arguments) -> None:
     """The run folder, checkpoints and the data of fine-tuning."""
     parts = [
         str(file.values[name]) for name in ("workspace", "work_group", "user_name", "exp_name") if name in file.values
@@ -192,20 +192,20 @@ def _put_primus_keys(translation: Translation, file: PrimusFile, given: Mapping[
     if parts:
         translation.put("out", "/".join(parts), "workspace, work_group, user_name and exp_name")
         # Primus always saves into its run folder.
-        if args.given("save_interval"):
+        if args.has("save_interval"):
             translation.put("checkpoint.every", args.get("save_interval"), args.source("save_interval"))
-    if given.get("disable_last_saving"):
+    if values.get("disable_last_saving"):
         translation.put("checkpoint.save_final", False, "disable_last_saving: true")
     elif parts:
         translation.put("checkpoint.save_final", True, "disable_last_saving: false")
-    if (disabled := given.get("disable_tensorboard")) is not None:
+    if (disabled := values.get("disable_tensorboard")) is not None:
         translation.put(
             "logging.to", [] if disabled else ["tensorboard"], f"disable_tensorboard: {json.dumps(disabled)}"
         )
-    if given.get("auto_continue_train"):
+    if values.get("auto_continue_train"):
         translation.put("checkpoint.resume", "auto", "auto_continue_train: true")
-    if name := given.get("sft_dataset_name"):
-        split = given.get("sft_dataset_split") or "train"
+    if name := values.get("sft_dataset_name"):
+        split = values.get("sft_dataset_split") or "train"
         local = Path(str(name)).exists() or str(name).endswith((".json", ".jsonl", ".parquet"))
         files = [str(name) if local else f"hf:{name}:{split}"]
         translation.put("data.files", files, f"sft_dataset_name: {name}")
@@ -221,7 +221,7 @@ def _put_preset(translation: Translation, preset: str, args: Arguments, override
     changed: dict[str, Any] = {}
     for key in overrides:
         name, _ = name_of(key)
-        if name is None or not args.given(name) or name not in (*ARGUMENTS, "vocab_size"):
+        if name is None or not args.has(name) or name not in (*ARGUMENTS, "vocab_size"):
             continue
         if name in _KEYS["config_keys"]:
             changed[_KEYS["config_keys"][name]] = args.get(name)

@@ -10,9 +10,9 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     log_of_node,
     name_of_all_nodes,
     put_data,
+    put_integers,
     put_null_tokenizer,
     put_settings,
-    put_whole,
     read_world,
 )
 from isthmus.config.dialects.script_variables import Variables
@@ -28,9 +28,10 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t.put("model.config.initializer_range", 0.008, "--init-method-std 0.008")
     t.put("model.init", "random", "the script loads no weights")
     t.remark(
-        "train_deepseekv2.sh", "different",
+        "train_deepseekv2.sh",
+        "different",
         "the model is the published DeepSeek-V2-Lite with a dense first layer; the script has experts in every layer",
-    )  # fmt: skip
+    )
     _put_sizes(t, v)
     precision, recompute = _put_precision(t, v)
     _put_optimizer(t, v)
@@ -55,22 +56,30 @@ def read_deepseek(v: Variables) -> ScriptRun:
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
     put_settings(t, v)
     return ScriptRun(
-        "train_deepseekv2.sh", t, log_folder, log_of_node(f"{log_folder}/{name}.log", v, t.world),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), rehearse=v.switch("REHEARSE", False),
-        no_training=v.switch("NO_TRAINING", False), summary_from=1, with_throughput=False, exports=v.exports,
-    )  # fmt: skip
+        "train_deepseekv2.sh",
+        t,
+        log_folder,
+        log_of_node(f"{log_folder}/{name}.log", v, t.world),
+        tee=v.switch("TEE_OUTPUT", True),
+        dry_run=v.switch("DRY_RUN", False),
+        rehearse=v.switch("REHEARSE", False),
+        no_training=v.switch("NO_TRAINING", False),
+        summary_from=1,
+        with_throughput=False,
+        exports=v.exports,
+    )
 
 
 def _put_sizes(t: Translation, v: Variables) -> None:
-    put_whole(t, v, ("train.steps", "TRAIN_ITERS", 50))
+    put_integers(t, v, ("train.steps", "TRAIN_ITERS", 50))
     if t.settings["train.steps"] > 50:
         t.remark(
             v.origin("TRAIN_ITERS"), "different", "Isthmus trains all steps; --exit-interval ends the script at 50"
         )
-    put_whole(t, v, ("train.micro_batch_size", "MBS", 4), ("train.global_batch_size", "GBS", 256))
-    put_whole(t, v, ("data.seq_length", "SEQ_LEN", 2048), ("parallel.tp", "TP", 1), ("parallel.pp", "PP", 1))
-    put_whole(t, v, ("parallel.cp", "CP", 1), ("parallel.ep", "EP", 8))
-    if v.is_given("MP_VP"):
+    put_integers(t, v, ("train.micro_batch_size", "MBS", 4), ("train.global_batch_size", "GBS", 256))
+    put_integers(t, v, ("data.seq_length", "SEQ_LEN", 2048), ("parallel.tp", "TP", 1), ("parallel.pp", "PP", 1))
+    put_integers(t, v, ("parallel.cp", "CP", 1), ("parallel.ep", "EP", 8))
+    if v.has("MP_VP"):
         if t.settings["parallel.pp"] == 1:
             v.refuse("MP_VP", "virtual pipeline stages need PP above 1. Leave it out")
         else:
@@ -79,22 +88,30 @@ def _put_sizes(t: Translation, v: Variables) -> None:
 
 def _put_precision(t: Translation, v: Variables) -> tuple[str, str]:
     """Translate PR and AC; returns their values."""
-    precision = v.one_of("PR", ("bf16", "fp8", "fp16"), "bf16")
+    precision = v.choice("PR", ("bf16", "fp8", "fp16"), "bf16")
     t.put("train.precision", precision, v.origin("PR", "bf16"))
     if precision == "fp8":
         t.remark(v.origin("PR"), "different", CURRENT_SCALING)
         t.remark(v.origin("PR"), "different", "experts stay in bf16; attention, dense and shared MLPs are in FP8")
     if precision == "fp16":
         t.remark(v.origin("PR"), "different", "attention scores are float32, without --apply-query-key-layer-scaling")
-    recompute = v.one_of("AC", ("none", "sel", "full"), "sel")
+    recompute = v.choice("AC", ("none", "sel", "full"), "sel")
     t.put("train.recompute", {"sel": "selective"}.get(recompute, recompute), v.origin("AC", "sel"))
     return precision, recompute
 
 
 def _put_optimizer(t: Translation, v: Variables) -> None:
     steps = t.settings["train.steps"]
-    fixed = {"lr": 1e-5, "min_lr": 1e-6, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "clip_grad": 1.0,
-             "beta1": 0.9, "beta2": 0.95}  # fmt: skip
+    fixed = {
+        "lr": 1e-5,
+        "min_lr": 1e-6,
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+    }
     fixed |= {"schedule_steps": steps - 2} if steps > 5 else {"warmup_steps": 0}
     for name, value in fixed.items():
         t.put(f"optim.{name}", value, "fixed in the script")
@@ -106,7 +123,7 @@ def _put_tokens(t: Translation, v: Variables) -> None:
     path = f"{v.text('DATA_DIR', _DATA)}/mmap_deepseekv2_datasets_text_document"
     if put_data(t, v, default_path=path, prefix_of="DATA_DIR", implied=False):
         put_null_tokenizer(t, v, _VOCAB)
-        if v.is_given("TOKENIZER_MODEL"):
+        if v.has("TOKENIZER_MODEL"):
             t.remark(v.origin("TOKENIZER_MODEL"), "unsupported", "mock data has no text, so no tokenizer is loaded")
     else:
         t.put("tokenizer.type", "DeepSeekV2Tokenizer", "--tokenizer-type DeepSeekV2Tokenizer")

@@ -30,14 +30,15 @@ def read_script(script: str, environment: Mapping[str, str], arguments: Sequence
     sizes = ("TP", *batch_names(script))
     if (
         not fine_tuning
-        and v.given.keys() - {"DRY_RUN", "REHEARSE", "NO_TRAINING"}
-        and not any(name in v.given for name in sizes)
+        and v.values.keys() - {"DRY_RUN", "REHEARSE", "NO_TRAINING"}
+        and not any(name in v.values for name in sizes)
     ):
         run.translation.remark(
-            ", ".join(sizes), "mistake",
+            ", ".join(sizes),
+            "mistake",
             "not given, so the script's defaults apply. Variables on a line of their own do not reach the script: "
             "write them before the command on the same line, end their line with a backslash, or start it with export",
-        )  # fmt: skip
+        )
     for option in v.unused():
         run.translation.remark(option, "unsupported", "it has no effect with these values of the other variables")
     for name, meant in v.similar_variables(environment, table["elsewhere"]).items():

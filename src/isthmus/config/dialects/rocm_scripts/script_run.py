@@ -76,23 +76,24 @@ class ScriptRun:
 
 def read_world(v: Variables, port: int | None, translation: Translation) -> World:
     """The ranks, from the variables of torchrun's options; adds remarks on likely mistakes."""
-    nodes, rank = v.whole("NNODES", 1), v.whole("NODE_RANK", 0, least=0)
+    nodes, rank = v.integer("NNODES", 1), v.integer("NODE_RANK", 0, least=0)
     if rank >= nodes:
-        alone = "" if v.is_given("NNODES") else ", and NNODES is not given (1). Set NNODES on every node"
+        alone = "" if v.has("NNODES") else ", and NNODES is not given (1). Set NNODES on every node"
         v.refuse("NODE_RANK", f"must be less than NNODES={nodes}{alone}")
-    elif v.is_given("MASTER_ADDR") and v.text("MASTER_ADDR", "") not in ("localhost", "127.0.0.1") and nodes == 1:
+    elif v.has("MASTER_ADDR") and v.text("MASTER_ADDR", "") not in ("localhost", "127.0.0.1") and nodes == 1:
         translation.remark(
-            v.origin("MASTER_ADDR"), "mistake",
+            v.origin("MASTER_ADDR"),
+            "mistake",
             "NNODES is not given, so this node trains alone. A run over two nodes needs NNODES=2 and NODE_RANK on each",
-        )  # fmt: skip
-    if nodes > 1 and not v.is_given("MASTER_ADDR"):
+        )
+    if nodes > 1 and not v.has("MASTER_ADDR"):
         v.refuse("NNODES", "needs MASTER_ADDR, the address of the first node, on every node")
     if re.fullmatch(r"IP_\w+|\$.*|<.*>", v.text("MASTER_ADDR", "")):
         translation.remark(
             v.origin("MASTER_ADDR"), "mistake", "a placeholder: replace it by the address of the first node"
         )
-    chosen = v.whole("MASTER_PORT", port or 1) if port is not None or v.is_given("MASTER_PORT") else None
-    nproc = v.whole("NPROC", 1) if v.is_given("NPROC") else None
+    chosen = v.integer("MASTER_PORT", port or 1) if port is not None or v.has("MASTER_PORT") else None
+    nproc = v.integer("NPROC", 1) if v.has("NPROC") else None
     address = v.text("MASTER_ADDR", "localhost")
     return World(nnodes=nodes, node_rank=rank, nproc_per_node=nproc, master_addr=address, master_port=chosen)
 
@@ -122,11 +123,11 @@ def put_data(t: Translation, v: Variables, *, default_path: str, prefix_of: str,
     if mock:
         t.put("data.mock", True, v.origin("MOCK_DATA", 1))
         for name in ("DATA_PATH", prefix_of) if path else (prefix_of,):
-            if v.is_given(name):
+            if v.has(name):
                 t.remark(v.origin(name), "unsupported", "MOCK_DATA=1 selects mock data. Set MOCK_DATA=0 to read it")
         return True
     option = v.origin("DATA_PATH") if path else v.origin(prefix_of, default_path)
-    if not v.is_given("MOCK_DATA"):
+    if not v.has("MOCK_DATA"):
         t.remark(option, "different", "real data, as in the scripts of 2026; those of 2025 also need MOCK_DATA=0")
     words = path.split() or [default_path]
     pairs = weighted_paths(words)
@@ -150,25 +151,25 @@ def put_settings(t: Translation, v: Variables) -> None:
 
 
 def put_null_tokenizer(t: Translation, v: Variables, vocab_size: int) -> None:
-    """For mock data; the last row of the embedding is the end-of-document token."""
+    """Tokenizer of mock data; the last row of the embedding is the end-of-document token."""
     why = "mock data has no text"
     chosen = v.settings.get("model.config.vocab_size", "")
     t.put("tokenizer.type", "NullTokenizer", why)
     t.put("tokenizer.vocab_size", int(chosen) - 1 if re.fullmatch("[1-9][0-9]+", chosen) else vocab_size - 1, why)
 
 
-def put_whole(t: Translation, v: Variables, *settings: tuple[str, str, int]) -> None:
+def put_integers(t: Translation, v: Variables, *settings: tuple[str, str, int]) -> None:
     """``settings``: (setting, variable, default)."""
     for setting, name, default in settings:
-        t.put(setting, v.whole(name, default), v.origin(name, default))
+        t.put(setting, v.integer(name, default), v.origin(name, default))
 
 
 def add_remarks(t: Translation, v: Variables, scripts: str) -> None:
-    if v.is_given("GEMM_TUNING") and v.switch("GEMM_TUNING", False):
+    if v.has("GEMM_TUNING") and v.switch("GEMM_TUNING", False):
         t.put("train.gemm_tuning", True, v.origin("GEMM_TUNING"))
     for remark in TABLES[scripts]["remarks"]:
         name = remark["variable"]
-        if v.is_given(name) and v.given[name] == remark.get("value", v.given[name]):
+        if v.has(name) and v.values[name] == remark.get("value", v.values[name]):
             t.remark(v.origin(name), remark["status"], remark["reason"])
 
 
@@ -181,7 +182,7 @@ def summary(log: str, *, tokens_per_step: int, ranks: int, skip: int = 2, with_t
     counted = iterations[skip:-1] or iterations
     means: dict[str, float] = {}
     for name, pattern in _MEANS.items():
-        values = [float(found.group(1)) for line in counted if (found := re.search(pattern, line))]
+        values = [float(match.group(1)) for line in counted if (match := re.search(pattern, line))]
         if values:
             means[name] = fmean(values)
     if "elapsed time per iteration" not in means:

@@ -42,12 +42,12 @@ def read_sft(model: str, v: Variables) -> ScriptRun:
         if setting.value != {} and setting.key != ("recipe",):
             t.put(".".join(setting.key), setting.value, preset)
     for name, variable in _SIZES.items():
-        if v.is_given(variable):
-            t.put(name, v.whole(variable, 1), v.origin(variable))
+        if v.has(variable):
+            t.put(name, v.integer(variable, 1), v.origin(variable))
     _put_weights(t, v, model)
     _put_learning_rate(t, v)
-    t.put("parallel.tp", v.whole("TP", 8), v.origin("TP", "8 (base_tp8_pp1)"))
-    t.put("parallel.pp", v.whole("PP", 1), v.origin("PP", 1))
+    t.put("parallel.tp", v.integer("TP", 8), v.origin("TP", "8 (base_tp8_pp1)"))
+    t.put("parallel.pp", v.integer("PP", 1), v.origin("PP", 1))
     data = v.text("DATA_PATH", f"{v.text('DATA_DIR', f'{model}/data')}/sft")
     t.put("data.files", data.split(), v.origin("DATA_PATH", f"{data}, which 02-generate.sh writes"))
     add_remarks(t, v, "sft")
@@ -56,10 +56,15 @@ def read_sft(model: str, v: Variables) -> ScriptRun:
     t.put("out", f"{name_of_all_nodes(log_folder, t.world)}/run", v.origin("LOG_DIR", log_folder))
     put_settings(t, v)
     return ScriptRun(
-        f"{model}/03-train-dense.sh", t, log_folder, log_of_node(f"{log_folder}/train.log", v, t.world),
-        tee=v.switch("TEE_OUTPUT", True), dry_run=v.switch("DRY_RUN", False), rehearse=v.switch("REHEARSE", False),
+        f"{model}/03-train-dense.sh",
+        t,
+        log_folder,
+        log_of_node(f"{log_folder}/train.log", v, t.world),
+        tee=v.switch("TEE_OUTPUT", True),
+        dry_run=v.switch("DRY_RUN", False),
+        rehearse=v.switch("REHEARSE", False),
         exports=v.exports,
-    )  # fmt: skip
+    )
 
 
 def _put_weights(t: Translation, v: Variables, model: str) -> None:
@@ -69,10 +74,11 @@ def _put_weights(t: Translation, v: Variables, model: str) -> None:
     for name in ("INIT_CHECKPOINT", "BASE_CKPT_DIR"):
         if (checkpoint := v.text(name, "")) and not _is_checkpoint(Path(checkpoint)):
             t.remark(
-                v.origin(name), "different",
+                v.origin(name),
+                "different",
                 "no checkpoint is there, and none is written: each rank reads its part of the Hugging Face weights, "
                 "for any TP and PP",
-            )  # fmt: skip
+            )
         elif checkpoint:
             v.refuse(
                 name,
@@ -82,9 +88,9 @@ def _put_weights(t: Translation, v: Variables, model: str) -> None:
             )
     config = _config(folder, model)
     for name, key in _SHAPES.items():
-        if not v.is_given(name):
+        if not v.has(name):
             continue
-        if v.whole(name, 1) != config.get(key, v.whole(name, 1)):
+        if v.integer(name, 1) != config.get(key, v.integer(name, 1)):
             v.refuse(name, f"config.json has {key}={config[key]}, which the weights fit. Leave {name} out")
         t.remark(v.origin(name), "different", "it is read from config.json")
 
