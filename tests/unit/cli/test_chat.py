@@ -54,8 +54,8 @@ def test_template_and_system_prompt_of_the_run(
     settings = {"model": {"path": str(model)}, "data": {"files": ["a"]}, "chat": {"system": "Be brief."}}
     (run / "config.yaml").write_text(json.dumps({"recipe": "sft", "out": str(run), **settings}))
     turns = [("system", "Be brief."), ("user", "Hi")]
-    wanted = generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
-    assert "\n".join(talk(monkeypatch, capsys, "Hi", str(run))) == wanted
+    expected = generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
+    assert "\n".join(talk(monkeypatch, capsys, "Hi", str(run))) == expected
     session = session_of(model, template="zephyr")
     assert session.describe().endswith("; chat")
     assert session._prompt("Hi", [{"role": "user", "content": "Hi"}]) == session.tokenizer.encode(
@@ -67,8 +67,8 @@ def test_system_prompt_and_sampling(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = [("system", "Be brief."), ("user", "Hi")]
-    wanted = generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
-    assert "\n".join(talk(monkeypatch, capsys, "Hi", str(model), "--system", "Be brief.")) == wanted
+    expected = generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
+    assert "\n".join(talk(monkeypatch, capsys, "Hi", str(model), "--system", "Be brief.")) == expected
     sampled = ["--temperature", "5", "--seed", "1"]
     once, again = (talk(monkeypatch, capsys, "Hi", str(model), *sampled) for _ in range(2))
     assert once == again != talk(monkeypatch, capsys, "Hi", str(model), "--temperature", "5", "--seed", "2")

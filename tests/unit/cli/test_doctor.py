@@ -53,7 +53,7 @@ def test_quick_imports_no_torch() -> None:
     start = time.monotonic()
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     seconds = time.monotonic() - start
-    found, last = result.stdout.splitlines()
-    assert last == str(int(json.loads(found)["errors"] > 0)), result.stderr
-    assert len({one["subject"] for one in json.loads(found)["findings"]}) > 8
+    report, last = result.stdout.splitlines()
+    assert last == str(int(json.loads(report)["errors"] > 0)), result.stderr
+    assert len({finding["subject"] for finding in json.loads(report)["findings"]}) > 8
     assert seconds < 20  # 0.5 s on a free machine; checks themselves are bounded to 2.5 s

@@ -50,14 +50,14 @@ def test_overrides_win_over_the_rest_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3-0.6b-sft", "llama3.2-1b-sft"])
 def test_steps_replace_epochs_of_a_base_and_the_reverse(name: str, tmp_path: Path) -> None:
     here = config_path(f"preset:{name}", "train")
-    given = {"data": ["a.json"], "out": "o"}
-    assert load_config("sft", here, ["train.steps=6"], given).train.steps == 6
-    preset = load_config("sft", here, ["train.epochs=2"], given).train
+    flags = {"data": ["a.json"], "out": "o"}
+    assert load_config("sft", here, ["train.steps=6"], flags).train.steps == 6
+    preset = load_config("sft", here, ["train.epochs=2"], flags).train
     assert (preset.steps, preset.epochs) == (None, 2.0)
     mine = write(tmp_path / "mine.yaml", f"bases: [preset:{name}]\ntrain: {{epochs: 3}}\n")
-    assert load_config("sft", mine, [], given).train.epochs == 3.0
+    assert load_config("sft", mine, [], flags).train.epochs == 3.0
     below = write(tmp_path / "below.yaml", "bases: [mine.yaml]\ntrain: {steps: 7}\n")
-    loaded = load_settings("sft", below, ["train.micro_batch_size=1"], given)
+    loaded = load_settings("sft", below, ["train.micro_batch_size=1"], flags)
     assert loaded.config is not None and loaded.config.train.steps == 7
     assert ("train", "epochs") not in loaded.origins
     assert "got steps=7 and epochs=4; keep one" in refusal(
@@ -81,9 +81,9 @@ def test_every_setting_has_its_origin(tmp_path: Path) -> None:
     loaded = load_settings("sft", mine, ["parallel.tp=2"])
     assert loaded.config is not None
     rows = list(origins_of(loaded.config.model_dump(mode="json"), loaded.origins))
-    found = {name: (value, where.replace(f"{tmp_path}/", "")) for name, value, where in rows}
-    assert found["optim.lr"] == (1e-5, "base.yaml:4:9") and found["train.seed"] == (7, "mine.yaml:4:5")
-    assert found["parallel.tp"] == (2, "command line") and found["parallel.pp"] == (1, "default")
+    origins = {name: (value, where.replace(f"{tmp_path}/", "")) for name, value, where in rows}
+    assert origins["optim.lr"] == (1e-5, "base.yaml:4:9") and origins["train.seed"] == (7, "mine.yaml:4:5")
+    assert origins["parallel.tp"] == (2, "command line") and origins["parallel.pp"] == (1, "default")
 
 
 def test_errors_in_a_base_name_its_line(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_the_first_command_of_a_preset_is_valid(
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "ls"]) == 0
-    found = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    assert any(row[0] == "preset:llama3.2-1b-sft" and row[1].startswith("Fine-tune Llama-3.2-1B") for row in found)
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert any(row[0] == "preset:llama3.2-1b-sft" and row[1].startswith("Fine-tune Llama-3.2-1B") for row in listed)
     assert main(["config", "cp", "llama3.2-1b-sft", "mine.yaml"]) == 0
     assert main(["config", "cp", "llama3.2-1b-sft", "mine.yaml"]) == 73
     assert main(["config", "show", "mine.yaml", "optim.lr=1e-3"]) == 0
     assert "lr: 0.001" in capsys.readouterr().out
-    own = ["mine.yaml", "model.path=m", "data.files=[x]", "out=o"]
-    assert main(["config", "show", *own, "--resolved", "--origin"]) == 0
+    words = ["mine.yaml", "model.path=m", "data.files=[x]", "out=o"]
+    assert main(["config", "show", *words, "--resolved", "--origin"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["train.global_batch_size", "128", "mine.yaml:14:3"] in lines and ["parallel.tp", "1", "default"] in lines
     assert main(["config", "show", "mine.yaml", "--resolved"]) == 2  # no model

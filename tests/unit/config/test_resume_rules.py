@@ -9,9 +9,9 @@ from isthmus.config.setting_errors import dotted, settings
 
 def test_each_setting_has_one_rule() -> None:
     """A new setting needs a rule in ``resume_rules``: what is to happen if a resumed run has another value?"""
-    named = [name for names in TABLE.values() for name in names.split()]
-    assert sorted(named) == sorted(map(dotted, settings()))
-    assert len(RESUME_RULES) == len(named) > 100
+    table_names = [name for names in TABLE.values() for name in names.split()]
+    assert sorted(table_names) == sorted(map(dotted, settings()))
+    assert len(RESUME_RULES) == len(table_names) > 100
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_numbers_have_bounds(name: str) -> None:
 
 
 def test_the_walk_finds_all_numbers() -> None:
-    found = {name for name, _ in numeric_settings()}
-    assert {"train.steps", "optim.lr", "data.seq_length", "lora.rank", "parallel.timeout_s"} <= found and len(
-        found
+    names = {name for name, _ in numeric_settings()}
+    assert {"train.steps", "optim.lr", "data.seq_length", "lora.rank", "parallel.timeout_s"} <= names and len(
+        names
     ) > 70

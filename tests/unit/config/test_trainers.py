@@ -190,13 +190,13 @@ model_name: swift-robot
 def test_every_key_of_a_pasted_lora_config_is_answered(program: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "lora.yaml"
     file.write_text(text)
-    given = YAML(typ="safe").load(text)
+    pasted = YAML(typ="safe").load(text)
     with pytest.raises(UsageError) as raised:
         load_config("sft", file, [], {})
     lines = str(raised.value).splitlines()
     known = {".".join(key) for key in settings()}
     answers = trainers()[program] | trainers()["common"]
-    for key in given:
+    for key in pasted:
         (line,) = (line for line in lines if f"  {key}  " in line)
         if key == "optim":  # the name of a section of ours
             assert "is a section, with settings such as optim.optimizer; got 'adamw_8bit'" in line

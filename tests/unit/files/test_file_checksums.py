@@ -53,7 +53,7 @@ def _listed(folder: Path) -> ListedFile:
 
 def test_each_folder_lists_its_own_files_and_they_pass(tmp_path: Path) -> None:
     folder, verifier = _folder(tmp_path / "a"), ChecksumVerifier()
-    assert {name: each.size for name, each in (read_checksums(folder) or {}).items()} == {
+    assert {name: entry.size for name, entry in (read_checksums(folder) or {}).items()} == {
         "config.json": 2, "model.bin": SIZE
     }  # fmt: skip
     assert list(read_checksums(folder / "hf") or {}) == ["empty"]
@@ -99,8 +99,8 @@ def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     verifier.check(folder / "model.bin")
     monkeypatch.setattr("isthmus.files.checked_files.hash_block", lambda *_: pytest.fail("read again"))
     verifier.check(folder / "model.bin")
-    whole = memoryview(_content())
-    _listed(folder).check_read(BLOCK_BYTES, whole[BLOCK_BYTES : 3 * BLOCK_BYTES])
+    content = memoryview(_content())
+    _listed(folder).check_read(BLOCK_BYTES, content[BLOCK_BYTES : 3 * BLOCK_BYTES])
 
 
 def _pieces(kind: str) -> list[list[tuple[int, int]]]:
@@ -223,10 +223,10 @@ def test_no_damage_of_the_list_is_silent(tmp_path: Path) -> None:
         else:
             path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << chance.randrange(8)]) + sound[at + 1 :])
         try:
-            found = read_checksums(folder)
+            checksums = read_checksums(folder)
         except (DataError, UnsafeInput):
             continue
-        assert found == expected, f"{at} {number}"
+        assert checksums == expected, f"{at} {number}"
 
 
 def test_a_deep_or_huge_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pyte
     said: list[str] = []
     folder = fetch("org/open", weights=False, report=said.append)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
-    whole = fetch("org/open", weights=True, report=said.append)
-    assert whole == folder and (folder / "model.safetensors").read_bytes() == b"weights"
+    complete = fetch("org/open", weights=True, report=said.append)
+    assert complete == folder and (folder / "model.safetensors").read_bytes() == b"weights"
     assert not (folder / "pytorch_model.bin").exists() and not (folder / "modeling.py").exists()
     before = len(asked)
     assert fetch("org/open", weights=True, report=said.append) == fetch("org/open", weights=False, report=said.append)
@@ -51,16 +51,16 @@ def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pyte
 
 def test_one_process_per_machine_downloads(asked: list[str]) -> None:
     said: list[str] = []
-    found: list[Path] = []
+    folders: list[Path] = []
     ranks = [
-        threading.Thread(target=lambda: found.append(fetch("org/open", weights=True, report=said.append)))
+        threading.Thread(target=lambda: folders.append(fetch("org/open", weights=True, report=said.append)))
         for _ in range(4)
     ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert len(set(found)) == 1 and len(found) == 4
+    assert len(set(folders)) == 1 and len(folders) == 4
     assert len(said) == 1 and sum("/revision/" in path for path in asked) == 1
 
 

@@ -233,7 +233,7 @@ def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
     save_file({name: tensor for name, tensor in TENSORS.items() if tensor.numel()}, model / "model.safetensors")
     raw = (model / "model.safetensors").read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")
-    whole = ModelFolder.open(model).tensors
+    intact = ModelFolder.open(model).tensors
 
     def places(tensors: dict[str, TensorInfo]) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
         return [(info.dtype, info.shape, info.offset) for info in tensors.values()]
@@ -243,11 +243,11 @@ def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         (model / "model.safetensors").write_bytes(bytes(flipped) + raw[length:])
         try:
-            found = ModelFolder.open(model).tensors
+            damaged = ModelFolder.open(model).tensors
         except DataError as error:
             assert "model.safetensors" in str(error)
         else:
-            assert places(found) == places(whole)
+            assert places(damaged) == places(intact)
 
 
 def test_the_small_files_of_a_checked_folder_can_be_used_without_weights(
@@ -264,15 +264,15 @@ def test_the_small_files_of_a_checked_folder_can_be_used_without_weights(
 
 
 def test_only_small_files_are_copied(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    wanted = ["LICENSE", "chat_template.jinja", "generation_config.json", "merges.txt", "tokenizer.json"]
-    wanted += ["tokenizer.model", "vocab.json"]
-    for name in [*wanted, "README.md", "pytorch_model.bin", "training_args.bin", "other.json", "tokenizer.pt"]:
+    expected = ["LICENSE", "chat_template.jinja", "generation_config.json", "merges.txt", "tokenizer.json"]
+    expected += ["tokenizer.model", "vocab.json"]
+    for name in [*expected, "README.md", "pytorch_model.bin", "training_args.bin", "other.json", "tokenizer.pt"]:
         (model / name).write_text(name)
     (model / "tokenizer").mkdir()
     opened = ModelFolder.open(model)
-    assert [path.name for path in opened.small_files()] == wanted
+    assert [path.name for path in opened.small_files()] == expected
     target = tmp_path_factory.mktemp("export")
     write_model_files(target, opened, {"b": 1, "a": "é"})
-    assert sorted(path.name for path in target.iterdir()) == sorted([*wanted, "config.json"])
+    assert sorted(path.name for path in target.iterdir()) == sorted([*expected, "config.json"])
     assert (target / "merges.txt").read_bytes() == b"merges.txt"
     assert (target / "config.json").read_text(encoding="utf-8") == '{\n  "a": "é",\n  "b": 1\n}\n'

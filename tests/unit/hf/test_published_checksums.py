@@ -59,13 +59,13 @@ def test_files_in_a_cache_of_the_hub_have_their_hashes(model: Path, tmp_path: Pa
         with pytest.raises(DataError, match=rf"{damaged} is damaged or was changed: .* Download it again.*--trust"):
             folder.check_published()
         # Two processes share the files.
-        found = []
+        results = []
         for share in range(2):
             try:
-                found.append(folder.check_published(share=share, shares=2))
+                results.append(folder.check_published(share=share, shares=2))
             except DataError:
-                found.append("refused")
-        assert sorted(str(line).partition(":")[0] for line in found) == sorted([str(snapshot), "refused"])
+                results.append("refused")
+        assert sorted(str(line).partition(":")[0] for line in results) == sorted([str(snapshot), "refused"])
         with trusting():
             assert folder.check_published() is None
 

@@ -114,8 +114,8 @@ def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
     assert type(ours).__module__.startswith("transformers_modules.")
     for length in (LONG, SHORT):
         ids = tokens(1, length)
-        wanted, found = theirs(ids).logits, ours(ids).logits
-        assert (wanted - found).abs().max() < 2e-5
+        expected, actual = theirs(ids).logits, ours(ids).logits
+        assert (expected - actual).abs().max() < 2e-5
 
 
 def test_round_trip_of_a_model_without_a_transformers_class(
@@ -173,14 +173,14 @@ CACHED = {
 @torch.no_grad()
 def test_cached_logits_equal_full_logits(case: str, gpt2_with_experts: Path) -> None:
     model, ids = of(gpt2_with_experts, **CACHED[case]), tokens(2, 24)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     out = model(ids[:, :10], use_cache=True)
-    found = [out.logits]
+    parts = [out.logits]
     for place in range(10, 24):
         out = model(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
-        found.append(out.logits)
-    assert (torch.cat(found, dim=1) - wanted).abs().max() < 1e-5
-    assert model(ids, logits_to_keep=3).logits.equal(wanted[:, -3:])
+        parts.append(out.logits)
+    assert (torch.cat(parts, dim=1) - expected).abs().max() < 1e-5
+    assert model(ids, logits_to_keep=3).logits.equal(expected[:, -3:])
 
 
 @pytest.mark.parametrize("case", CACHED)
@@ -204,11 +204,11 @@ def test_sdpa_equals_eager_attention(gpt2_with_experts: Path) -> None:
     ids = tokens(2, 24)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    found = []
+    logits = []
     for kind in ("sdpa", "eager"):
         model = load(gpt2_with_experts, trust_remote_code=True, attn_implementation=kind)
-        found.append(model(ids, attention_mask=mask).logits[mask.bool()])
-    assert (found[0] - found[1]).abs().max() < 1e-5
+        logits.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 
 def test_loss_and_gradients_equal_transformers(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_loss_and_gradients_equal_transformers(tmp_path: Path) -> None:
     for loss in losses:
         loss.backward()
     name = "model.layers.1.self_attn.q_proj.weight"
-    wanted, found = (model.get_parameter(name).grad for model in (theirs, ours))
-    assert (wanted - found).abs().max() < 1e-5 * wanted.abs().max() + 1e-7
+    expected, actual = (model.get_parameter(name).grad for model in (theirs, ours))
+    assert (expected - actual).abs().max() < 1e-5 * expected.abs().max() + 1e-7
 
 
 def test_float32_parameters_stay_float32(tmp_path: Path) -> None:

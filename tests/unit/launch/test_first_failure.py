@@ -58,14 +58,14 @@ def test_first_written_failure_of_a_process_counts(tmp_path: Path, monkeypatch: 
         path.write_text(content)
 
     monkeypatch.setattr("isthmus.launch.first_failure.write_atomic", slow_write)
-    own, derived = failed(0, 65, 1.0), failed(0, 76, 2.0)
-    thread = threading.Thread(target=own.write)
+    first, derived = failed(0, 65, 1.0), failed(0, 76, 2.0)
+    thread = threading.Thread(target=first.write)
     thread.start()
     while not written:
         time.sleep(0.01)
     derived.write()
     thread.join()
-    assert reported_failures(tmp_path) == [own] and len(written) == 1
+    assert reported_failures(tmp_path) == [first] and len(written) == 1
 
 
 def test_first_posted_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,15 +72,15 @@ def test_lost_rank_is_noticed_before_the_limit_of_collectives(
 ) -> None:
     assert heartbeat.LOST_S == 90.0
     monkeypatch.setattr(heartbeat, "LOST_S", 0.3)
-    left: list[Failure] = []
-    monkeypatch.setattr(heartbeat, "_leave", left.append)
+    failures: list[Failure] = []
+    monkeypatch.setattr(heartbeat, "_leave", failures.append)
     store.set("heartbeat/1", '["node1", 7, "checkpoint"]')
     started_s = time.monotonic()
     with Heartbeat(600.0) as heart:
         heart.start()
-        while not left and time.monotonic() - started_s < 30.0:
+        while not failures and time.monotonic() - started_s < 30.0:
             time.sleep(0.05)
-    assert left[0].exit_code == 76 and "rank 1 on node1, last in checkpoint" in left[0].message
+    assert failures[0].exit_code == 76 and "rank 1 on node1, last in checkpoint" in failures[0].message
 
 
 @pytest.mark.parametrize("timeout_s", [5.0, 90.0, 600.0])
@@ -98,8 +98,8 @@ def test_other_ranks_are_not_lost_after_this_process_was_stopped(
     store.set("heartbeat/1", '["node1", 7, "checkpoint"]')
     times_s = iter([1.0, 1.1, 1.1, 500.0, 500.0, 500.1, 500.1])
     heart = Heartbeat(600.0)
-    left: list[Failure] = []
-    monkeypatch.setattr(heartbeat, "_leave", left.append)
+    failures: list[Failure] = []
+    monkeypatch.setattr(heartbeat, "_leave", failures.append)
 
     def monotonic() -> float:
         if (now_s := next(times_s, None)) is None:
@@ -108,7 +108,7 @@ def test_other_ranks_are_not_lost_after_this_process_was_stopped(
 
     monkeypatch.setattr(heartbeat.time, "monotonic", monotonic)
     heart._run()
-    assert not left and posted_failure(store) is None and heart._answers >= 3
+    assert not failures and posted_failure(store) is None and heart._answers >= 3
 
 
 @pytest.mark.parametrize(

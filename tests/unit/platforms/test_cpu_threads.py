@@ -41,9 +41,9 @@ def test_threads_sleep_only_on_shared_cores(
     (tmp_path / "loadavg").write_text(f"9.00 9.00 9.00 {running}/79 20521\n")
     monkeypatch.setattr(cpu_threads, "_LOAD", tmp_path / "loadavg")
     monkeypatch.setattr(cpu_threads, "cores", os.cpu_count)
-    found: dict[str, str] = {}
-    sleep_while_waiting(found)
-    assert found == environment
+    variables: dict[str, str] = {}
+    sleep_while_waiting(variables)
+    assert variables == environment
 
 
 def test_the_user_and_the_launcher_choose_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:

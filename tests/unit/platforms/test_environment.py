@@ -171,8 +171,8 @@ def test_allocator_line_tells_what_torch_reports(
         return {"allocator_settings": {"expandable_segments": on == ["expandable_segments:True"] and in_build}}
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
-    (found,) = detect().prepare_process()
-    assert re.fullmatch(f"memory allocator: expandable segments {line}", found)
+    (allocator_line,) = detect().prepare_process()
+    assert re.fullmatch(f"memory allocator: expandable segments {line}", allocator_line)
 
 
 def test_allocator_of_this_torch_takes_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

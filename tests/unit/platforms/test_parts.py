@@ -50,8 +50,8 @@ def test_every_part_is_found_by_its_own_name() -> None:
     ],
 )
 def test_names_of_torch_and_of_users(name: str, part: str | None) -> None:
-    found = find_part(name)
-    assert (None if found is None else found.name) == part
+    matched = find_part(name)
+    assert (None if matched is None else matched.name) == part
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names() -> None:

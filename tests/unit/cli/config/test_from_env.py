@@ -73,9 +73,9 @@ def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     values = YAML(typ="safe").load(text)
     assert values["train"]["global_batch_size"] == 64
     assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    found["config"]["out"] = values["out"]  # contains the time
-    assert found["config"] == values and found["origins"]["model.path"] == "MODEL_SIZE=8B"
+    printed = json.loads(capsys.readouterr().out)
+    printed["config"]["out"] = values["out"]  # contains the time
+    assert printed["config"] == values and printed["origins"]["model.path"] == "MODEL_SIZE=8B"
     for wrong, message in {"MODEL=8": "did you mean MODEL_SIZE?", "optim.lrr=1": "optim.lrr"}.items():
         assert main([*words, wrong]) == 2 and message in capsys.readouterr().err
     ranks = ["NNODES=2", "NODE_RANK=1", "MASTER_ADDR=n0", "NPROC=4", "NCCL_IB_HCA=mlx5", "HF_TOKEN=secret"]
@@ -131,10 +131,13 @@ def test_fine_tuning_variables_are_translated(model: Path, capsys: pytest.Captur
     code, text, _ = config(
         "llama3.2-1b", "NUM_QUERY_GROUPS=8", "CONVERT_SEQUENCE_PARALLEL=1", "BASE_CKPT_DIR=base_tp8_pp1", "LR=1e-5"
     )
-    found = YAML(typ="safe").load(text)
-    assert code == 0 and found["recipe"] == "sft" and found["train"]["global_batch_size"] == 128
-    assert found["optim"]["lr"] == 1e-5 and found["optim"]["min_lr"] == pytest.approx(1e-6)
-    assert found["model"]["path"] == "meta-llama/Llama-3.2-1B-Instruct" and found["parallel"] == {"tp": 8, "pp": 1}
+    settings = YAML(typ="safe").load(text)
+    assert code == 0 and settings["recipe"] == "sft" and settings["train"]["global_batch_size"] == 128
+    assert settings["optim"]["lr"] == 1e-5 and settings["optim"]["min_lr"] == pytest.approx(1e-6)
+    assert settings["model"]["path"] == "meta-llama/Llama-3.2-1B-Instruct" and settings["parallel"] == {
+        "tp": 8,
+        "pp": 1,
+    }
     for option in ("NUM_QUERY_GROUPS=8", "CONVERT_SEQUENCE_PARALLEL=1", "BASE_CKPT_DIR=base_tp8_pp1"):
         assert f"# - {option} (different): " in text
     code, text, _ = config("qwen3-0.6b", "KV_CHANNELS=128", "NUM_QUERY_GROUPS=8", "TRAIN_ITERS=6", "TP=1")
@@ -206,14 +209,16 @@ def test_scripts_prepare_data_with_the_expected_names(model: Path, tmp_path: Pat
     (tmp_path / "python").chmod(0o755)
     script = f"PYTHON=./python bash {ROOT}/examples/llama/prepare_dataset.sh"
     assert bash(f"DATASET=wiki TOKENIZER_MODEL=tok {script}").returncode == 0
-    wanted = "-m isthmus prepare hf:wikimedia/wikipedia/20231101.en data/wiki_text_document --tokenizer tok --kind text"
-    assert Path("words").read_text().strip() == wanted
+    command = (
+        "-m isthmus prepare hf:wikimedia/wikipedia/20231101.en data/wiki_text_document --tokenizer tok --kind text"
+    )
+    assert Path("words").read_text().strip() == command
     done = bash(f"{script} DATASET=/d/books.jsonl.gz TOKENIZER_MODEL=tok DATA_DIR=here")
     assert "prepare /d/books.jsonl.gz here/books_text_document " in Path("words").read_text()
     assert "DATA_PATH=here/books_text_document" in done.stdout
     assert bash(f"DATASET=bookcorpus {script}").returncode == 0
-    wanted = "prepare hf:rojagtap/bookcorpus data/bookcorpus_text_sentence --tokenizer meta-llama/Llama-3.1-8B "
-    assert wanted in Path("words").read_text()
+    command = "prepare hf:rojagtap/bookcorpus data/bookcorpus_text_sentence --tokenizer meta-llama/Llama-3.1-8B "
+    assert command in Path("words").read_text()
     shutil.copytree(model, "books/tokenizer_llama3")  # the folder that ROCm's scripts download it into
     Path("books/bookcorpus.jsonl").write_text(json.dumps({"text": TEXT}))  # of the user
     assert bash(f"DATASET=bookcorpus DATA_DIR=books {script}").returncode == 0
@@ -223,8 +228,8 @@ def test_scripts_prepare_data_with_the_expected_names(model: Path, tmp_path: Pat
     assert llama_script._TOKENIZERS["llama3"] == "meta-llama/Llama-3.1-8B"
     folder = f"PYTHON=./python bash {ROOT}/examples/llama3.2-1b"
     assert bash(f"{folder}/02-generate.sh DATASET=c.jsonl SEQ_LENGTH=64 DATA_DIR=d").returncode == 0
-    wanted = "prepare c.jsonl d/sft --kind chat --tokenizer meta-llama/Llama-3.2-1B-Instruct --seq-length 64"
-    assert Path("words").read_text().strip() == f"-m isthmus {wanted}"
+    command = "prepare c.jsonl d/sft --kind chat --tokenizer meta-llama/Llama-3.2-1B-Instruct --seq-length 64"
+    assert Path("words").read_text().strip() == f"-m isthmus {command}"
     assert "DATASET is missing" in bash(f"{folder}/02-generate.sh").stderr
     assert bash(f"{folder}/03-train-dense.sh TP=2 train.seed=1").returncode == 0
     assert Path("words").read_text().strip() == "-m isthmus config from-env llama3.2-1b --run -- TP=2 train.seed=1"

@@ -80,7 +80,7 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
     assert parse_and_run(["config", "to-megatron", str(file), *more]) == 0
     out, err = capsys.readouterr()
     assert "--qk-layernorm\n" in out and "--train-iters 9\n" in out and "--fp8-format hybrid\n" in out
-    named = {line.split(" (")[0] for line in err.splitlines()}
+    names = {line.split(" (")[0] for line in err.splitlines()}
     assert (
         "--deterministic-mode\n" in out
         and "--eval-iters 100\n" in out
@@ -88,7 +88,7 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
     )
     assert parse_and_run(["config", "to-megatron", str(file), "train.steps=9", "data.valid_fraction=0"]) == 0
     assert "--eval-iters 0\n" in capsys.readouterr().out
-    assert named >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
+    assert names >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
     for words, message in (
         (["train.epochs=2"], "Megatron-LM counts steps. Give train.steps=N"),
         (["train.steps=9", "recipe=kto"], "recipe kto: Megatron-LM's arguments have no such training"),
@@ -157,10 +157,10 @@ def test_arguments_alone_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
         " --train-iters 3 --micro-batch-size 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
     )
     assert parse_and_run(["config", "from-megatron", "--json", "--", *words.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["config"]["train"]["global_batch_size"] == 8
-    assert found["config"]["model"]["config"]["vocab_size"] == 100
-    assert found["command"] == "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 -m isthmus pretrain run.yaml"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["config"]["train"]["global_batch_size"] == 8
+    assert printed["config"]["model"]["config"]["vocab_size"] == 100
+    assert printed["command"] == "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 -m isthmus pretrain run.yaml"
     with pytest.raises(UsageError, match="size of the vocabulary"):
         parse_and_run(["config", "from-megatron", *words.split()[:-4]])
 

@@ -233,8 +233,8 @@ def test_spellings_of_old_releases() -> None:
     ],
 )  # fmt: skip
 def test_single_arguments(more: str, settings: dict[str, Any]) -> None:
-    found = translated([*ENOUGH, *more.split()]).translation
-    assert {name: found.settings.get(name) for name in settings} | {"recipe": found.recipe} == {
+    translation = translated([*ENOUGH, *more.split()]).translation
+    assert {name: translation.settings.get(name) for name in settings} | {"recipe": translation.recipe} == {
         "recipe": "pretrain"
     } | settings
 
@@ -252,8 +252,8 @@ def test_all_errors_are_raised_at_once() -> None:
         translated([*ENOUGH, *words.split()])
     lines = str(refused.value).splitlines()
     assert len(lines) == 7
-    for wanted in ("did you mean --num-layers", "must be a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
-        assert sum(wanted in line for line in lines) == 1
+    for part in ("did you mean --num-layers", "must be a number, got 'much'", "--rampup-batch-size 1 2 3", "AdamW"):
+        assert sum(part in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_each_argument_is_in_one_table() -> None:
     names = [entry.split("=")[0] for table in tables for entries in table.values() for entry in entries.split()]
     assert {name: count for name, count in Counter([*names, *NEVER]).items() if count > 1} == {}
     flags = [TABLES[name].values() for name in ("renamed", "other_names", "turned_off")]
-    named = {*chain(*flags), *ARGUMENTS, *SETTINGS.values()}
-    assert named <= set(names)
+    listed = {*chain(*flags), *ARGUMENTS, *SETTINGS.values()}
+    assert listed <= set(names)
 
 
 def test_an_explicit_default_has_no_remark() -> None:
@@ -287,8 +287,8 @@ def test_an_explicit_default_has_no_remark() -> None:
 def test_the_default_batch_size_depends_on_the_ranks() -> None:
     place = ENOUGH.index("--global-batch-size")
     words = [*ENOUGH[:place], *ENOUGH[place + 2 :], "--tensor-model-parallel-size", "2"]
-    found = translate_arguments(read_flags(words), World(nnodes=2, nproc_per_node=4), "x").translation
-    assert found.settings["train.global_batch_size"] == 4
+    translation = translate_arguments(read_flags(words), World(nnodes=2, nproc_per_node=4), "x").translation
+    assert translation.settings["train.global_batch_size"] == 4
     with pytest.raises(UsageError, match="--global-batch-size"):
         translated(words)
 

@@ -69,9 +69,9 @@ def test_experiment_with_model_files(tmp_path: Path, models: Path) -> None:
     }
     assert result.translation.origins["optim.beta2"] == "adam_beta2: 0.95"
     assert result.translation.origins["train.precision"] == "pre_trainer, default of Primus: bf16: true"
-    wanted = {"rotary_base": 500000, "layernorm_epsilon": 1e-6, "init_method_std": 0.008, "num_query_groups": 8}
-    wanted |= {"max_position_embeddings": 8192, "group_query_attention": True}
-    assert {name: result.model[name] for name in wanted} == wanted
+    expected = {"rotary_base": 500000, "layernorm_epsilon": 1e-6, "init_method_std": 0.008, "num_query_groups": 8}
+    expected |= {"max_position_embeddings": 8192, "group_query_attention": True}
+    assert {name: result.model[name] for name in expected} == expected
     assert [(remark.option, remark.status) for remark in result.translation.remarks] == [
         ("stderr_sink_level: DEBUG, log_avg_skip_iterations: 2, log_avg_reset_interval: 50", "different"),
         ("llama3.1_8B.yaml: tokenizer_type: Llama3Tokenizer", "different"),
@@ -88,8 +88,10 @@ def test_experiment_of_one_module(tmp_path: Path, models: Path) -> None:
 def test_moe_model_with_bases(tmp_path: Path, models: Path) -> None:
     more = "\nmoe_token_dispatcher_type: flex\nuse_turbo_deepep: true\nexpert_model_parallel_size: 2"
     result = translate_experiment(written(tmp_path, experiment("mixtral_tiny", more)), models)
-    found = result.translation.settings
-    assert {name: value for name, value in found.items() if name.startswith(("moe.", "parallel.", "tokenizer."))} == {
+    settings = result.translation.settings
+    assert {
+        name: value for name, value in settings.items() if name.startswith(("moe.", "parallel.", "tokenizer."))
+    } == {
         "moe.dispatcher": "alltoall",
         "moe.aux_loss": 0.01,
         "parallel.ep": 2,
@@ -115,13 +117,13 @@ def test_a_checkout_is_found_from_within_and_by_primus_path(
 
 def test_a_known_model_without_its_file_becomes_a_preset_with_overrides(tmp_path: Path) -> None:
     result = translate_experiment(written(tmp_path, experiment("llama3.1_8B", "\nrotary_base: 10000")))
-    found = result.translation
+    translation = result.translation
     assert not result.model
-    assert found.settings["model.path"] == "preset:llama3.1-8b"
-    assert found.settings["model.init"] == "random"
-    wanted = {"max_position_embeddings": 8192, "initializer_range": 0.008, "rms_norm_eps": 1e-6}
-    assert found.settings["model.config"] == wanted
-    remarks = {remark.option: remark for remark in found.remarks}
+    assert translation.settings["model.path"] == "preset:llama3.1-8b"
+    assert translation.settings["model.init"] == "random"
+    expected = {"max_position_embeddings": 8192, "initializer_range": 0.008, "rms_norm_eps": 1e-6}
+    assert translation.settings["model.config"] == expected
+    remarks = {remark.option: remark for remark in translation.remarks}
     assert "no RoPE scaling" in remarks["model: llama3.1_8B.yaml"].reason
     assert remarks["rotary_base: 10000"].status == "unsupported"
 
@@ -129,10 +131,10 @@ def test_a_known_model_without_its_file_becomes_a_preset_with_overrides(tmp_path
 def test_sft_defaults_and_data(tmp_path: Path, models: Path) -> None:
     more = '\nsft_dataset_name: "someone/chats"\nlora: {enabled: false, dim: 32}\neval_interval: 25'
     text = experiment("llama3_8B", more, "sft_trainer.yaml").replace("mock_data: true", "mock_data: false")
-    found = translate_experiment(written(tmp_path, text), models).translation
-    assert found.recipe == "sft"
-    assert found.settings["data.files"] == ["hf:someone/chats:train"]
-    assert found.settings["train.eval_every"] == 25
+    translation = translate_experiment(written(tmp_path, text), models).translation
+    assert translation.recipe == "sft"
+    assert translation.settings["data.files"] == ["hf:someone/chats:train"]
+    assert translation.settings["train.eval_every"] == 25
     result = translate_experiment(written(tmp_path, text + "      hf_path: someone/model"), models)
     assert (result.model, result.translation.settings["model.path"]) == ({}, "someone/model")
     assert "model.init" not in result.translation.settings

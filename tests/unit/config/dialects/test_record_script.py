@@ -155,8 +155,8 @@ def test_commands_that_may_train_beside_the_training_run_are_named() -> None:
 def test_secrets_are_hidden_and_similar_names_are_not() -> None:
     secrets = {"wandb_api_key": "a", "MY_PASSWD": "b", "PROXY": "http://me:word@host"}
     exports = " ".join(f"{name}={value}" for name, value in (secrets | {"TOKENIZER_MODEL": "m"}).items())
-    found = record_script(script(f"export {exports}\n{TRAIN}")).environment
-    assert found == dict.fromkeys(secrets, "...") | {"TOKENIZER_MODEL": "m"}
+    environment = record_script(script(f"export {exports}\n{TRAIN}")).environment
+    assert environment == dict.fromkeys(secrets, "...") | {"TOKENIZER_MODEL": "m"}
 
 
 def test_ranks_of_srun() -> None:
@@ -203,5 +203,5 @@ def test_a_restricted_script_sets_variables() -> None:
     lines = ["set -euo pipefail", "export N=$((2 * ${1:-1}))", 'ARGS="--num-layers $N"', "for x in 1 2; do Y=$x; done"]
     lines += ['if [[ $N -gt 2 ]]; then ARGS+=" --lr `echo $Y`"; fi']
     lines += ['eval "torchrun --nproc_per_node 2 pretrain_gpt.py $ARGS" 2>&1']
-    found = record_script(script("\n".join(lines)), ["3"], restricted=True)
-    assert found.flags == ("--num-layers", "6", "--lr", "2") and found.environment == {"N": "6"}
+    recorded = record_script(script("\n".join(lines)), ["3"], restricted=True)
+    assert recorded.flags == ("--num-layers", "6", "--lr", "2") and recorded.environment == {"N": "6"}

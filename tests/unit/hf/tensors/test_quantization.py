@@ -39,8 +39,8 @@ def test_all_fp4_codes_and_all_scales_except_nan() -> None:
             code = at // 2 >> 4 if at % 2 else at // 2 & 15
             exponent, mantissa = code >> 1 & 3, code & 1
             magnitude = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
-            wanted = (-magnitude if code >> 3 else magnitude) * 2.0 ** (int(scales[0, 0, at // 32]) - 127)
-            assert value == wanted or (abs(wanted) >= 2.0**128 and abs(value) == float("inf"))
+            expected = (-magnitude if code >> 3 else magnitude) * 2.0 ** (int(scales[0, 0, at // 32]) - 127)
+            assert value == expected or (abs(expected) >= 2.0**128 and abs(value) == float("inf"))
 
 
 def test_mxfp4_equals_transformers() -> None:

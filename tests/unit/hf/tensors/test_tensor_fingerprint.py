@@ -30,8 +30,8 @@ def test_other_tensors_have_another_fingerprint(tmp_path: Path) -> None:
         others.append(TENSORS | {"a": changed})
     others += [{"c": TENSORS["a"], "b": TENSORS["b"], "empty": TENSORS["empty"]}, {"a": TENSORS["a"]}]
     others += [TENSORS | {"a": TENSORS["a"].view(50, 100)}, TENSORS | {"a": TENSORS["a"].to(torch.float16)}]
-    found = [saved(tmp_path / str(number), tensors) for number, tensors in enumerate(others)]
-    assert len({first, *found}) == 1 + len(others)
+    fingerprints = [saved(tmp_path / str(number), tensors) for number, tensors in enumerate(others)]
+    assert len({first, *fingerprints}) == 1 + len(others)
 
 
 def test_the_division_into_files_does_not_matter(tmp_path: Path) -> None:

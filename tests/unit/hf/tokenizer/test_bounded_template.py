@@ -126,14 +126,14 @@ def test_shipped_templates_render_what_transformers_renders(name):
     template = default_template(set(), adds_bos=False)[1] if name == "plain" else find_template(name)[0]
     for messages, tools in ((MANY_TURNS, None), (MANY_TURNS[:2], TOOLS), (WITH_TOOLS, TOOLS[:2])):
         for opened in (False, True):
-            given = {"tools": tools, "chat_template": template, "add_generation_prompt": opened, **GIVEN}
-            found = []
+            arguments = {"tools": tools, "chat_template": template, "add_generation_prompt": opened, **GIVEN}
+            rendered = []
             for render in (chat_template_utils.render_jinja_template, render_jinja_template):
                 try:
-                    found.append(render([messages], **given))
+                    rendered.append(render([messages], **arguments))
                 except Exception as error:
-                    found.append(repr(error))
-            assert found[0] == found[1]
+                    rendered.append(repr(error))
+            assert rendered[0] == rendered[1]
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_shipped_templates_render_what_transformers_renders(name):
     ],
 )
 def test_operations_are_those_of_transformers(template):
-    found = []
+    rendered = []
     for render in (chat_template_utils.render_jinja_template, render_jinja_template):
         try:
-            found.append(render([ASKED], chat_template=template))
+            rendered.append(render([ASKED], chat_template=template))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    assert found[0] == found[1]
+            rendered.append(f"{type(error).__name__}: {error}")
+    assert rendered[0] == rendered[1]
 
 
 def test_wrong_template_is_bad_data():

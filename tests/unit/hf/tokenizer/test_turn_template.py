@@ -45,9 +45,9 @@ def test_turns_concatenate_to_the_rendered_text(template):
 def test_loss_tokens_equal_those_by_comparison(template, loss_on, monkeypatch):
     tokenizer = build(template)
     talk = Conversation(TALK, None, "f:1")
-    found = ChatRenderer(tokenizer, loss_on=loss_on)(talk)
+    texts = ChatRenderer(tokenizer, loss_on=loss_on)(talk)
     monkeypatch.setattr(Tokenizer, "apply_by_turn", lambda self, messages: None)
-    assert found == ChatRenderer(tokenizer, loss_on=loss_on)(talk)
+    assert texts == ChatRenderer(tokenizer, loss_on=loss_on)(talk)
 
 
 @pytest.mark.parametrize(

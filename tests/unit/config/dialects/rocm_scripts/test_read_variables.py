@@ -200,12 +200,12 @@ def test_data_checkpoints_and_logs() -> None:
                          "ENABLE_PROFILING=1 LOG_DIR=/l EXP_NAME=mine TEE_OUTPUT=0 TP=8 "
                          "SEQ_PARALLEL=0 TOTAL_ITERS=40 WANDB_API_KEY=secret")  # fmt: skip
     settings = run.translation.settings
-    wanted = {
+    expected = {
         "model.path": "preset:llama2-13b", "data.files": ["/d/books"], "tokenizer.type": "Llama2Tokenizer",
         "tokenizer.path": "/t/tok", "out": "/c", "checkpoint.resume": "/old", "checkpoint.every": 100,
         "train.eval_every": 5000, "train.profile": "10-12", "parallel.sp": False,
     }  # fmt: skip
-    assert {name: settings[name] for name in wanted} == wanted
+    assert {name: settings[name] for name in expected} == expected
     assert "data.mock" not in settings and "checkpoint.save_final" not in settings
     assert (run.train_log, run.tee) == ("/l/output_mine.log", False)
     assert "secret" not in as_yaml(run.translation, "")
@@ -231,10 +231,12 @@ def test_a_downloaded_tokenizer_is_the_default(tmp_path: Path) -> None:
 
 
 def test_variables_without_effect_are_reported() -> None:
-    given = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
+    variables = ["EVAL_INTERVAL=3", "SAVE_INTERVAL=4", "TE_FP8_RECIPE=tensorwise", "FP4_BF16_START=2", "SEQ_PARALLEL=1"]
     mock = ["DATA_DIR=/d", "TOKENIZER_TYPE=HuggingFaceTokenizer"]
-    run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *given, *mock])
-    assert {*given, *mock} == {one.option for one in run.translation.remarks if one.status == "unsupported"}
+    run = read_script("llama3", {}, ["MODEL_SIZE=8", "TP=1", *variables, *mock])
+    assert {*variables, *mock} == {
+        remark.option for remark in run.translation.remarks if remark.status == "unsupported"
+    }
     with pytest.raises(UsageError) as refused:
         read_script("llama3", {}, ["MODEL_SIZE=8", "FSDP=yes"])
     assert str(refused.value) == "train_llama3.sh: FSDP=yes: must be 0 or 1."
@@ -248,6 +250,6 @@ def test_variables_that_were_lost_on_another_line_are_suspected() -> None:
 
 
 def test_similar_environment_variables_are_reported() -> None:
-    found = remark_options(read("llama3", "MODEL_SIZE=8 GBS=64 TOTAL_ITER=5 HOME=/h SEQ_LENGTH=4096"))
-    assert "GBS" in found and "TOTAL_ITER" in found and "HOME" not in found
+    options = remark_options(read("llama3", "MODEL_SIZE=8 GBS=64 TOTAL_ITER=5 HOME=/h SEQ_LENGTH=4096"))
+    assert "GBS" in options and "TOTAL_ITER" in options and "HOME" not in options
     assert "BS" in remark_options(read("deepseek_v2", "BS=64"))

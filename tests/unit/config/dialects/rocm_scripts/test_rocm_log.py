@@ -59,9 +59,11 @@ def test_means_exclude_the_first_two_and_the_last_iteration() -> None:
         "mem usages: 0.7494",
     ]
     tail = "\n".join([*lines, *end][-15:])
-    found = {name: re.findall(pattern, tail, re.IGNORECASE) for name, pattern in READ_BY_CVS.items()}
+    matches = {name: re.findall(pattern, tail, re.IGNORECASE) for name, pattern in READ_BY_CVS.items()}
     assert (
-        all(found.values()) and found["tokens"] == ["65536"] and float(found["throughput"][-1]) == pytest.approx(594.2)
+        all(matches.values())
+        and matches["tokens"] == ["65536"]
+        and float(matches["throughput"][-1]) == pytest.approx(594.2)
     )
 
 
