@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from isthmus.engine.optim.optimizer import chain, own_shards
+from isthmus.engine.optim.optimizer import chain, local_shards
 from isthmus.engine.parallel.live_parameters import live_parameters, live_tensors
 from isthmus.families.family import Placement
 from isthmus.families.matched_tensors import hidden_matrices, trained_tensors
@@ -67,7 +67,7 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
 
 def _mains(training: Training, one: Any) -> Any:
     names = {parameter: name for name, parameter in live_parameters(training.model.stages).items()}
-    return [(names[parameter], main) for parameter, main, _ in own_shards(one)]
+    return [(names[parameter], main) for parameter, main, _ in local_shards(one)]
 
 
 def _parts(training: Training, placement: Placement, main: Tensor) -> list[Tensor]:

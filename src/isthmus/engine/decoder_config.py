@@ -23,16 +23,16 @@ class DecoderConfig(TransformerConfig):
     """Device of this rank's weights and activations."""
     embedding_dropout: float = 0.0
     adapter_dropout: float = 0.0
-    """Of the inputs of adapters; 0 without any."""
+    """Dropout rate of the inputs of adapters; 0 without any."""
     seed: int = 0
-    """Of dropout masks and noise."""
+    """Seed of dropout masks and noise."""
     recomputed: frozenset[str] = frozenset()
     """``train.recompute_modules`` of selective recomputation; Megatron-Core's setting has other names."""
     attention: BackendName = "blocks"
     label_smoothing: float = 0.0
-    """Of the cross entropy in training."""
+    """Label smoothing of the cross entropy in training."""
     neftune_alpha: float = 0.0
-    """Of the noise on embeddings in training."""
+    """Size of the noise on embeddings in training."""
     samples_experts: bool = False
     """Whether the experts of a token are drawn in training."""
     vocab_rows: int | None = None

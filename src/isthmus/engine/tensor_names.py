@@ -59,7 +59,7 @@ class Spelling:
     latent: bool = False
     """Multi-head latent attention."""
     mixers: tuple[tuple[str, ...], ...] = ()
-    """Of each layer of a model whose layers have other tensors or shapes; empty: attention in every layer."""
+    """Mixers of each layer of a model whose layers have other tensors or shapes; empty: attention in every layer."""
     single_blocks: bool = False
     """Each layer is a mixer or a feed-forward block, as in Megatron-Core's HybridModel."""
 
@@ -92,9 +92,9 @@ class Spelling:
         return [[slot] for slot in self.candidate_slots(canonical)]
 
     def _sections(self, canonical: str) -> tuple[str, ...]:
-        found = _MIXER_ROWS.fullmatch(canonical)
-        is_mamba2 = found is not None and self.mixers and "mamba2" in self.mixers[int(found[1])]
-        return MAMBA2_SECTIONS[found[2]] if found is not None and is_mamba2 else ()
+        match = _MIXER_ROWS.fullmatch(canonical)
+        is_mamba2 = match is not None and self.mixers and "mamba2" in self.mixers[int(match[1])]
+        return MAMBA2_SECTIONS[match[2]] if match is not None and is_mamba2 else ()
 
     def candidate_slots(self, canonical: str) -> list[CheckpointSlot]:
         """Slots where Megatron-Core may have saved a tensor without sections, the usual one first."""
@@ -111,15 +111,15 @@ class Spelling:
 
     def extra_states(self, canonical: Iterable[str]) -> list[str]:
         """Keys of the empty objects that Megatron-Core expects next to linear layers."""
-        found = []
+        keys = []
         for name in canonical:
             linear = _LINEAR.fullmatch(name)
             if linear is None or name == "output_layer.weight":
                 continue
             slot = self._slot(name, stacked=self.homogeneous)
             which = ".".join(map(str, slot.index)) + "_" + ".".join(map(str, slot.sizes)) if slot.index else "0_1"
-            found.append(f"{slot.key.removesuffix('.weight')}._extra_state/shard_{which}")
-        return found
+            keys.append(f"{slot.key.removesuffix('.weight')}._extra_state/shard_{which}")
+        return keys
 
     def _checkpoint_names(self, canonical: str) -> list[str]:
         """TransformerEngine's name first, then that of the local layer class."""
@@ -177,9 +177,8 @@ def live_names(canonical: str) -> list[str]:
     """Names with local modules and with TransformerEngine's (fused norms, grouped experts), numbers unchanged."""
     if (expert := _EXPERT.fullmatch(canonical)) is not None:
         return [canonical, f"{expert[1]}{expert[3]}.{expert[4]}{expert[2]}"]
-    mixers = [(mixer,) for mixer in _FUSED_INPUT_NORMS]
-    fused = [*(fused_norms(each, latent=False, moe=False) for each in mixers), _LATENT_NORMS]
-    names = [canonical, *(name for each in fused for name in _renamed(canonical, each)), *_shared_with_mtp(canonical)]
+    fused = [*(fused_norms((mixer,), latent=False, moe=False) for mixer in _FUSED_INPUT_NORMS), _LATENT_NORMS]
+    names = [canonical, *(name for norms in fused for name in _renamed(canonical, norms)), *_shared_with_mtp(canonical)]
     names.append(canonical.replace("decoder.final_layernorm.", "decoder.final_norm."))  # of layers with one block
     return list(dict.fromkeys(names))
 
@@ -191,21 +190,21 @@ def transformer_engine_name(canonical: str, spelling: Spelling) -> str:
 
 
 def renumbered(canonical: str, *, layer: int | None = None, expert: int | None = None) -> str:
-    if layer is not None and (found := _LAYER.fullmatch(canonical)) is not None:
-        canonical = f"decoder.layers.{layer}.{found[2]}"
-    if expert is not None and (found := _EXPERT.fullmatch(canonical)) is not None:
-        canonical = f"{found[1]}local_experts.{expert}.{found[3]}.{found[4]}"
+    if layer is not None and (match := _LAYER.fullmatch(canonical)) is not None:
+        canonical = f"decoder.layers.{layer}.{match[2]}"
+    if expert is not None and (match := _EXPERT.fullmatch(canonical)) is not None:
+        canonical = f"{match[1]}local_experts.{expert}.{match[3]}.{match[4]}"
     return canonical
 
 
 def layer_of(canonical: str) -> int | None:
-    found = _LAYER.fullmatch(canonical)
-    return int(found[1]) if found else None
+    match = _LAYER.fullmatch(canonical)
+    return int(match[1]) if match else None
 
 
 def expert_of(canonical: str) -> int | None:
-    found = _EXPERT.fullmatch(canonical)
-    return int(found[2]) if found else None
+    match = _EXPERT.fullmatch(canonical)
+    return int(match[2]) if match else None
 
 
 def is_linear(canonical: str) -> bool:
@@ -234,4 +233,4 @@ def _renamed(canonical: str, names: dict[str, str]) -> list[str]:
     elif (mtp := _MTP.fullmatch(canonical)) is not None:
         plain = mtp[3]
     head = canonical.removesuffix(plain)
-    return [f"{head}{new}{plain.removeprefix(own)}" for own, new in names.items() if plain.startswith(own)]
+    return [f"{head}{new}{plain.removeprefix(old)}" for old, new in names.items() if plain.startswith(old)]

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from isthmus.engine.checkpoint.optimizer_state import is_tensor, own_elements
+from isthmus.engine.checkpoint.optimizer_state import is_tensor, local_entries
 from isthmus.engine.lora.attach import adapter_tensors
 from isthmus.engine.lora.low_rank import AdapterTensor
 
@@ -19,27 +19,29 @@ Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 def trained_entries(stage: Any, metadata: dict[str, Any]) -> dict[str, Entry]:
     """The checkpoint entry of each trained parameter of a stage; an adapter's has the name of PEFT."""
-    of_base = {name: entry for name, entry in stage.sharded_state_dict(metadata=metadata).items() if is_tensor(entry)}
-    found: dict[str, Entry] = {
+    base_entries = {
+        name: entry for name, entry in stage.sharded_state_dict(metadata=metadata).items() if is_tensor(entry)
+    }
+    entries: dict[str, Entry] = {
         name: entry
-        for name, entry in of_base.items()
+        for name, entry in base_entries.items()
         if isinstance(entry.data, nn.Parameter) and entry.data.requires_grad and ".lora." not in name
     }
     for tensor in adapter_tensors([stage]):
         linear = tensor.adapter.linear
         expert = "" if linear.expert is None else f".{linear.expert}"
         name = f"{linear.module}{expert}.{tensor.role}"
-        found[name] = _entry(f"adapters.{name}", tensor)
-    return found
+        entries[name] = _entry(f"adapters.{name}", tensor)
+    return entries
 
 
 def weights_of(entries: dict[str, Entry]) -> dict[str, ShardedTensor]:
     """The values of the parameters; loading them sets the parameters in place."""
-    found: dict[str, ShardedTensor] = {}
+    weights: dict[str, ShardedTensor] = {}
     for name, entry in entries.items():
-        parts = own_elements(entry, entry.data.detach().view(-1), 0, stacked=False)
-        found |= {f"{name}.{n}": replace(part, replica_id=entry.replica_id) for n, part in enumerate(parts)}
-    return found
+        parts = local_entries(entry, entry.data.detach().view(-1), 0, stacked=False)
+        weights |= {f"{name}.{n}": replace(part, replica_id=entry.replica_id) for n, part in enumerate(parts)}
+    return weights
 
 
 def _entry(key: str, tensor: AdapterTensor) -> Entry:

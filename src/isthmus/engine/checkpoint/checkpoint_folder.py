@@ -58,12 +58,12 @@ def publish(staging: Path, final: Path, step: int, keep: int, best: int | None =
 def remove_old(root: Path, step: int, keep: int, best: int | None = None) -> None:
     """Keep the newest ``keep`` checkpoints, of which that of ``step`` is the last one, and ``best``."""
     # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
-    found = {int(path.name[5:]): path for path in root.iterdir() if _FOLDER.fullmatch(path.name)}
-    others = sorted(found.keys() - {step, best}, key=lambda other: (other < step, other))
+    folders = {int(path.name[5:]): path for path in root.iterdir() if _FOLDER.fullmatch(path.name)}
+    others = sorted(folders.keys() - {step, best}, key=lambda other: (other < step, other))
     for old in others[: max(0, len(others) + 1 - keep)]:
-        removed = found[old].with_name(f"{TEMPORARY}old-{found[old].name}")
+        removed = folders[old].with_name(f"{TEMPORARY}old-{folders[old].name}")
         with suppress(OSError):
-            found[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
+            folders[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
         shutil.rmtree(removed, ignore_errors=True)
 
 

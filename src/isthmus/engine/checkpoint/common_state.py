@@ -36,14 +36,14 @@ def read_common_state(folder: Path, verifier: ChecksumVerifier) -> dict[str, Any
         Exception: those of ``torch.load``.
     """
     if (file := folder / COMMON_FILE).is_file():
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     else:
         place = read_index(folder).storage_data[MetadataIndex(COMMON_OBJECT)]
         path, end = folder / place.relative_path, place.offset + place.length
         verifier.check(path, place.offset, end)
         with path.open("rb") as opened:
             opened.seek(place.offset)
-            (found,) = torch.load(io.BytesIO(opened.read(place.length)), map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise DataError(f"the common state of {folder} is a {type(found).__name__}. Resume from another checkpoint.")
-    return found
+            (state,) = torch.load(io.BytesIO(opened.read(place.length)), map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise DataError(f"the common state of {folder} is a {type(state).__name__}. Resume from another checkpoint.")
+    return state

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isthmus.engine.checkpoint.optimizer_state import is_tensor, optimizer_state, own_elements
+from isthmus.engine.checkpoint.optimizer_state import is_tensor, local_entries, optimizer_state
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.sharded_params import elements_before, local_elements
 
@@ -15,17 +15,17 @@ from isthmus.engine.parallel.sharded_params import elements_before, local_elemen
 def sharded_state(model: FullyShardedDataParallel, adam: Any, *, is_loading: bool) -> dict[str, Any]:
     """This rank's rows of weights and optimizer state."""
     parameters = dict(model.module.named_parameters())
-    starts = {name: elements_before(each) for name, each in parameters.items()}
+    starts = {name: elements_before(parameter) for name, parameter in parameters.items()}
     weights = {name: entry for name, entry in model.sharded_tensors.items() if not is_tensor(entry)}
     for name, parameter in parameters.items():
-        whole, local = model.sharded_tensors[name], local_elements(parameter)
+        entry, local = model.sharded_tensors[name], local_elements(parameter)
         if not (is_loading and parameter.requires_grad):
-            kept = local if is_loading else local.to(whole.data.dtype)
-            weights |= {f"{name}.{n}": part for n, part in enumerate(own_elements(whole, kept, starts[name]))}
+            saved = local if is_loading else local.to(entry.data.dtype)
+            weights |= {f"{name}.{n}": part for n, part in enumerate(local_entries(entry, saved, starts[name]))}
 
-    def own() -> Iterator[tuple[Any, Tensor, int]]:
+    def shards() -> Iterator[tuple[Any, Tensor, int]]:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 yield model.sharded_tensors[name], parameter, starts[name]
 
-    return {"model": weights, "optimizer": optimizer_state(adam, own(), stacked=not model.module.frozen)}
+    return {"model": weights, "optimizer": optimizer_state(adam, shards(), stacked=not model.module.frozen)}

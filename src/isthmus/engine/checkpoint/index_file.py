@@ -50,11 +50,11 @@ def read_index(folder: Path) -> Metadata:
     path = folder / INDEX
     try:
         with path.open("rb") as file:
-            found = _IndexUnpickler(file).load()
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
             raise ValueError("it has no list of tensors")
     except UnsafeInput as error:
         raise UnsafeInput(f"{path} {error}") from None
     except Exception as error:  # a damaged pickle raises almost any
         raise DataError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
-    return found
+    return index

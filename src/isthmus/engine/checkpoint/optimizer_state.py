@@ -15,25 +15,25 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from isthmus.engine.optim.optimizer import own_shards
+from isthmus.engine.optim.optimizer import local_shards
 from isthmus.engine.parallel.sharded_params import local_elements
 
 
 def optimizer_state(
-    adam: Any, own: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]], *, stacked: bool
+    adam: Any, shards: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]], *, stacked: bool
 ) -> dict[str, Any]:
     """State of ``adam``; loading it sets the tensors in place.
 
     ``own`` has for each parameter the checkpoint entry of the whole parameter, the part of it that ``adam`` updates,
-    and the number of elements before this part. ``stacked``: see :func:`own_elements`.
+    and the number of elements before this part. ``stacked``: see :func:`local_entries`.
     """
     elements: dict[str, ShardedTensor] = {}
-    for number, (entry, main, start) in enumerate(own):
+    for number, (entry, main, start) in enumerate(shards):
         for state, tensor in {"param": main, **adam.state[main]}.items():
             if state == "step":
                 continue
-            named = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
-            parts = own_elements(named, local_elements(tensor), start, stacked=stacked)
+            state_entry = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
+            parts = local_entries(state_entry, local_elements(tensor), start, stacked=stacked)
             elements |= {f"{number}.{state}.{n}": part for n, part in enumerate(parts)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
@@ -57,11 +57,11 @@ def distributed_state(optimizer: Any, model_state: dict[str, Any], *, stacked: b
     """State of a Megatron-Core ``DistributedOptimizer``; ``model_state`` has the entries of its model's parameters."""
     entries = {entry.data: entry for entry in nested_values(model_state) if is_tensor(entry)}
 
-    def own() -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]]:
-        for parameter, main, start in own_shards(optimizer):
+    def shards() -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]]:
+        for parameter, main, start in local_shards(optimizer):
             yield entries[parameter], main, start
 
-    return optimizer_state(optimizer.optimizer, own(), stacked=stacked) | grad_scaler_state(optimizer)
+    return optimizer_state(optimizer.optimizer, shards(), stacked=stacked) | grad_scaler_state(optimizer)
 
 
 def grad_scaler_state(optimizer: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def is_tensor(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
 
 
-def own_elements(
+def local_entries(
     entry: ShardedTensor | ShardedTensorFactory, local: Tensor, start: int, *, stacked: bool = True
 ) -> Iterator[ShardedTensor]:
     """Elements ``local`` [n] of a parameter from ``start`` as checkpoint entries; ``entry`` is the whole parameter's.

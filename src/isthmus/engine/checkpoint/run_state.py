@@ -80,9 +80,9 @@ def sharded_run_state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
     """The sharded state to save or load; for loading, ``optimizers`` is always a list."""
     if stepper.device.type == "cuda":
         torch.cuda.synchronize()  # moments in host memory may still be copied
-    if isinstance(whole := stepper.model[0], FullyShardedDataParallel):  # without pipeline stages
+    if isinstance(fsdp_model := stepper.model[0], FullyShardedDataParallel):  # without pipeline stages
         (adam,) = torch_optimizers(stepper.optimizer)
-        return sharded_state(whole, adam, is_loading=is_loading)
+        return sharded_state(fsdp_model, adam, is_loading=is_loading)
     gather_weights(stepper.model)
     # Keyed by stage; keys in the files have model-wide layer numbers.
     if stepper.model[0].module.adapters is None:
@@ -92,9 +92,9 @@ def sharded_run_state(stepper: Stepper, *, is_loading: bool) -> dict[str, Any]:
         state = entries
     else:
         entries = {name: trained_entries(stage, sharding_metadata()) for name, stage in stages_of(stepper).items()}
-        state = {name: weights_of(of_stage) for name, of_stage in entries.items()}
+        state = {name: weights_of(stage_entries) for name, stage_entries in entries.items()}
     stacked = not stepper.model[0].module.frozen
-    states = [distributed_state(each, entries, stacked=stacked) for each in distributed_optimizers(stepper.optimizer)]
+    states = [distributed_state(part, entries, stacked=stacked) for part in distributed_optimizers(stepper.optimizer)]
     if is_loading:
         return state | {"optimizers": states}
     if not states:  # all tensors of this rank are frozen

@@ -19,17 +19,17 @@ from torch import Tensor
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, own: Tensor | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, is_local: Tensor | None) -> Tensor:
         ctx.weight = weight
-        ctx.save_for_backward(rows, own)
-        found = weight.index_select(0, rows)
-        return found if own is None else found.mul_(own[:, None])
+        ctx.save_for_backward(rows, is_local)
+        embedded = weight.index_select(0, rows)
+        return embedded if is_local is None else embedded.mul_(is_local[:, None])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        rows, own = ctx.saved_tensors
+        rows, is_local = ctx.saved_tensors
         weight = ctx.weight
-        grad = grads[0] if own is None else grads[0] * own[:, None]
+        grad = grads[0] if is_local is None else grads[0] * is_local[:, None]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is not None:
             main_grad.index_add_(0, rows, grad.to(main_grad.dtype))
@@ -43,8 +43,8 @@ def embed(table: VocabParallelEmbedding, input_ids: Tensor, *, sequence_parallel
     if table.tp_group.size() == 1:
         return _Lookup.apply(table.weight, input_ids, None)[:, None]
     local = input_ids - table.vocab_start_index
-    own = (local >= 0) & (local < table.weight.size(0))
-    partial = _Lookup.apply(table.weight, local.where(own, 0), own.to(table.weight.dtype))[:, None]
+    is_local = (local >= 0) & (local < table.weight.size(0))
+    partial = _Lookup.apply(table.weight, local.where(is_local, 0), is_local.to(table.weight.dtype))[:, None]
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial)
     return reduce_from_tensor_model_parallel_region(partial)

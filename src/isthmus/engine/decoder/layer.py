@@ -128,8 +128,8 @@ class DecoderLayer(MegatronModule):
     def take_keys(self) -> tuple[Tensor, ...]:
         """Keys and values of the last forward pass that other layers attend to; empty without such layers."""
         attention = getattr(self, "self_attention", None)
-        taken: tuple[Tensor, ...] = attention.take_keys() if isinstance(attention, PackedSelfAttention) else ()
-        return taken
+        keys: tuple[Tensor, ...] = attention.take_keys() if isinstance(attention, PackedSelfAttention) else ()
+        return keys
 
     def _blocks(
         self, hidden_states: Tensor, rotary_pos_emb: Tensor | None, batch: PackedBatch, shared_keys: Sequence[Tensor]
@@ -180,6 +180,8 @@ class DecoderLayer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        apply_prefix_mapping(found, {prefix + own: prefix + name for own, name in self.spec.fused_norms.items()})
-        return found
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(
+            state, {prefix + live_name: prefix + name for live_name, name in self.spec.fused_norms.items()}
+        )
+        return state

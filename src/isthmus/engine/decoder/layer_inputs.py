@@ -37,12 +37,12 @@ class LayerInputs(MegatronModule):
         Under sequence parallelism this rank's T / tp embeddings, and of all T tokens.
         """
         del packed_seq_params  # for hooks
-        of_table = embed(self.word_embeddings, input_ids, sequence_parallel=self.config.sequence_parallel)
+        embedded = embed(self.word_embeddings, input_ids, sequence_parallel=self.config.sequence_parallel)
         # Rounded to the model's dtype first, as transformers does.
-        of_table = of_table * torch.tensor(self.width**0.5, dtype=of_table.dtype)
+        embedded = embedded * torch.tensor(self.width**0.5, dtype=embedded.dtype)
         projected = self.linear_down_proj(hidden) * self.config.hidden_size**-0.5
         normed = self.layernorm(projected.unflatten(-1, (-1, self.width)))
-        both: Tensor = (normed + of_table.unflatten(-1, (-1, self.width))) * 2**-0.5
+        both: Tensor = (normed + embedded.unflatten(-1, (-1, self.width))) * 2**-0.5
         return both.permute(2, 0, 1, 3)
 
 
@@ -63,8 +63,8 @@ class LayerInputBlock(MegatronModule):
         self.linear_up_proj = ReplicatedLinear(config, width, config.hidden_size)
         self.layernorm = norm(config)
 
-    def forward(self, hidden: Tensor, own: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, layer_input: Tensor) -> Tensor:
         """``hidden`` and the result are [T, 1, H], ``own`` [T, 1, width]; T / tp under sequence parallelism."""
-        gated = self.activation(self.linear_down_proj(hidden)) * own
+        gated = self.activation(self.linear_down_proj(hidden)) * layer_input
         added: Tensor = self.layernorm(self.linear_up_proj(gated))
         return hidden + added

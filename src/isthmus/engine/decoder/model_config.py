@@ -81,10 +81,10 @@ def attention_needs(
 ) -> tuple[AttentionNeeds, ...]:
     """What the attention backend of a rank has to compute, in each kind of layer."""
 
-    def of_kind(kind: Architecture) -> AttentionNeeds:
+    def needs(kind: Architecture) -> AttentionNeeds:
         return _needs_of(kind, parallel, dtype=dtype, device=device, dropout=dropout)
 
-    return tuple(dict.fromkeys(map(of_kind, architecture.attention_kinds)))
+    return tuple(dict.fromkeys(map(needs, architecture.attention_kinds)))
 
 
 def _needs_of(

@@ -63,8 +63,8 @@ class MtpLayer(MegatronModule):
             joined = gather_from_tensor_model_parallel_region(joined)
             if self.config.sequence_parallel:
                 joined = scatter_to_sequence_parallel_region(joined)
-            found = self.transformer_layer(joined, rotary_pos_emb=tables, packed_seq_params=batch)
-            output: Tensor = self.final_layernorm(found)
+            mtp_hidden = self.transformer_layer(joined, rotary_pos_emb=tables, packed_seq_params=batch)
+            output: Tensor = self.final_layernorm(mtp_hidden)
             return output
 
         if self.config.recompute_granularity == "full" and self.training:

@@ -30,7 +30,7 @@ def with_noise(x: Tensor, batch: PackedBatch, alpha: float, *, layer: int) -> Te
     if not alpha:
         return x
     lengths = torch.cat([torch.full((length,), float(length)) for _, length in lengths_by_sample(batch)])
-    tokens, lengths = (rows_of_rank(whole, x, batch) for whole in (keys_of(batch).tokens, lengths))
+    tokens, lengths = (rows_of_rank(rows, x, batch) for rows in (keys_of(batch).tokens, lengths))
     magnitudes = to_device(alpha / (lengths * x.size(-1)).sqrt(), x.device)
     site, columns = site_of(layer, NOISE, x.device), column_keys(x.size(-1), x.device)
     return x + _noise(tokens, site, columns, magnitudes)[:, None].to(x.dtype)

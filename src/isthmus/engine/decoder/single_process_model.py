@@ -69,9 +69,9 @@ class SingleProcessModel:
 
     def fill(self, names: Sequence[str]) -> None:
         for name in names:
-            module, _, own = name.rpartition(".")
+            module, _, parameter_name = name.rpartition(".")
             parameter = nn.Parameter(self._read(name), requires_grad=False)
-            self.module.get_submodule(module).register_parameter(own, parameter)
+            self.module.get_submodule(module).register_parameter(parameter_name, parameter)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Logits [B * S, V] of int64 [B, S]."""
@@ -80,5 +80,5 @@ class SingleProcessModel:
     @staticmethod
     def hidden(states: Any) -> Tensor:
         """Hidden states [B * S, H] from the input or output of a layer."""
-        found: Tensor = states[0] if isinstance(states, tuple) else states
-        return found[:, 0]
+        hidden: Tensor = states[0] if isinstance(states, tuple) else states
+        return hidden[:, 0]

@@ -70,7 +70,7 @@ def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> L
         params=experts if moe else {"width": width} if width != architecture.ffn_hidden_size else {},
         submodules=modules(limit=architecture.swiglu_limit(layer, routed=True)) if moe else shared,
     )
-    own_norms = moe and architecture.moe is not None and architecture.moe.branch_norms
+    mlp_has_norms = moe and architecture.moe is not None and architecture.moe.branch_norms
     return LayerSpec(
         form=architecture.form_of(layer),
         norm=norm,
@@ -79,7 +79,7 @@ def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> L
         residual_multiplier=architecture.residual_multiplier,
         # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them.
         fused_norms=fused_norms(mixers, latent=architecture.mla is not None, moe=moe),
-        mlp_has_norms=own_norms,
+        mlp_has_norms=mlp_has_norms,
         scalar=architecture.layer_scalars,
         input=layer_input_spec(architecture),
     )

@@ -34,19 +34,19 @@ class LayerStack(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for number, layer in enumerate(self.layers, start=self.first):
-            own = f"{prefix}layers.{number - self.first}."
+            live_prefix = f"{prefix}layers.{number - self.first}."
             offsets = [] if self.stacked is None else [(0, number, self.stacked)]
-            entries = layer.sharded_state_dict(own, offsets, metadata)
+            entries = layer.sharded_state_dict(live_prefix, offsets, metadata)
             key = f"{prefix}layers." if self.stacked is not None else f"{prefix}layers.{number}."
-            replace_prefix_for_sharding(entries, own, key)
-            found |= entries
+            replace_prefix_for_sharding(entries, live_prefix, key)
+            state |= entries
         tp = parallel_state.get_tensor_model_parallel_group()
         for name, module in self.named_children():
             if module is not self.layers:
-                found |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp)
-        return found
+                state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp)
+        return state
 
 
 class DecoderStack(LayerStack):
@@ -64,10 +64,10 @@ class DecoderStack(LayerStack):
         super().__init__(config, layers, **numbers)
         self.final_layernorm, self.final_norm_key = final_norm, final_norm_key
         self.input_tensor: Tensor | None = None
-        """From the previous stage."""
+        """Hidden states from the previous stage."""
         full = config.recompute_granularity == "full"
-        every = config.recompute_method == "uniform"
-        self.recomputed_layers = 0 if not full else len(self.layers) if every else config.recompute_num_layers or 0
+        is_uniform = config.recompute_method == "uniform"
+        self.recomputed_layers = 0 if not full else len(self.layers) if is_uniform else config.recompute_num_layers or 0
 
     def forward(
         self,
@@ -86,22 +86,22 @@ class DecoderStack(LayerStack):
         hidden = self.input_tensor if hidden_states is None else hidden_states
         assert hidden is not None
         recomputed = self.recomputed_layers if self.training else 0
-        lent: dict[int, Sequence[Tensor]] = {}
+        shared_keys: dict[int, Sequence[Tensor]] = {}
         for index, layer in enumerate(self.layers):
             run = partial(_run, layer, packed_seq_params)
-            own = layer_inputs[index] if layer_inputs else None
+            layer_input = layer_inputs[index] if layer_inputs else None
             source = key_sources.get(self.first + index)
-            inputs: list[Any] = [hidden, rotary_pos_emb, own, *(() if source is None else lent[source])]
+            inputs: list[Any] = [hidden, rotary_pos_emb, layer_input, *(() if source is None else shared_keys[source])]
             outputs = tensor_parallel.checkpoint(run, False, *inputs) if index < recomputed else run(*inputs)
-            hidden, *lent[self.first + index] = outputs if isinstance(outputs, tuple) else (outputs,)
+            hidden, *shared_keys[self.first + index] = outputs if isinstance(outputs, tuple) else (outputs,)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = super().sharded_state_dict(prefix, *args, **kwargs)
-        apply_prefix_mapping(found, {f"{prefix}final_layernorm.": prefix + self.final_norm_key})
-        return found
+        state = super().sharded_state_dict(prefix, *args, **kwargs)
+        apply_prefix_mapping(state, {f"{prefix}final_layernorm.": prefix + self.final_norm_key})
+        return state
 
 
 def _run(
@@ -109,12 +109,12 @@ def _run(
     batch: PackedBatch,
     hidden: Tensor,
     tables: Tensor | None,
-    own_input: Tensor | None,
+    layer_input: Tensor | None,
     *shared_keys: Tensor,
 ) -> Tensor | tuple[Tensor, ...]:
     """The output of a layer, with its keys and values if other layers attend to them."""
-    given: dict[str, Any] = {} if own_input is None else {"layer_input": own_input}
-    given |= {"shared_keys": shared_keys} if shared_keys else {}
-    out: Tensor = layer(hidden, rotary_pos_emb=tables, packed_seq_params=batch, **given)
+    kwargs: dict[str, Any] = {} if layer_input is None else {"layer_input": layer_input}
+    kwargs |= {"shared_keys": shared_keys} if shared_keys else {}
+    out: Tensor = layer(hidden, rotary_pos_emb=tables, packed_seq_params=batch, **kwargs)
     keys = layer.take_keys()
     return (out, *keys) if keys else out

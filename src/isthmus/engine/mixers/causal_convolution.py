@@ -88,10 +88,10 @@ def _backward(
     wide_x, grad_x = x.to(wide), grad * taps[0]
     grad_taps = [torch.linalg.vecdot(grad, wide_x, dim=0)] if trained else []
     for shift in range(1, min(len(taps), x.size(0))):
-        own = _zeroed_starts(grad[shift:], positions, shift)
-        grad_x[:-shift].addcmul_(own, taps[shift])
+        shifted_grad = _zeroed_starts(grad[shift:], positions, shift)
+        grad_x[:-shift].addcmul_(shifted_grad, taps[shift])
         if trained:
-            grad_taps.append(torch.linalg.vecdot(own, wide_x[:-shift], dim=0))
+            grad_taps.append(torch.linalg.vecdot(shifted_grad, wide_x[:-shift], dim=0))
     grad_bias = None if bias is None or not trained else grad.sum(0).to(bias.dtype)
     if not trained:
         return grad_x.to(x.dtype), None, None

@@ -51,8 +51,8 @@ def gated_delta_rule(
     to_end = (total[..., -1:, :] - total).to(dtype).exp() * lasts
     with_queries, with_keys = _pairs(torch.stack((q, k * beta)), k, total) * same
     # Each token corrects its value by what the keys before it in the chunk, and the state, already return for its key.
-    wanted = torch.cat((v * beta, k * beta * from_start), dim=-1)
-    corrected = torch.linalg.solve_triangular(with_keys.tril(-1), wanted, upper=False, unitriangular=True)
+    targets = torch.cat((v * beta, k * beta * from_start), dim=-1)
+    corrected = torch.linalg.solve_triangular(with_keys.tril(-1), targets, upper=False, unitriangular=True)
     values, state_keys = corrected.split((v.size(-1), k.size(-1)), dim=-1)
     chunks = zip(
         *(x.unbind() for x in (values, state_keys, q * from_start, with_queries, (k * to_end).mT)),
@@ -60,8 +60,8 @@ def gated_delta_rule(
         strict=True,
     )
     state, outputs = values.new_zeros(v.size(1), k.size(-1), v.size(-1)), []
-    for own_values, own_keys, queries, pairs, keys_to_end, decay in chunks:
-        new = own_values - own_keys @ state
+    for chunk_values, chunk_keys, queries, pairs, keys_to_end, decay in chunks:
+        new = chunk_values - chunk_keys @ state
         outputs.append(queries @ state + pairs @ new)
         state = state * decay + keys_to_end @ new
     return torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:tokens]

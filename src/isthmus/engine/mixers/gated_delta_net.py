@@ -79,8 +79,8 @@ class GatedDeltaNet(ShardedMixer):
 
     def split(self, *projected: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values; gates; learning rates; decays: [T, width] each, of this rank."""
-        (whole,) = projected
-        return whole.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
+        (joined,) = projected
+        return joined.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
 
     def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
         # Each rank uses the norm for its heads; with sequence parallelism, Megatron-Core sums its gradients.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.mixers.mamba2_groups import RankGroups
-from isthmus.engine.mixers.sharded_mixer import own_entries, sharded_parameter
+from isthmus.engine.mixers.sharded_mixer import parameter_entries, sharded_parameter
 
 
 def gate(x: Tensor, gates: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """[T, C] each; computed in the dtype of ``x``, at least float32, and returned in that of ``gates``."""
         if self.groups.sharing == 1:
-            settings = (self.groups.own, self.eps, self.gate_first)
+            settings = (self.groups.local_number, self.eps, self.gate_first)
             return _Gated.apply(x, gates, self.weight, settings)  # type: ignore[no-any-return]
         squares = self.groups.summed(_Squares.apply(x, gates, self.gate_first))
         mean = squares / (x.size(-1) * self.groups.sharing)
         return _Scaled.apply(x, gates, self.weight, mean, self.eps)  # type: ignore[no-any-return]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return own_entries(self, prefix, sharded_offsets)
+        return parameter_entries(self, prefix, sharded_offsets)
 
 
 class _Gated(torch.autograd.Function):
@@ -77,7 +77,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     compute: Any = partial(_compute, groups=groups, eps=eps, gate_first=gate_first)
     if weight is None:
-        grad_x, grad_gates = torch.func.vjp(lambda *given: compute(*given, None), x, gates)[1](grad)
+        grad_x, grad_gates = torch.func.vjp(lambda *inputs: compute(*inputs, None), x, gates)[1](grad)
         return grad_x, grad_gates, None
     grad_x, grad_gates, grad_weight = torch.func.vjp(compute, x, gates, weight)[1](grad)
     return grad_x, grad_gates, grad_weight
@@ -141,5 +141,5 @@ def _scaled(x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, eps: float) 
 def _scaled_backward(
     x: Tensor, gates: Tensor, weight: Tensor, mean: Tensor, grad: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = torch.func.vjp(partial(_scale, eps=eps), x, gates, weight, mean)[1](grad)
-    return found
+    grads: tuple[Tensor, ...] = torch.func.vjp(partial(_scale, eps=eps), x, gates, weight, mean)[1](grad)
+    return grads

@@ -46,9 +46,9 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def decay_parameters(self, heads: int, config: DecoderConfig) -> tuple[nn.Parameter, nn.Parameter]:
         low_rank = self.sizes.low_rank_gates
-        of_heads, axis = ((1, 1, heads, 1), 2) if low_rank else ((heads,), 0)
+        shape, axis = ((1, 1, heads, 1), 2) if low_rank else ((heads,), 0)
         steps = recurrence_parameter(heads * self.sizes.key_head_dim, config=config)
-        return recurrence_parameter(*of_heads, config=config, dim=axis), steps
+        return recurrence_parameter(*shape, config=config, dim=axis), steps
 
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         (projected,) = super().projections(hidden_states)
@@ -61,12 +61,12 @@ class KimiDeltaAttention(GatedDeltaNet):
     def split(self, *projected: Tensor) -> tuple[Tensor, ...]:
         if not self.low_rank:
             return super().split(*projected)
-        whole, gate, decay = projected
-        qkv, beta = whole.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
+        joined, gate, decay = projected
+        qkv, beta = joined.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
         return qkv, gate, beta, decay
 
     def log_decays(self, decay: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """Of each channel of a key, [T, heads, Dk], in float32."""
+        """Log decay of each channel of a key, [T, heads, Dk], in float32."""
         steps = (wide(decay) + dt_bias).unflatten(-1, (-1, self.sizes.key_head_dim))
         rates = wide(a_log).view(-1, 1).exp()
         least = self.sizes.least_log_decay

@@ -22,11 +22,11 @@ class RankGroups:
     """The groups of heads that this rank has a part of; their number divides that of the ranks, or is a multiple."""
 
     number: int
-    """Of all ranks."""
+    """Groups of all ranks."""
     tp_group: Any
 
     @property
-    def own(self) -> int:
+    def local_number(self) -> int:
         """Groups of this rank, of which it may have only a part."""
         return max(1, self.number // self.tp_group.size())
 
@@ -41,11 +41,11 @@ class RankGroups:
         Their gradients are sums over the ranks that share a group.
         """
         if self.sharing == 1:
-            return b.unflatten(-1, (self.own, -1)), c.unflatten(-1, (self.own, -1))
+            return b.unflatten(-1, (self.local_number, -1)), c.unflatten(-1, (self.local_number, -1))
         # Megatron-Core gathers over all ranks: with one group, as in published models, these are the ranks that share.
         all_ranks = all_gather_last_dim_from_tensor_parallel_region(torch.cat((b, c), dim=-1), group=self.tp_group)
-        own = all_ranks.unflatten(-1, (self.number, self.sharing, 2, -1))[:, self._group()]
-        first, second = own.transpose(1, 2).flatten(2).unsqueeze(2).unbind(1)
+        channels = all_ranks.unflatten(-1, (self.number, self.sharing, 2, -1))[:, self._group()]
+        first, second = channels.transpose(1, 2).flatten(2).unsqueeze(2).unbind(1)
         return first, second
 
     def summed(self, values: Tensor) -> Tensor:

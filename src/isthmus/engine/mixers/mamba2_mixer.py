@@ -54,7 +54,7 @@ class Mamba2Mixer(ShardedMixer):
         (rows,), widths = projected, self.widths
         if self.sizes.section_multipliers is not None:
             multipliers = zip(widths, self.sizes.section_multipliers, strict=True)
-            rows = rows * torch.cat([rows.new_full((width,), each) for width, each in multipliers])
+            rows = rows * torch.cat([rows.new_full((width,), multiplier) for width, multiplier in multipliers])
         z, mixed, dt = rows.split([widths[0], sum(widths[1:4]), widths[4]], dim=-1)
         x, b, c = self.conv1d(mixed, lengths, activated=True).split(widths[1:4], dim=-1)
         wide = torch.promote_types(dt.dtype, torch.float32)

@@ -75,7 +75,7 @@ def _on_gpu(module: nn.Module) -> bool:
 def _case(module: nn.Module) -> KernelCase | None:
     if isinstance(module, Mamba2Mixer):
         sizes = module.sizes
-        shape = (module.heads, sizes.head_dim, module.groups.own, sizes.state_size)
+        shape = (module.heads, sizes.head_dim, module.groups.local_number, sizes.state_size)
         return KernelCase("Mamba-2", shape, module.config.params_dtype, module.A_log.device)
     if isinstance(module, MambaMixer):
         channels, states = module.A_log.shape

@@ -19,7 +19,7 @@ from isthmus.engine.mixers.selective_scan import selective_scan
 from isthmus.engine.mixers.sharded_mixer import (
     DepthwiseConvolution,
     ShardedMixer,
-    own_entries,
+    parameter_entries,
     recurrence_parameter,
     sharded_parameter,
 )
@@ -35,7 +35,7 @@ class _Projection(nn.Module):
         self.bias = sharded_parameter(rows, dtype=dtype) if bias else None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return own_entries(self, prefix, sharded_offsets)
+        return parameter_entries(self, prefix, sharded_offsets)
 
 
 class _SmallNorm(nn.Module):
@@ -66,14 +66,14 @@ class MambaMixer(ShardedMixer):
         self.sizes = sizes = architecture.mamba
         rows, biases = 2 * sizes.inner_size, (sizes.proj_bias, sizes.proj_bias)
         super().__init__(config, pg_collection, rows=rows, width=sizes.inner_size, biases=biases)
-        own, dtype = sizes.inner_size // self.tp_group.size(), config.params_dtype
-        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (own, own))
-        self.conv1d = DepthwiseConvolution(own, sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
+        channels, dtype = sizes.inner_size // self.tp_group.size(), config.params_dtype
+        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (channels, channels))
+        self.conv1d = DepthwiseConvolution(channels, sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
         self.widths = {"dt": sizes.time_step_rank, "b": sizes.state_size, "c": sizes.state_size}
-        self.x_proj = _Projection(sum(self.widths.values()), own, dim=1, dtype=dtype)
-        self.dt_proj = _Projection(own, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
-        self.A_log = recurrence_parameter(own, sizes.state_size, config=config)
-        self.D = recurrence_parameter(own, config=config)
+        self.x_proj = _Projection(sum(self.widths.values()), channels, dim=1, dtype=dtype)
+        self.dt_proj = _Projection(channels, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
+        self.A_log = recurrence_parameter(channels, sizes.state_size, config=config)
+        self.D = recurrence_parameter(channels, config=config)
         self.norms = sizes.norms
         if sizes.norms:
             epsilon = architecture.norm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
@@ -93,9 +93,9 @@ class MambaMixer(ShardedMixer):
     def _selected(self, x: Tensor) -> tuple[Tensor, ...]:
         """The low-rank time steps [T, R], and B and C [T, N] of all channels."""
         summed = reduce_from_tensor_model_parallel_region(F.linear(x, self.x_proj.weight))
-        found = summed.split(list(self.widths.values()), dim=-1)
+        parts = summed.split(list(self.widths.values()), dim=-1)
         if self.norms:
             norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
-            found = tuple(norm(each) for norm, each in zip(norms, found, strict=True))
+            parts = tuple(norm(part) for norm, part in zip(norms, parts, strict=True))
         # The channels of all ranks use them, so their gradient is the sum over the ranks.
-        return copy_to_tensor_model_parallel_region(torch.cat(found, dim=-1)).split(list(self.widths.values()), dim=-1)
+        return copy_to_tensor_model_parallel_region(torch.cat(parts, dim=-1)).split(list(self.widths.values()), dim=-1)

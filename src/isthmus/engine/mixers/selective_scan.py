@@ -41,39 +41,39 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor) -> Tensor:
         before = torch.zeros_like(a)
-        out, kept = torch.empty_like(dt), []
+        out, first_states = torch.empty_like(dt), []
         for start in range(0, len(x), _BLOCK):
             rows = slice(start, start + _BLOCK)
-            kept.append(before)
+            first_states.append(before)
             states, _ = _states(x[rows], dt[rows], a, b[rows], first[rows], before)
             out[rows] = (states @ c[rows].to(dt.dtype)[..., None])[..., 0]
             before = states[-1].clone()
-        ctx.save_for_backward(x, dt, a, b, c, d, first, torch.stack(kept))
+        ctx.save_for_backward(x, dt, a, b, c, d, first, torch.stack(first_states))
         return out.add_(x.to(dt.dtype) * d)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, d, first, kept = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in (x, dt, b, c)]
+        x, dt, a, b, c, d, first, first_states = ctx.saved_tensors
+        grad_inputs = [torch.empty_like(tensor) for tensor in (x, dt, b, c)]
         grad_a, carried = torch.zeros_like(a), torch.zeros_like(a)
-        for index in reversed(range(len(kept))):
+        for index in reversed(range(len(first_states))):
             rows = slice(index * _BLOCK, (index + 1) * _BLOCK)
-            own_x, own_dt, own_b, own_c = (tensor[rows].to(dt.dtype) for tensor in (x, dt, b, c))
-            states, decay = _states(own_x, own_dt, a, own_b, first[rows], kept[index])
-            grad_states = grads[0][rows, :, None] * own_c[:, None]
+            block_x, block_dt, block_b, block_c = (tensor[rows].to(dt.dtype) for tensor in (x, dt, b, c))
+            states, decay = _states(block_x, block_dt, a, block_b, first[rows], first_states[index])
+            grad_states = grads[0][rows, :, None] * block_c[:, None]
             for token in reversed(range(len(decay))):
                 carried = grad_states[token].add_(carried) * decay[token]
-            before = torch.cat((kept[index][None], states[:-1]))
+            before = torch.cat((first_states[index][None], states[:-1]))
             # Of dt * a; a reset state has no decay and no gradient.
             grad_exponent = grad_states * before * decay
-            grad_scaled = (grad_states @ own_b[..., None])[..., 0]
-            grad_a += torch.einsum("tcn,tc->cn", grad_exponent, own_dt)
-            found[0][rows] = grad_scaled * own_dt + grads[0][rows] * d
-            found[1][rows] = grad_scaled * own_x + (grad_exponent * a).sum(-1)
-            found[2][rows] = torch.einsum("tcn,tc->tn", grad_states, own_x * own_dt)
-            found[3][rows] = torch.einsum("tcn,tc->tn", states, grads[0][rows])
+            grad_scaled = (grad_states @ block_b[..., None])[..., 0]
+            grad_a += torch.einsum("tcn,tc->cn", grad_exponent, block_dt)
+            grad_inputs[0][rows] = grad_scaled * block_dt + grads[0][rows] * d
+            grad_inputs[1][rows] = grad_scaled * block_x + (grad_exponent * a).sum(-1)
+            grad_inputs[2][rows] = torch.einsum("tcn,tc->tn", grad_states, block_x * block_dt)
+            grad_inputs[3][rows] = torch.einsum("tcn,tc->tn", states, grads[0][rows])
         grad_d = (grads[0] * x).sum(0)
-        return found[0], found[1], grad_a, found[2], found[3], grad_d, None
+        return grad_inputs[0], grad_inputs[1], grad_a, grad_inputs[2], grad_inputs[3], grad_d, None
 
 
 def _states(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, first: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

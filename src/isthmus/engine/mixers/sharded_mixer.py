@@ -38,11 +38,15 @@ def recurrence_parameter(*shape: int, config: DecoderConfig, dim: int = 0) -> nn
     return parameter
 
 
-def own_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
+def parameter_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any, ...]) -> dict[str, Any]:
     """Checkpoint entries of a module's own parameters, sharded as :func:`sharded_parameter` marks them."""
-    own: dict[str, Any] = dict(module.named_parameters(recurse=False))
-    axes = {name: each.partition_dim for name, each in own.items() if getattr(each, "tensor_model_parallel", False)}
-    entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+    parameters: dict[str, Any] = dict(module.named_parameters(recurse=False))
+    axes = {
+        name: parameter.partition_dim
+        for name, parameter in parameters.items()
+        if getattr(parameter, "tensor_model_parallel", False)
+    }
+    entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(parameters, prefix, axes, sharded_offsets)
     return entries
 
 
@@ -62,7 +66,7 @@ class DepthwiseConvolution(nn.Module):
         return self.compute(x, self.weight, self.bias, lengths, activated=activated)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return own_entries(self, prefix, sharded_offsets)
+        return parameter_entries(self, prefix, sharded_offsets)
 
 
 class ShardedMixer(MegatronModule, ABC):
@@ -107,7 +111,7 @@ class ShardedMixer(MegatronModule, ABC):
         """
 
         def mix(*projected: Tensor) -> Tensor:
-            return self.mix(tuple(each[:, 0] for each in projected), packed_seq_params.lengths)[:, None]
+            return self.mix(tuple(tensor[:, 0] for tensor in projected), packed_seq_params.lengths)[:, None]
 
         projected = self.projections(hidden_states)
         if self.recomputed and self.training:
@@ -129,9 +133,9 @@ class ShardedMixer(MegatronModule, ABC):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        found |= own_entries(self, prefix, sharded_offsets)
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= parameter_entries(self, prefix, sharded_offsets)
         for name, rows in self.sections.items():
-            if (key := prefix + name) in found:
-                found[key] = by_sections(found[key], rows, self.section_names.get(name.partition(".")[0], ()))
-        return found
+            if (key := prefix + name) in state:
+                state[key] = by_sections(state[key], rows, self.section_names.get(name.partition(".")[0], ()))
+        return state

@@ -21,9 +21,9 @@ class ShortConvolutionMixer(ShardedMixer):
         self.layer_number = layer_number
         sizes, hidden = architecture.short_convolution, architecture.hidden_size
         super().__init__(config, pg_collection, rows=3 * hidden, width=hidden, biases=(sizes.bias, sizes.bias))
-        own = hidden // self.tp_group.size()
-        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (own, own, own))
-        self.conv1d = DepthwiseConvolution(own, sizes.kernel, bias=sizes.bias, dtype=config.params_dtype)
+        channels = hidden // self.tp_group.size()
+        self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (channels, channels, channels))
+        self.conv1d = DepthwiseConvolution(channels, sizes.kernel, bias=sizes.bias, dtype=config.params_dtype)
 
     def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
         b, c, x = projected[0].chunk(3, dim=-1)

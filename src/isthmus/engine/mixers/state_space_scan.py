@@ -57,18 +57,20 @@ class _StateSpaceScan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, b, c, a, d, numbers, states = ctx.saved_tensors
-        found = [torch.empty_like(tensor) for tensor in (x, dt, b, c)]
-        grad_a, grad_d, grad_state = (torch.zeros_like(each) for each in (a, d, states[0]))
+        grad_inputs = [torch.empty_like(tensor) for tensor in (x, dt, b, c)]
+        grad_a, grad_d, grad_state = (torch.zeros_like(tensor) for tensor in (a, d, states[0]))
         for index, (start, end) in reversed(list(enumerate(_chunks(x.size(0))))):
             inputs = [tensor[start:end] for tensor in (x, dt, b, c)] + [a, d, states[index]]
             leaves = [tensor.detach().requires_grad_() for tensor in inputs]
             with torch.enable_grad():
                 results = _chunk(leaves, _masks(numbers, start, end))
-            *of_rows, of_a, of_d, grad_state = torch.autograd.grad(results, leaves, (grads[0][start:end], grad_state))
-            grad_a, grad_d = grad_a + of_a, grad_d + of_d
-            for whole, part in zip(found, of_rows, strict=True):
-                whole[start:end] = part
-        return *found, grad_a, grad_d, None
+            *chunk_grads, chunk_grad_a, chunk_grad_d, grad_state = torch.autograd.grad(
+                results, leaves, (grads[0][start:end], grad_state)
+            )
+            grad_a, grad_d = grad_a + chunk_grad_a, grad_d + chunk_grad_d
+            for grad_input, part in zip(grad_inputs, chunk_grads, strict=True):
+                grad_input[start:end] = part
+        return *grad_inputs, grad_a, grad_d, None
 
 
 def _chunks(tokens: int) -> list[tuple[int, int]]:
@@ -76,12 +78,18 @@ def _chunks(tokens: int) -> list[tuple[int, int]]:
 
 
 def _masks(numbers: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk: pairs of tokens that are not in causal order in one sample; tokens that are not in the sample of the
-    token before the chunk; tokens that are not in the sample of its last token.
+    """Masks of a chunk.
+
+    Pairs of tokens that are not in causal order in one sample; tokens that are not in the sample of the token before
+    the chunk; tokens that are not in the sample of its last token.
     """
-    own = numbers[start:end]
-    later = torch.ones(len(own), len(own), dtype=torch.bool, device=own.device).triu(1)
-    return later | (own[:, None] != own), own != numbers[start - 1] if start else own > 0, own != own[-1]
+    samples = numbers[start:end]
+    later = torch.ones(len(samples), len(samples), dtype=torch.bool, device=samples.device).triu(1)
+    return (
+        later | (samples[:, None] != samples),
+        samples != numbers[start - 1] if start else samples > 0,
+        samples != samples[-1],
+    )
 
 
 def _chunk(inputs: list[Tensor], masks: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -64,10 +64,10 @@ class AdamWBesideMuon(_OnGroupsOfAdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """``closure`` is ignored."""
-        every = self.param_groups
-        self.param_groups = [group for group in every if not group.get("muon")]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group.get("muon")]
         super().step()
-        self.param_groups = every
+        self.param_groups = groups
 
 
 class _AdamWByTensor(_OnGroupsOfAdamW):
@@ -185,9 +185,11 @@ def _dequantized(moment: Tensor, absmax: Tensor, code: Tensor) -> Tensor:
 def _quantized(moments: dict[str, Tensor]) -> dict[str, Tensor]:
     """8-bit moments of float32 ones; of dequantized moments, those that they came from, so that runs resume bitwise."""
     codes = _codes(next(iter(moments.values())).device)
-    found = {name: _quantize(moment, code) for (name, moment), code in zip(moments.items(), codes, strict=True)}
-    quantized = {name: values for name, (values, _) in found.items()}
-    return quantized | {"absmax": torch.stack([absmax for _, absmax in found.values()])}
+    values_and_scales = {
+        name: _quantize(moment, code) for (name, moment), code in zip(moments.items(), codes, strict=True)
+    }
+    quantized = {name: values for name, (values, _) in values_and_scales.items()}
+    return quantized | {"absmax": torch.stack([absmax for _, absmax in values_and_scales.values()])}
 
 
 def _quantize(moment: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,20 +67,20 @@ class Weight:
 
     def gather(self, pieces: Mapping[Holder, Tensor]) -> Tensor:
         """The whole weight from the elements of its senders."""
-        whole = next(iter(pieces.values())).new_empty(self.shape)
+        full_weight = next(iter(pieces.values())).new_empty(self.shape)
         for tp_rank, holders in itertools.groupby(self.senders, key=lambda holder: holder.tp_rank):
             layout = self.layout(tp_rank)
             local = torch.cat([pieces[holder] for holder in holders]).view(local_shape(self.rule, self.arch, layout))
             for owned, at in owned_slices(self.rule, self.arch, layout):
-                whole[owned] = local[at]
-        return whole
+                full_weight[owned] = local[at]
+        return full_weight
 
-    def scatter(self, whole: Tensor) -> Iterator[tuple[Holder, Tensor]]:
+    def scatter(self, full_weight: Tensor) -> Iterator[tuple[Holder, Tensor]]:
         for tp_rank, holders in itertools.groupby(self.holders, key=lambda holder: holder.tp_rank):
             layout = self.layout(tp_rank)
-            local = whole.new_empty(local_shape(self.rule, self.arch, layout))
+            local = full_weight.new_empty(local_shape(self.rule, self.arch, layout))
             for owned, at in owned_slices(self.rule, self.arch, layout):
-                local[at] = whole[owned]
+                local[at] = full_weight[owned]
             for holder in holders:
                 yield holder, local.flatten()[holder.start : holder.start + holder.length]
 

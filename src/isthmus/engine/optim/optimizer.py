@@ -116,14 +116,14 @@ def build_optimizer(
         use_gloo_process_groups=False,
         **group_overrides(model, optim, settings),
     )
-    for one in distributed_optimizers(optimizer):
-        for group in one.optimizer.param_groups:
+    for part in distributed_optimizers(optimizer):
+        for group in part.optimizer.param_groups:
             group["fused"], group["foreach"] = True, False  # one pass over memory instead of about ten
         if optim.offload:
-            one.optimizer = CpuOffloadAdamW.from_adamw(one.optimizer)
+            part.optimizer = CpuOffloadAdamW.from_adamw(part.optimizer)
         if optim.optimizer in _CLASSES:
-            one.optimizer = _CLASSES[optim.optimizer].from_adamw(one.optimizer)
-        create_state(one.optimizer)
+            part.optimizer = _CLASSES[optim.optimizer].from_adamw(part.optimizer)
+        create_state(part.optimizer)
     if optim.optimizer == "muon":
         # update_weights steps it: the optimizers of the chain are not the same on all ranks of a stage.
         stepped: Any = optimizer
@@ -138,11 +138,11 @@ def _muon(
     decoder: Any = model[0].module
     names = {parameter: name for name, parameter in live_parameters(list(model)).items()}
     shards: dict[str, Shard] = {}
-    for one in distributed_optimizers(optimizer):
-        groups = {main: group for group in one.optimizer.param_groups for main in group["params"] if group.get("muon")}
-        for parameter, main, start in own_shards(one):
+    for part in distributed_optimizers(optimizer):
+        groups = {main: group for group in part.optimizer.param_groups for main in group["params"] if group.get("muon")}
+        for parameter, main, start in local_shards(part):
             if main in groups:
-                momentum = local_elements(one.optimizer.state[main]["momentum_buffer"])
+                momentum = local_elements(part.optimizer.state[main]["momentum_buffer"])
                 shards[names[parameter]] = Shard(main, momentum, start, groups[main])
     rules = {name: placement.rule for name, placement in hidden_matrices(family, decoder.architecture).items()}
     return Muon(shards, rules, decoder.architecture, optim, decoder.config.device)
@@ -158,7 +158,7 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     return [each for each in chain(optimizer) if getattr(each, "buffers", True)]  # FSDP's optimizer has no buffers
 
 
-def own_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+def local_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
     """The model's parameters of an optimizer of the chain: parameter, main weights of this rank, elements before."""
     if not hasattr(optimizer, "buffers"):  # FSDP
         for parameter in optimizer.get_parameters():
@@ -172,16 +172,20 @@ def own_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    return [each.optimizer for each in distributed_optimizers(optimizer)]
+    return [part.optimizer for part in distributed_optimizers(optimizer)]
 
 
 def memory_stats(stages: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Bytes that a rank keeps between steps. Shared memory counts once, in the first category that has it."""
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    elements = [each for one in parameters for each in (one.elements if isinstance(one, QuantizedWeight) else (one,))]
-    inner = [one.optimizer for one in chain(optimizer)]
-    groups = [group["params"] for one in inner if one is not None for group in one.param_groups]
-    entries = [value for one in inner if one is not None for entry in one.state.values() for value in entry.values()]
+    elements = [
+        tensor
+        for parameter in parameters
+        for tensor in (parameter.elements if isinstance(parameter, QuantizedWeight) else (parameter,))
+    ]
+    inner = [part.optimizer for part in chain(optimizer)]
+    groups = [group["params"] for part in inner if part is not None for group in part.param_groups]
+    entries = [value for part in inner if part is not None for entry in part.state.values() for value in entry.values()]
     states = [value for value in entries if isinstance(value, Tensor)]
     seen: set[int] = set()
     gradients = (getattr(parameter, "main_grad", parameter.grad) for parameter in parameters)

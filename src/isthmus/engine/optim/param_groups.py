@@ -38,19 +38,19 @@ def group_overrides(model: Sequence[nn.Module], optim: OptimConfig, settings: An
 
     ``settings`` is Megatron-Core's ``OptimizerConfig``.
     """
-    found = {_override(parameter, optim) for stage in model for parameter in stage.parameters()} - {()}
-    if not found:
+    groups = {_override(parameter, optim) for stage in model for parameter in stage.parameters()} - {()}
+    if not groups:
         return {}
     from megatron.core.optimizer import get_standard_config_overrides
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
     overrides = get_standard_config_overrides(settings)
-    for override in found:
+    for group in groups:
 
-        def matches(parameter: nn.Parameter, override: tuple[tuple[str, Any], ...] = override) -> bool:
-            return _override(parameter, optim) == override
+        def matches(parameter: nn.Parameter, group: tuple[tuple[str, Any], ...] = group) -> bool:
+            return _override(parameter, optim) == group
 
-        overrides[ParamKey(predicate=ParamPredicate(name=str(override), fn=matches))] = dict(override)  # type: ignore
+        overrides[ParamKey(predicate=ParamPredicate(name=str(group), fn=matches))] = dict(group)  # type: ignore
     return {"config_overrides": overrides}
 
 

@@ -41,14 +41,14 @@ def prepare_grads(optimizer: MegatronOptimizer) -> Tensor:
     Returns float64 [3] on the device, the same on all ranks: squared norm, overflow (0 or 1), loss scale.
     """
     overflow = torch.zeros_like(optimizer.get_loss_scale())
-    for one in chain(optimizer):
-        if getattr(one, "grad_scaler", None) is None:
-            one.prepare_grads()
+    for part in chain(optimizer):
+        if getattr(part, "grad_scaler", None) is None:
+            part.prepare_grads()
         else:
-            overflow = torch.maximum(overflow, _unscale(one))
+            overflow = torch.maximum(overflow, _unscale(part))
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for one in chain(optimizer):
-        by_group.setdefault(one.get_grad_stats_parallel_group(), []).extend(grads_for_norm(one))
+    for part in chain(optimizer):
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(grads_for_norm(part))
     squares = [_squared_norm(grads, group, overflow) for group, grads in by_group.items()]
     return torch.cat([torch.stack(squares).double().sum(0), overflow.double(), optimizer.get_loss_scale().double()])
 
@@ -58,7 +58,7 @@ def update_weights(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients, whose norm is ``norm``, and update the weights."""
     limit = optimizer.config.clip_grad
     if limit > 0 and (factor := limit / (norm + 1e-6)) < 1:
-        weights = (weight for one in chain(optimizer) for weight in one.get_parameters())
+        weights = (weight for part in chain(optimizer) for weight in part.get_parameters())
         grads = [to_local_if_dtensor(weight.grad) for weight in weights if weight.grad is not None]
         if grads:  # a rank may have no part of a small model
             torch._foreach_mul_(grads, factor)
@@ -70,9 +70,9 @@ def update_weights(optimizer: MegatronOptimizer, norm: float) -> None:
 
 def update_loss_scale(optimizer: MegatronOptimizer, *, overflow: bool) -> None:
     """All optimizers of a chain (dense weights, experts) have the same scale: the loss has one."""
-    for one in chain(optimizer):
-        if getattr(one, "grad_scaler", None) is not None:
-            one.grad_scaler.update(overflow)
+    for part in chain(optimizer):
+        if getattr(part, "grad_scaler", None) is not None:
+            part.grad_scaler.update(overflow)
 
 
 def _unscale(optimizer: Any) -> Tensor:

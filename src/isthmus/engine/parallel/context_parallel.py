@@ -34,15 +34,15 @@ def partition(tokens: int, ranks: int) -> tuple[Spans, ...]:
     if rest or not chunk:
         raise ValueError(f"a packed sequence of {tokens} tokens cannot be cut into 2 x {ranks} equal chunks")
     rounds = max(1, min(MAX_ROUNDS, chunk // MIN_CHUNK))
-    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    rank_spans: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     start = 0
     for number in range(rounds):
         size = chunk * (number + 1) // rounds - chunk * number // rounds
-        for own in (*found, *reversed(found)):
-            adjacent = bool(own) and own[-1][1] == start
-            own.append((own.pop()[0] if adjacent else start, start + size))
+        for spans in (*rank_spans, *reversed(rank_spans)):
+            adjacent = bool(spans) and spans[-1][1] == start
+            spans.append((spans.pop()[0] if adjacent else start, start + size))
             start += size
-    return tuple(tuple(own) for own in found)
+    return tuple(tuple(spans) for spans in rank_spans)
 
 
 def local_spans(tokens: int) -> Spans | None:
@@ -50,9 +50,9 @@ def local_spans(tokens: int) -> Spans | None:
     return None if ranks == 1 else partition(tokens, ranks)[parallel_state.get_context_parallel_rank()]
 
 
-def local_tokens(whole: Tensor, spans: Spans | None) -> Tensor:
+def local_tokens(rows: Tensor, spans: Spans | None) -> Tensor:
     """Rows in ``spans`` of [T, ...] over the whole packed sequence: [T / cp, ...]."""
-    return whole if spans is None else torch.cat([whole[start:end] for start, end in spans])
+    return rows if spans is None else torch.cat([rows[start:end] for start, end in spans])
 
 
 def local_batch(batch: PackedBatch) -> PackedBatch:
@@ -72,34 +72,34 @@ def local_batch(batch: PackedBatch) -> PackedBatch:
 @functools.lru_cache(maxsize=8)
 def _sequence_order(tokens: int, ranks: int) -> tuple[tuple[int, slice], ...]:
     """All ranks' spans in sequence order: (rank, rows of that rank's tokens)."""
-    found = []
+    pieces = []
     for rank, spans in enumerate(partition(tokens, ranks)):
         offset = 0
         for start, end in spans:
-            found.append((start, rank, slice(offset, offset + end - start)))
+            pieces.append((start, rank, slice(offset, offset + end - start)))
             offset += end - start
-    return tuple((rank, rows) for _, rank, rows in sorted(found))
+    return tuple((rank, rows) for _, rank, rows in sorted(pieces))
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        own = part.transpose(0, 1).contiguous()
-        gathered = own.new_empty(group.size(), *own.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=group)
-        order = _sequence_order(group.size() * own.size(1), group.size())
+        local = part.transpose(0, 1).contiguous()
+        gathered = local.new_empty(group.size(), *local.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), local, group=group)
+        order = _sequence_order(group.size() * local.size(1), group.size())
         return torch.cat([gathered[rank, :, rows] for rank, rows in order], dim=1).transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole, ranks = grads[0].transpose(0, 1), ctx.group.size()
-        by_rank = whole.new_empty(ranks, whole.size(0), whole.size(1) // ranks, whole.size(2))
-        for part, spans in zip(by_rank, partition(whole.size(1), ranks), strict=True):
-            torch.cat([whole[:, start:end] for start, end in spans], dim=1, out=part)
-        own = torch.empty_like(by_rank[0])
-        dist.reduce_scatter_tensor(own, by_rank.flatten(0, 1), group=ctx.group)
-        return own.transpose(0, 1), None
+        grad, ranks = grads[0].transpose(0, 1), ctx.group.size()
+        by_rank = grad.new_empty(ranks, grad.size(0), grad.size(1) // ranks, grad.size(2))
+        for part, spans in zip(by_rank, partition(grad.size(1), ranks), strict=True):
+            torch.cat([grad[:, start:end] for start, end in spans], dim=1, out=part)
+        local = torch.empty_like(by_rank[0])
+        dist.reduce_scatter_tensor(local, by_rank.flatten(0, 1), group=ctx.group)
+        return local.transpose(0, 1), None
 
 
 def gather_sequence(part: Tensor) -> Tensor:

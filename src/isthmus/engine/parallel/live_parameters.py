@@ -33,8 +33,8 @@ def live_parameters(model: Any) -> dict[str, nn.Parameter]:
     if isinstance(model, list):
         return {name: parameter for chunk in model for name, parameter in live_parameters(chunk).items()}
     decoder = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
-    named = decoder.named_parameters()
-    return {canonical_name(decoder, name): each for name, each in named if "lora" not in name.split(".")}
+    parameters = decoder.named_parameters()
+    return {canonical_name(decoder, name): parameter for name, parameter in parameters if "lora" not in name.split(".")}
 
 
 def canonical_name(decoder: Any, name: str) -> str:

@@ -10,8 +10,8 @@ def layers_per_stage(num_layers: int, pp: int, vpp: int = 1) -> list[int]:
     the output layer: 9 layers on 4 stages are 2, 2, 3, 2. Late ranks keep fewer activations, so they have more memory.
     """
     stages = pp * vpp
-    share, left = divmod(num_layers, stages)
-    return [share + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
+    share, remaining = divmod(num_layers, stages)
+    return [share + (stages - 1 - remaining <= stage < stages - 1) for stage in range(stages)]
 
 
 def stage_layers(num_layers: int, pp: int, vpp: int, stage: int) -> range:

@@ -143,11 +143,11 @@ def sum_bytes(tensor: torch.Tensor, *, rank0_only: bool = False) -> bool:
     return True
 
 
-def gather_objects(own: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """The objects of all ranks, in their order; a collective. ``group`` as in :func:`agree`."""
-    found: list[_T] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own, group=group)
-    return found
+    values: list[_T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def barrier() -> None:

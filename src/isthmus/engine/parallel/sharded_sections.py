@@ -25,12 +25,12 @@ def by_sections(entry: ShardedTensor, rows: Sequence[int], names: Sequence[str] 
     @torch.no_grad()
     def build(key: str, tensor: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
         starts = accumulate(rows, initial=0)
-        found = []
+        entries = []
         for index, (section, start, number) in enumerate(zip(tensor.split(list(rows)), starts, rows, strict=False)):
             offset, shape = list(entry.global_offset), list(entry.global_shape)
             offset[axis] = rank * number + (0 if names else start * ranks)
             shape[axis] = ranks * (number if names else local)
-            found.append(
+            entries.append(
                 replace(
                     plain,
                     key=f"{key}.{names[index]}" if names else key,
@@ -43,7 +43,7 @@ def by_sections(entry: ShardedTensor, rows: Sequence[int], names: Sequence[str] 
                     replica_id=replica_id,
                 )
             )
-        return found
+        return entries
 
     @torch.no_grad()
     def merge(sections: list[Tensor]) -> Tensor:

@@ -43,7 +43,7 @@ def select_backend(
             remarks += [flash, errors]
         if reason is None:
             quiet = on_cpu and requested == "auto"
-            return Selection(name, () if quiet else ("; ".join(each for each in (*remarks, *rejected) if each),))
+            return Selection(name, () if quiet else ("; ".join(remark for remark in (*remarks, *rejected) if remark),))
         if requested != "auto":
             raise UsageError(f"train.attention={name} cannot be used here: {reason}. Use train.attention=auto.")
         rejected.append(f"not {name}: {reason}")
