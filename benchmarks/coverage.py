@@ -111,9 +111,9 @@ def _config(model_type: str) -> dict[str, Any]:
 def _build(model_type: str, folder: Path, scale: float = 1.5) -> Path:
     """A random model with the defaults of its type, and the first sizes with which it runs."""
     from isthmus.errors import IsthmusError
-    from isthmus.families.discover.setting_values import independent_defaults
-    from isthmus.families.discover.small_config import FIRST, small_config
     from isthmus.hf.tiny_model import effective_config, save_random_model, saved_model_logits
+    from isthmus.tools.learn.setting_values import independent_defaults
+    from isthmus.tools.learn.small_config import FIRST, small_config
 
     default = _config(model_type)
     given = {"model_type": model_type} | OWN_SETTINGS.get(model_type, {})
@@ -142,9 +142,9 @@ def _samples() -> list[Any]:
 
 def measure_hidden(model_type: str, folder: Path) -> dict[str, Any]:
     """What ``--learn`` finds for a type with a family, as if the family did not exist."""
-    from isthmus.convert.learn import prove
     from isthmus.errors import IsthmusError
     from isthmus.families.registry import register_family
+    from isthmus.tools.learn.learn import prove
 
     try:
         register_family(prove(_config(model_type)), replace=True)
@@ -155,8 +155,8 @@ def measure_hidden(model_type: str, folder: Path) -> dict[str, Any]:
 
 def _learn(model_type: str, folder: Path) -> None:
     """Infer the family from a config alone."""
-    from isthmus.convert.learn import learn, save_family
     from isthmus.families.registry import FAMILIES_ENV
+    from isthmus.tools.learn.learn import learn, save_family
 
     source = folder / "config"
     source.mkdir()
@@ -281,8 +281,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
     certified = certificate(["benchmarks/coverage.py", *arguments])
-    import isthmus.convert.learn
-    import isthmus.recipes.model.load_model  # noqa: F401
 
     types = chosen.only or (["llama", "mixtral", "ovis2", "rwkv"] if chosen.quick else model_types())
     rows = walk(

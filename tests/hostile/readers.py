@@ -27,7 +27,7 @@ from isthmus.data.store.indexed_dataset import open_indexed, scan_indexed
 from isthmus.engine.checkpoint.checkpoint_folder import latest
 from isthmus.errors import DataError
 from isthmus.families.adapted_linears import HfLinear
-from isthmus.families.discover.family_file import load_family
+from isthmus.families.inferred.family_file import load_family
 from isthmus.families.registry import all_families, family_for
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.input_files import parse_json

@@ -23,15 +23,15 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.convert_slow_tokenizer import import_protobuf
 
-from isthmus.convert.learn import prove
 from isthmus.convert.transfer import convert
 from isthmus.data.store.indexed_dataset import IndexedWriter, write_manifest
-from isthmus.families.discover.family_file import write_family
+from isthmus.families.inferred.family_file import write_family
+from isthmus.families.known_keys import keys_read
 from isthmus.families.registry import all_families
-from isthmus.families.rules.known_keys import keys_read
 from isthmus.files.file_checksums import CHECKSUMS, write_checksums
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
+from isthmus.tools.learn.learn import prove
 from ranks.tiny import OWN_SIZES, build_model_folder
 from ranks.tiny import SIZES as MODEL_SIZES
 from unit.config.dialects.examples import MODEL_FILES, experiment

@@ -21,8 +21,6 @@ from transformers import BitsAndBytesConfig
 
 from isthmus.cli.main import main
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.convert.infer.probe_model import ProbeModel, logits_difference, relative_difference
-from isthmus.convert.learn import prove
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import (
@@ -44,6 +42,8 @@ from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
 from isthmus.families.rules.shard import assemble
 from isthmus.hf.tiny_model import effective_config
 from isthmus.recipes.model.load_model import load_model, model_logits
+from isthmus.tools.learn.learn import prove
+from isthmus.tools.learn.probe_model import ProbeModel, logits_difference, relative_difference
 from parity.strange_models import strange_config
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD

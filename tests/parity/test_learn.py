@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig
 
 from isthmus.cli.main import main
-from isthmus.convert.infer.probe_model import TOLERANCE
-from isthmus.convert.learn import save_family
 from isthmus.errors import OutputExists
 from isthmus.families.registry import FAMILIES_ENV, family_for
 from isthmus.hf.model_folder import read_json
+from isthmus.tools.learn.learn import save_family
+from isthmus.tools.learn.probe_model import TOLERANCE
 from parity.strange_models import TRICKS
 from parity.tasks import disregard_family
 from ranks.rank_pool import RankPool

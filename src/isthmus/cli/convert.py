@@ -105,7 +105,7 @@ def convert(options: ConvertOptions) -> int:
         )
     show(result, as_json=options.json)
     if family is not None and options.keep is not None:
-        from isthmus.convert.learn import save_family
+        from isthmus.tools.learn.learn import save_family
 
         print(f"kept as {save_family(family, options.keep)}", file=sys.stderr)
     if options.push is not None:
@@ -178,8 +178,8 @@ def _learn(source: Path, keep: Path | None, *, quiet: bool) -> Family:
     """Infer the family before anything is written."""
     from rich.console import Console
 
-    from isthmus.convert.learn import family_path, learn
-    from isthmus.families.discover.family_file import write_family
+    from isthmus.families.inferred.family_file import write_family
+    from isthmus.tools.learn.learn import family_path, learn
 
     console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
     with console.status("learning"):

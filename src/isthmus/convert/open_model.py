@@ -24,8 +24,8 @@ from isthmus.convert.towers import Towers
 from isthmus.engine.checkpoint.tracker import TRACKER, check_tracker
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.discover.family_file import FILE as FAMILY_FILE
 from isthmus.families.family import Family
+from isthmus.families.inferred.family_file import FILE as FAMILY_FILE
 from isthmus.families.registry import family_for
 from isthmus.files.checked_files import ChecksumVerifier, is_trusting
 from isthmus.hf.model_folder import ModelFolder

@@ -23,10 +23,10 @@ from isthmus.convert.weight_source import TensorSpec, copied_dtype
 from isthmus.engine.checkpoint.tracker import TRACKER
 from isthmus.errors import UsageError, disk_errors
 from isthmus.families.architecture import Dropout
-from isthmus.families.discover.family_file import FILE as FAMILY_FILE
-from isthmus.families.discover.family_file import write_family
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
+from isthmus.families.inferred.family_file import FILE as FAMILY_FILE
+from isthmus.families.inferred.family_file import write_family
 from isthmus.families.registry import all_families
 from isthmus.files.checked_files import RecordedFiles, recording
 from isthmus.hf.model_folder import write_model_files

@@ -12,8 +12,8 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families import models
-from isthmus.families.discover.family_file import check_settings, load_family
 from isthmus.families.family import Family
+from isthmus.families.inferred.family_file import check_settings, load_family
 
 ENTRY_POINTS = "isthmus.families"
 """Group of entry points whose objects are families; unlike registered ones, all commands have them."""

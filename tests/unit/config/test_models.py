@@ -14,8 +14,8 @@ from isthmus.config.load import load_config
 from isthmus.config.model_file import merge_config, read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import UsageError
+from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import family_for
-from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.hf.tiny_model import effective_config
 
 PUBLISHED = {

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isthmus.families.architecture import Architecture
+from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import all_families
-from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from ranks.tiny import VOCAB, tiny_config
 
 # Those of a multimodal model's language model are tested with the language model.

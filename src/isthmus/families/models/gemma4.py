@@ -1,7 +1,7 @@
 """Gemma 4, the whole model: the text model beside a vision tower and, in small models, an audio tower."""
 
 from isthmus.families.models import gemma4_text
-from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.multimodal import multimodal
 
 FAMILY = multimodal(
     "gemma4",

@@ -1,7 +1,7 @@
 """Gemma 4's unified models, whole: the text model with projections of image patches and of audio, without towers."""
 
 from isthmus.families.models import gemma4_unified_text
-from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.multimodal import multimodal
 
 FAMILY = multimodal(
     "gemma4_unified",

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from isthmus.families.family import Key
 from isthmus.families.models import glm4
+from isthmus.families.multimodal import GLM_VL, multimodal
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import number
-from isthmus.families.rules.multimodal import GLM_VL, multimodal
 
 TEXT = replace(
     glm4.FAMILY,

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from isthmus.families.family import Fixed, Key
 from isthmus.families.models import glm4_moe
+from isthmus.families.multimodal import GLM_VL, multimodal
 from isthmus.families.rules import mtp
 from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.multimodal import GLM_VL, multimodal
 
 TEXT = replace(
     glm4_moe.FAMILY,

@@ -1,7 +1,7 @@
 """InternVL 3 and 3.5: Qwen2, Qwen3, Qwen3 with experts or gpt-oss behind an InternViT tower."""
 
 from isthmus.families.models import gpt_oss, qwen2, qwen3, qwen3_moe
-from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.multimodal import multimodal
 
 FAMILY = multimodal(
     "internvl",

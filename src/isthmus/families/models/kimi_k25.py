@@ -1,7 +1,7 @@
 """Kimi K2.5: a DeepSeek-V3 language model behind a vision tower."""
 
 from isthmus.families.models import deepseek_v3
-from isthmus.families.rules.multimodal import LLAVA_MODULES, multimodal
+from isthmus.families.multimodal import LLAVA_MODULES, multimodal
 
 FAMILY = multimodal(
     "kimi_k25",

@@ -1,7 +1,7 @@
 """LFM2-VL: LFM2 behind a SigLIP 2 tower."""
 
 from isthmus.families.models import lfm2, lfm2_moe
-from isthmus.families.rules.multimodal import NATIVE, multimodal
+from isthmus.families.multimodal import NATIVE, multimodal
 
 FAMILY = multimodal(
     "lfm2_vl",

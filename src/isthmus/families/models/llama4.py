@@ -1,7 +1,7 @@
 """Llama 4, the whole model: its language model beside a vision tower."""
 
 from isthmus.families.models import llama4_text
-from isthmus.families.rules.multimodal import LLAVA_NAMES, multimodal
+from isthmus.families.multimodal import LLAVA_NAMES, multimodal
 
 FAMILY = multimodal(
     "llama4",

@@ -1,7 +1,7 @@
 """LLaVA 1.6: Llama, Mistral or Qwen2 behind a vision tower."""
 
 from isthmus.families.models import llama, mistral, qwen2
-from isthmus.families.rules.multimodal import LLAVA_NEXT, multimodal
+from isthmus.families.multimodal import LLAVA_NEXT, multimodal
 
 FAMILY = multimodal(
     "llava_next",

@@ -1,7 +1,7 @@
 """LLaVA-OneVision: Qwen2 or Qwen3 behind a SigLIP tower."""
 
 from isthmus.families.models import qwen2, qwen3
-from isthmus.families.rules.multimodal import LLAVA_NEXT, multimodal
+from isthmus.families.multimodal import LLAVA_NEXT, multimodal
 
 FAMILY = multimodal(
     "llava_onevision",

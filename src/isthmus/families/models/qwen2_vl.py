@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from isthmus.families.models import qwen2
+from isthmus.families.multimodal import QWEN2_VL, multimodal
 from isthmus.families.rules import decoder
-from isthmus.families.rules.multimodal import QWEN2_VL, multimodal
 
 TEXT = replace(
     qwen2.FAMILY,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from isthmus.families.family import Key
 from isthmus.families.models import qwen3
-from isthmus.families.rules.multimodal import QWEN_VL, multimodal
+from isthmus.families.multimodal import QWEN_VL, multimodal
 
 TEXT = replace(
     qwen3.FAMILY,

@@ -7,8 +7,8 @@ from typing import Any
 from isthmus.errors import UsageError
 from isthmus.families.family import Fixed, Key
 from isthmus.families.models import qwen3_moe
+from isthmus.families.multimodal import QWEN_VL, multimodal
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.multimodal import QWEN_VL, multimodal
 from isthmus.families.rules.rule import copy, gate_up
 
 _FC1, _FC2 = (f"{decoder.LAYER}mlp.experts.local_experts.{{expert}}.linear_{name}.weight" for name in ("fc1", "fc2"))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from isthmus.families.models import step3p5
-from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.multimodal import multimodal
 
 FAMILY = multimodal(
     "step3p7",

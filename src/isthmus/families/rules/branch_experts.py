@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, Moe
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, in_layer, layer_norm
 from isthmus.families.rules.rule import copy, gate_up, in_layers

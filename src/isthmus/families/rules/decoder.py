@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.families.family import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules.rule import Rule, copy, gate_up, gated_qkv, qkv, where
 
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer
-from isthmus.families.family import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
 from isthmus.families.rules.rule import HfPart, Init, Rule, copy, in_layers

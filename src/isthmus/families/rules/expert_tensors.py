@@ -8,7 +8,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer
 from isthmus.families.rules.rule import renamed, where

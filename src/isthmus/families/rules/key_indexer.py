@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.families.family import Key
+from isthmus.families.config_keys import Key
 from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import Rule
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import Rule, by_window, in_layers, qk

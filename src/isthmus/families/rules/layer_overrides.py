@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules.sliding_window import Pattern, Window, read_window
 
 _OVERRIDES = "per_layer_config"

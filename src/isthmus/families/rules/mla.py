@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import Rule, where

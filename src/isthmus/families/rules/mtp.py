@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from isthmus.families.family import Key
+from isthmus.families.config_keys import Key
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
 from isthmus.families.rules.rule import HfPart, Rule, copy
 

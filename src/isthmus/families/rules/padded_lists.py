@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _KINDS, _PARAMETERS, _SHARE = "layer_types", "rope_parameters", "partial_rotary_factor"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules.decoder import in_layer, layer_norm, norm
 from isthmus.families.rules.rule import copy, where
 

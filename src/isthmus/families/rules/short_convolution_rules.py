@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.family import Derived, Key
+from isthmus.families.config_keys import Derived, Key
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import Rule, in_layers, renamed

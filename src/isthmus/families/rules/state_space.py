@@ -8,7 +8,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Mixer
-from isthmus.families.family import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, in_layer
 from isthmus.families.rules.rule import HfPart, Rule, in_layers
 

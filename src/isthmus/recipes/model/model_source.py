@@ -15,8 +15,8 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.data.store.answer_views import AnswerEnd
 from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import family_for, language_config
-from isthmus.families.rules.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.rules.rope_overlay import overlay_rotary
 from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files

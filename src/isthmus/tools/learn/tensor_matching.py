@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Form
-from isthmus.families.discover.matrix_matching import (
+from isthmus.families.rules.rule import Shape, symbol_size
+from isthmus.tools.learn.matrix_matching import (
     ATTENTION,
     FEED_FORWARD,
     NUMBERED,
@@ -24,7 +25,6 @@ from isthmus.families.discover.matrix_matching import (
     module_of,
     select_expert_tensors,
 )
-from isthmus.families.rules.rule import Shape, symbol_size
 
 _OF_QUERIES, _OF_KEYS = re.compile(r"(?:^|[._])q(?:uery)?(?:[._]|$)"), re.compile(r"(?:^|[._])k(?:ey)?(?:[._]|$)")
 NORM_ROLES = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")

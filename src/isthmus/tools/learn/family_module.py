@@ -17,11 +17,11 @@ _HEADER = '''"""{name}: {about}"""
 from dataclasses import replace
 from math import inf
 
-from isthmus.families.discover.json_family import AllEqual
+from isthmus.families.inferred.json_family import AllEqual
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.models import {models}
 from isthmus.families.rules import expert_tensors
-from isthmus.families.rules.multimodal import multimodal
+from isthmus.families.multimodal import multimodal
 from isthmus.families.rules.rule import HfPart, Rule, copy, gate_up, qkv, renamed
 from isthmus.families.rules.sliding_window import read_window
 '''

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from isthmus.families.discover.matrix_matching import ExpertTensors, MatrixRoles
-from isthmus.families.discover.tensor_matching import DecoderStructure
+from isthmus.tools.learn.matrix_matching import ExpertTensors, MatrixRoles
+from isthmus.tools.learn.tensor_matching import DecoderStructure
 
 ALTERNATING = "alternating rows"
 """Gate and up projection are interleaved by rows in one tensor."""

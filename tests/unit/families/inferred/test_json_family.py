@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.discover.candidates import Candidates
-from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.family_file import load_family, write_family
-from isthmus.families.discover.json_family import parse_formula, read_family
-from isthmus.families.discover.tensor_matching import match_tensors
+from isthmus.families.inferred.family_file import load_family, write_family
+from isthmus.families.inferred.json_family import parse_formula, read_family
 from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
+from isthmus.tools.learn.candidates import Candidates
+from isthmus.tools.learn.config_inference import ConfigInference
+from isthmus.tools.learn.tensor_matching import match_tensors
 
 CONFIG: dict[str, Any] = {
     "model_type": "strange",

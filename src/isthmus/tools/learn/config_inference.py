@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.json_family import WHY, parse_formula
-from isthmus.families.discover.probe_config import NUM_SHARED_EXPERTS, ProbeSizes, probe_rotary
+from isthmus.families.inferred.json_family import parse_formula
+from isthmus.families.rules.common_settings import METADATA, ROPE, WINDOW, is_dropout
+from isthmus.tools.learn.probe_config import NUM_SHARED_EXPERTS, ProbeSizes, probe_rotary
 
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -60,22 +60,6 @@ _FORMULAS = {
 """Sizes whose setting may be absent or null."""
 SIZE_WORDS = {**_SIZES, **_EXPERT_SIZES, "norm_epsilon": _EPSILON, "activation": _ACTIVATION}
 """The usual keys of fields of the Architecture."""
-METADATA = re.compile(
-    r"architectures|model_type|torch_dtype|dtype|transformers_version|auto_map|_.*|use_cache|.*_token_id|id2label|"
-    r"label2id|return_dict|output_(?:attentions|hidden_states|router_logits|scores)|problem_type|tokenizer_class|"
-    r"chunk_size_feed_forward|task_specific_params|is_encoder_decoder|max_length|summary_.*"
-)
-"""Settings without effect on tensors and logits."""
-_DROPOUT = re.compile(r".*drop.*")
-
-
-def is_dropout(name: str) -> bool:
-    """Whether a setting is a dropout rate."""
-    return _DROPOUT.fullmatch(name) is not None
-
-
-WINDOW = ("sliding_window", "layer_types")
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _INIT = ("initializer_range", "init_std")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MIN_LAYERS, _MAX_LAYERS = 4, 16
@@ -301,11 +285,3 @@ class ConfigInference:
         kinds = self.layer_types
         counts = range(_MIN_LAYERS, _MAX_LAYERS)
         return next((count for count in counts if {*(kinds * count)[:count]} == {*kinds}), _MAX_LAYERS)
-
-
-def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise UsageError if a config has settings that were absent when the family (the JSON ``data``) was inferred."""
-    known = {key["hf"] for key in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
-    known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
-    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
-        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")

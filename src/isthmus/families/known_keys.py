@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from isthmus.families.discover.config_inference import METADATA, ROPE, WINDOW
 from isthmus.families.family import Family
+from isthmus.families.rules.common_settings import METADATA, ROPE, WINDOW
 
 IGNORED_KEYS = (
     *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "mtp_loss_scaling_factor", "max_window_layers"),
@@ -17,7 +17,9 @@ IGNORED_KEYS = (
 kernels of Mamba."""
 
 
-class _RecordingDict(dict[str, Any]):
+class RecordingDict(dict[str, Any]):
+    """A config that records the keys that are read."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.read: set[str] = set()
@@ -37,7 +39,7 @@ class _RecordingDict(dict[str, Any]):
 
 def keys_read(family: Family, hf: Mapping[str, Any]) -> set[str]:
     """All keys that ``family`` reads, present or absent in ``hf``."""
-    recorded = _RecordingDict(hf)
+    recorded = RecordingDict(hf)
     if family.spelling is not None:
         newer = family.spelling(recorded)
         return recorded.read | keys_read(replace(family, spelling=None), newer)

@@ -16,8 +16,28 @@ from typing import Any
 
 from isthmus import __version__
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.convert.infer.candidate_search import CandidateSearch
-from isthmus.convert.infer.probe_model import (
+from isthmus.convert.open_model import checkpoint_folder
+from isthmus.engine.parallel.process_groups import open_groups
+from isthmus.errors import OutputExists, UsageError, disk_errors
+from isthmus.families.family import Family
+from isthmus.families.inferred.family_file import read_data, write_family
+from isthmus.families.inferred.json_family import read_family
+from isthmus.families.registry import all_families
+from isthmus.hf.model_folder import ModelFolder
+from isthmus.hf.tiny_model import (
+    VERSION,
+    architecture_of,
+    effective_config,
+    saved_model_logits,
+)
+from isthmus.platforms.detect import detect
+from isthmus.tools.learn.candidate_search import CandidateSearch
+from isthmus.tools.learn.candidates import EPSILONS, Candidates, Choices
+from isthmus.tools.learn.config_inference import ConfigInference
+from isthmus.tools.learn.family_module import write_module
+from isthmus.tools.learn.language_section import SECTION
+from isthmus.tools.learn.probe_config import FIRST, SECOND
+from isthmus.tools.learn.probe_model import (
     DEEP_SCALE,
     TOLERANCE,
     ProbeModel,
@@ -29,30 +49,10 @@ from isthmus.convert.infer.probe_model import (
     proven,
     relative_difference,
 )
-from isthmus.convert.infer.relative_search import RelativeSearch
-from isthmus.convert.infer.unread_settings import check_unread
-from isthmus.convert.open_model import checkpoint_folder
-from isthmus.engine.parallel.process_groups import open_groups
-from isthmus.errors import OutputExists, UsageError, disk_errors
-from isthmus.families.discover.candidates import EPSILONS, Candidates, Choices
-from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.family_file import read_data, write_family
-from isthmus.families.discover.family_module import write_module
-from isthmus.families.discover.json_family import read_family
-from isthmus.families.discover.language_section import SECTION
-from isthmus.families.discover.probe_config import FIRST, SECOND
-from isthmus.families.discover.small_config import check_layers
-from isthmus.families.discover.tensor_matching import DecoderStructure, match_tensors
-from isthmus.families.family import Family
-from isthmus.families.registry import all_families
-from isthmus.hf.model_folder import ModelFolder
-from isthmus.hf.tiny_model import (
-    VERSION,
-    architecture_of,
-    effective_config,
-    saved_model_logits,
-)
-from isthmus.platforms.detect import detect
+from isthmus.tools.learn.relative_search import RelativeSearch
+from isthmus.tools.learn.small_config import check_layers
+from isthmus.tools.learn.tensor_matching import DecoderStructure, match_tensors
+from isthmus.tools.learn.unread_settings import check_unread
 
 Log = Callable[[str], None]
 

@@ -4,62 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.config_inference import SIZE_WORDS
-from isthmus.families.family import Family
+from isthmus.families.inferred.json_family import FORMAT
+from isthmus.families.inferred.nested import SECTION, TIED, LanguageSection
 from isthmus.families.nested import Nested
-from isthmus.families.rules.multimodal import multimodal
 from isthmus.families.rules.rule import Shape
+from isthmus.tools.learn.config_inference import SIZE_WORDS
 
-SECTION, TIED = "text_config", "tie_word_embeddings"
+Data = dict[str, Any]
 _TABLE = ("vocab_size", "hidden_size")
 _OUTPUT = re.compile(r"head|out|unembed")
-
-
-@dataclass(frozen=True, slots=True)
-class LanguageSection:
-    """Which part of configs and tensors the search of a family sees."""
-
-    name: str
-    hf_architecture: str
-    nested: Nested | None
-    """None: all of them."""
-    module_names: Mapping[str, str]
-
-    @property
-    def key(self) -> str | None:
-        """The key of the section."""
-        return None if self.nested is None else SECTION
-
-    def config(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config of the language model."""
-        return whole if self.nested is None else self.nested.language_config(whole)
-
-    def changed(self, whole: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-        """The whole config with another value of a setting of the language model."""
-        return {**whole, name: value} if self.nested is None else {**whole, SECTION: {**whole[SECTION], name: value}}
-
-    def family(self, language: Family) -> Family:
-        """The family of the whole model."""
-        if self.nested is None:
-            return language
-        return multimodal(
-            self.name,
-            self.hf_architecture,
-            language,
-            towers=self.nested.towers,
-            tied=self.nested.tied,
-            names={},
-            module_names=self.module_names,
-            other_names={},
-        )
-
-    def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Those of the language model."""
-        return {name: shape for name, shape in shapes.items() if self.nested is None or not self.nested.is_tower(name)}
 
 
 def find_section(
@@ -143,3 +99,23 @@ def _module_names(embedding: str, head: str | None, modules: tuple[str, str]) ->
             ours, theirs = ours.rpartition(".")[0], theirs.rpartition(".")[0]
         found[f"{ours}{end}"] = f"{theirs}{end}"
     return found
+
+
+def nested_data(section: LanguageSection, language: Data, fixed: Mapping[str, Any], tied: Mapping[str, Any]) -> Data:
+    """The data of the whole model.
+
+    ``fixed`` are the settings outside of the sections, some of which repeat one of the section. ``tied`` is the entry
+    of ``tie_word_embeddings`` in the section, like one of ``fixed``.
+    """
+    assert section.nested is not None
+    nested = {"tied": section.nested.tied, "towers": list(section.nested.towers)}
+    return {
+        "format": FORMAT,
+        "name": section.name,
+        "hf_architecture": section.hf_architecture,
+        "nested": nested | {"module_names": dict(section.module_names)},
+        "fixed": dict(fixed),
+        "fixed_in_section": {TIED: dict(tied)},
+        "language": {name: value for name, value in language.items() if name != "proof"},
+        "proof": language["proof"],
+    }

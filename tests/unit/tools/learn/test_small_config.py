@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.setting_values import fixed_settings, independent_defaults, other_values
-from isthmus.families.discover.small_config import FIRST, SECOND, check_layers, size_keys, small_config
 from isthmus.families.models import llama
+from isthmus.tools.learn.setting_values import fixed_settings, independent_defaults, other_values
+from isthmus.tools.learn.small_config import FIRST, SECOND, check_layers, size_keys, small_config
 
 KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 CONFIG: dict[str, Any] = {

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from isthmus.convert.infer.probe_model import max_difference
+from isthmus.tools.learn.probe_model import max_difference
 
 
 def test_nan_anywhere_is_an_infinite_difference() -> None:

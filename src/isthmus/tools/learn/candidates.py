@@ -12,11 +12,11 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.families.discover.candidate_rules import ALTERNATING, FEED_FORWARD, QKV, candidate_rules, has_biases
-from isthmus.families.discover.config_inference import ConfigInference
-from isthmus.families.discover.json_family import FORMAT
-from isthmus.families.discover.matrix_matching import ExpertTensors, MatrixRoles, Role
-from isthmus.families.discover.tensor_matching import DecoderStructure, NormPlacement
+from isthmus.families.inferred.json_family import FORMAT
+from isthmus.tools.learn.candidate_rules import ALTERNATING, FEED_FORWARD, QKV, candidate_rules, has_biases
+from isthmus.tools.learn.config_inference import ConfigInference
+from isthmus.tools.learn.matrix_matching import ExpertTensors, MatrixRoles, Role
+from isthmus.tools.learn.tensor_matching import DecoderStructure, NormPlacement
 
 Choices = Mapping[str, Any]
 EPSILONS = (1e-6, 1e-5, 1e-8)

@@ -1,8 +1,4 @@
-"""A model type that is a supported family with another name, other tensor names, and a few other traits.
-
-Its JSON file names that family (``like``) and lists every setting of its configs: those that the family reads and whose
-meaning was verified, and those that must keep their value.
-"""
+"""The families that a model type may be like, compared by config and tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
-from isthmus.errors import DataError, IsthmusError, UsageError
+from isthmus.errors import IsthmusError, UsageError
 from isthmus.families.architecture import Architecture, Moe
-from isthmus.families.discover.config_inference import METADATA, ROPE, SIZE_WORDS, WHY
-from isthmus.families.discover.json_family import FORMAT, noise_of, parse_formula, read_fixed
-from isthmus.families.family import Derived, Family, Fixed, Key
-from isthmus.families.rules.rule import Shape, field_of, renamed
+from isthmus.families.family import Derived, Family, Key
+from isthmus.families.inferred.json_family import FORMAT
+from isthmus.families.inferred.related import read_related
+from isthmus.families.known_keys import RecordingDict
+from isthmus.families.rules.common_settings import ROPE
+from isthmus.families.rules.rule import Shape, field_of
+from isthmus.tools.learn.config_inference import SIZE_WORDS
 
 _UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 """What a family raises for the config of another."""
@@ -28,107 +27,12 @@ _SQUARE_ROOT = "hidden_size**0.5"
 Data = dict[str, Any]
 
 
-def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
-    """Raise DataError if a field is missing or of the wrong type, or the family that it is like is not installed."""
-    try:
-        if data["format"] != FORMAT:
-            raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
-        if data["like"] not in families:
-            raise DataError(f"it is like the family {data['like']!r}, which this version does not have.")
-        base, traits, formulas = families[data["like"]], dict(data["traits"]), dict(data["derived"])
-        own = traits.keys() | formulas.keys()
-        keys = {
-            name: replace(key, hf=data["keys"].get(name, key.hf), aliases=() if name in data["keys"] else key.aliases)
-            for name, key in base.keys.items()
-            if name not in own
-        }
-        derived = {name: way for name, way in base.derived.items() if name not in own}
-        for name, (donor, kind) in data["settings_of"].items():
-            keys.pop(name, None)
-            derived.pop(name, None)
-            target: dict[str, Any] = keys if kind == "keys" else derived
-            target[name] = getattr(families[donor], kind)[name]
-        derived |= {name: Derived(parse_formula(text, {}), lambda _value, _arch: {}) for name, text in formulas.items()}
-        return replace(
-            base,
-            name=data["name"],
-            hf_architecture=data["hf_architecture"],
-            scored_class=None,
-            keys=keys,
-            derived=derived,
-            traits={**{name: value for name, value in base.traits.items() if name not in own}, **traits},
-            fixed={**base.fixed, **_read_fixed(data["fixed"])},
-            dropout={},
-            auto_map={},
-            rules=renamed(base.rules, data["tensor_names"]),
-            defaults={name: entry["default"] for name, entry in data["settings"].items() if "default" in entry},
-            required=tuple(name for name, entry in data["settings"].items() if "default" not in entry),
-            untrainable=base.untrainable or noise_of(data["fixed"]),
-            data=data,
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{type(error).__name__}: {error}.") from None
-
-
-def check_related_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise UsageError if a config has settings that were absent when the family was inferred."""
-    known = data["settings"].keys() | data["fixed"].keys() | {"rope_scaling", "rope_theta"}
-    known |= {name for name in ROPE if name in config and _is_repeated(config[name], config.get("rope_parameters"))}
-    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
-        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
-
-    for name, entry in data["fixed"].items():
-        value, sizes = config.get(name, entry.get("absent")), entry.get("sum_of", ())
-        if sizes and value is not None and value != sum(_setting(data, config, size) for size in sizes):
-            needed = " + ".join(sizes)
-            raise UsageError(
-                f"config.json: {name}={value!r:.60} is not supported for {data['name']}; it must be {needed}."
-            )
-
-
-def _setting(data: Mapping[str, Any], config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name, data["settings"].get(name, {}).get("default"))
-    return value if isinstance(value, int) else 0
-
-
-def _read_fixed(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Fixed]:
-    """Without sizes that repeat others, which :func:`check_related_settings` compares."""
-    return {name: read_fixed(entry) for name, entry in entries.items() if "sum_of" not in entry}
-
-
-def _is_repeated(value: Any, rotary: Any) -> bool:
-    """Whether rotary settings, of all layers or of one kind of them, have this value."""
-    return isinstance(rotary, Mapping) and any(
-        each == value or _is_repeated(value, each) for each in rotary.values() if type(each) is not bool
-    )
-
-
-class ReadSettings(dict[str, Any]):
-    """A config that records the names of the settings that are read."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.names: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.names.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.names.add(str(key))
-        return super().__contains__(key)
-
-
 def settings_read(family: Family, config: Mapping[str, Any]) -> set[str]:
     """The settings of a config that the family uses."""
-    recorded = ReadSettings(config)
+    recorded = RecordingDict(config)
     arch = family.to_architecture(recorded)
     rotary = {*ROPE, "original_max_position_embeddings", *family.rope_names.values()}
-    return (recorded.names | (rotary if arch.position == "rope" else set())) & config.keys()
+    return (recorded.read | (rotary if arch.position == "rope" else set())) & config.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +134,12 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
     for donor in _nearest(unknown.config, families):
         ways: dict[str, Key | Derived] = {**donor.keys, **donor.derived}
         for name, way in ways.items():
-            recorded = ReadSettings(unknown.config)
+            recorded = RecordingDict(unknown.config)
             try:
                 value = way.read(recorded)
             except _UNREADABLE:
                 continue
-            own = recorded.names & unread
+            own = recorded.read & unread
             if own and name not in donors and value != field_of(arch, name):
                 donors[name] = [donor.name, "keys" if name in donor.keys else "derived"]
                 unread = unread - own

@@ -6,38 +6,62 @@ It has the data of that language model (``language``), where its config and tens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.discover.config_inference import METADATA, WHY
-from isthmus.families.discover.json_family import FORMAT
-from isthmus.families.discover.language_section import SECTION, TIED, LanguageSection
-from isthmus.families.discover.related_family import check_related_settings, read_related
 from isthmus.families.family import Family
+from isthmus.families.inferred.json_family import FORMAT, WHY
+from isthmus.families.inferred.related import check_related_settings, read_related
+from isthmus.families.multimodal import multimodal
 from isthmus.families.nested import Nested
+from isthmus.families.rules.common_settings import METADATA
+from isthmus.families.rules.rule import Shape
 
-Data = dict[str, Any]
+SECTION, TIED = "text_config", "tie_word_embeddings"
 
 
-def nested_data(section: LanguageSection, language: Data, fixed: Mapping[str, Any], tied: Mapping[str, Any]) -> Data:
-    """The data of the whole model.
+@dataclass(frozen=True, slots=True)
+class LanguageSection:
+    """Which part of configs and tensors the search of a family sees."""
 
-    ``fixed`` are the settings outside of the sections, some of which repeat one of the section. ``tied`` is the entry
-    of ``tie_word_embeddings`` in the section, like one of ``fixed``.
-    """
-    assert section.nested is not None
-    nested = {"tied": section.nested.tied, "towers": list(section.nested.towers)}
-    return {
-        "format": FORMAT,
-        "name": section.name,
-        "hf_architecture": section.hf_architecture,
-        "nested": nested | {"module_names": dict(section.module_names)},
-        "fixed": dict(fixed),
-        "fixed_in_section": {TIED: dict(tied)},
-        "language": {name: value for name, value in language.items() if name != "proof"},
-        "proof": language["proof"],
-    }
+    name: str
+    hf_architecture: str
+    nested: Nested | None
+    """None: all of them."""
+    module_names: Mapping[str, str]
+
+    @property
+    def key(self) -> str | None:
+        """The key of the section."""
+        return None if self.nested is None else SECTION
+
+    def config(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the language model."""
+        return whole if self.nested is None else self.nested.language_config(whole)
+
+    def changed(self, whole: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+        """The whole config with another value of a setting of the language model."""
+        return {**whole, name: value} if self.nested is None else {**whole, SECTION: {**whole[SECTION], name: value}}
+
+    def family(self, language: Family) -> Family:
+        """The family of the whole model."""
+        if self.nested is None:
+            return language
+        return multimodal(
+            self.name,
+            self.hf_architecture,
+            language,
+            towers=self.nested.towers,
+            tied=self.nested.tied,
+            names={},
+            module_names=self.module_names,
+            other_names={},
+        )
+
+    def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Those of the language model."""
+        return {name: shape for name, shape in shapes.items() if self.nested is None or not self.nested.is_tower(name)}
 
 
 def read_nested(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.convert.infer.probe_model import ProbeModel
-from isthmus.convert.infer.unread_settings import check_unread, smaller_values
 from isthmus.errors import UsageError
 from isthmus.hf.tiny_model import effective_config
+from isthmus.tools.learn.probe_model import ProbeModel
+from isthmus.tools.learn.unread_settings import check_unread, smaller_values
 
 
 def test_smaller_values() -> None:

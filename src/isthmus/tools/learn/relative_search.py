@@ -8,7 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isthmus.convert.infer.probe_model import (
+from isthmus.errors import IsthmusError, UsageError
+from isthmus.families.family import Family
+from isthmus.families.rules.common_settings import METADATA
+from isthmus.hf.tiny_model import effective_config, embedding_modules
+from isthmus.tools.learn.language_section import SECTION, TIED, LanguageSection, find_section, nested_data
+from isthmus.tools.learn.probe_model import (
     DEEP_SCALE,
     TOLERANCE,
     ProbeModel,
@@ -19,21 +24,15 @@ from isthmus.convert.infer.probe_model import (
     proven,
     relative_difference,
 )
-from isthmus.convert.infer.unread_settings import check_unread
-from isthmus.errors import IsthmusError, UsageError
-from isthmus.families.discover.config_inference import METADATA
-from isthmus.families.discover.language_section import SECTION, TIED, LanguageSection, find_section
-from isthmus.families.discover.nested_family import nested_data
-from isthmus.families.discover.related_family import Data, Unknown, read_related, related_candidates, settings_read
-from isthmus.families.discover.setting_values import (
+from isthmus.tools.learn.related_family import Data, Unknown, read_related, related_candidates, settings_read
+from isthmus.tools.learn.setting_values import (
     fixed_settings,
     independent_defaults,
     other_values,
     repeated_sizes,
 )
-from isthmus.families.discover.small_config import FIRST, SECOND, SmallSizes, number_of_layers, size_keys, small_config
-from isthmus.families.family import Family
-from isthmus.hf.tiny_model import effective_config, embedding_modules
+from isthmus.tools.learn.small_config import FIRST, SECOND, SmallSizes, number_of_layers, size_keys, small_config
+from isthmus.tools.learn.unread_settings import check_unread
 
 MAX_CANDIDATES = 80
 _SENSITIVE = 1e-2

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from isthmus.convert.infer.probe_model import ProbeModel, max_difference
 from isthmus.errors import UsageError
-from isthmus.families.discover.config_inference import METADATA, is_dropout
+from isthmus.families.rules.common_settings import METADATA, is_dropout
 from isthmus.hf.tiny_model import saved_model_logits
+from isthmus.tools.learn.probe_model import ProbeModel, max_difference
 
 _LARGE = 4
 """A number of a layer, or a limit of a length, that is smaller is within reach of every probe model."""

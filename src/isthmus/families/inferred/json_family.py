@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, get_args
 
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import MAX_LAYERS, Architecture, Mixer, Moe
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
+from isthmus.families.rules.common_settings import METADATA, ROPE, WINDOW
 from isthmus.families.rules.rule import HfPart, Rule, Shard
 from isthmus.families.rules.sliding_window import Window, read_window
 
@@ -205,3 +206,11 @@ def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise DataError(f"{value!r} is not one of {', '.join(map(str, choices))}.")
     return value
+
+
+def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise UsageError if a config has settings that were absent when the family (the JSON ``data``) was inferred."""
+    known = {key["hf"] for key in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
+    known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
+    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
+        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")

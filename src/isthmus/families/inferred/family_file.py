@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.discover.config_inference import check_known_settings
-from isthmus.families.discover.json_family import read_family
-from isthmus.families.discover.nested_family import check_nested_settings, read_nested
-from isthmus.families.discover.related_family import check_related_settings, read_related
 from isthmus.families.family import Family
+from isthmus.families.inferred.json_family import check_known_settings, read_family
+from isthmus.families.inferred.nested import check_nested_settings, read_nested
+from isthmus.families.inferred.related import check_related_settings, read_related
 from isthmus.files.input_files import parse_json, read_bytes
 
 FILE = "family.json"

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.discover.family_file import load_family, write_family
-from isthmus.families.discover.family_module import write_module
-from isthmus.families.discover.language_section import LanguageSection, find_section
-from isthmus.families.discover.nested_family import nested_data, read_nested
-from isthmus.families.discover.related_family import Unknown, related_candidates
 from isthmus.families.family import Family
+from isthmus.families.inferred.family_file import load_family, write_family
+from isthmus.families.inferred.nested import read_nested
 from isthmus.families.models import llama
 from isthmus.families.registry import FAMILIES_ENV, family_for, language_config
+from isthmus.tools.learn.family_module import write_module
+from isthmus.tools.learn.language_section import LanguageSection, find_section, nested_data
+from isthmus.tools.learn.related_family import Unknown, related_candidates
 
 FAMILIES = {"llama": llama.FAMILY}
 TEXT: dict[str, Any] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.config_inference import METADATA
+from isthmus.families.rules.common_settings import METADATA
 
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers"
 _GROUPS = "num_key_value_heads num_kv_heads n_head_kv multi_query_groups"

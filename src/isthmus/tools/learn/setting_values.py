@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.discover.config_inference import METADATA, is_dropout
 from isthmus.families.family import Family
+from isthmus.families.rules.common_settings import METADATA, is_dropout
 
 _IF_ABSENT: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (5,),

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.discover.family_file import load_family, write_family
-from isthmus.families.discover.family_module import write_module
-from isthmus.families.discover.related_family import Unknown, read_related, related_candidates, settings_read
 from isthmus.families.family import Family
+from isthmus.families.inferred.family_file import load_family, write_family
 from isthmus.families.models import granite, llama, qwen3
 from isthmus.families.registry import FAMILIES_ENV, all_families, family_for
+from isthmus.tools.learn.family_module import write_module
+from isthmus.tools.learn.related_family import Unknown, read_related, related_candidates, settings_read
 
 FAMILIES = {family.name: family for family in (llama.FAMILY, qwen3.FAMILY, granite.FAMILY)}
 CONFIG: dict[str, Any] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isthmus.convert.infer.probe_model import TOLERANCE, ProbeModel, logits_difference
 from isthmus.errors import IsthmusError, UsageError
-from isthmus.families.discover.candidates import Candidates, Choices
-from isthmus.families.discover.json_family import read_family
+from isthmus.families.inferred.json_family import read_family
 from isthmus.hf.tiny_model import zero_tensors
+from isthmus.tools.learn.candidates import Candidates, Choices
+from isthmus.tools.learn.probe_model import TOLERANCE, ProbeModel, logits_difference
 
 MAX_CANDIDATES = 500
 Log = Callable[[str], None]

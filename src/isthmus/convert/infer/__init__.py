@@ -1,1 +1,0 @@
-"""Inference of families (``convert --learn``) with small random models."""
