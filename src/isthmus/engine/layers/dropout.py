@@ -33,13 +33,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
     """The keys of a whole micro batch, on the host."""
     identity = f"{seed}:{step}:{batch.sample_ids}".encode()
-    whole = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "little")
+    micro_batch_key = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest(), "little")
     samples, positions = [], []
     for sample, length in lengths_by_sample(batch):
         samples.append(torch.full((length,), sample))
         positions.append(torch.arange(length))
     start = hashed(hashed(torch.tensor(seed)) + step)
-    return DropoutKeys(whole, hashed(hashed(start + torch.cat(samples)) + torch.cat(positions)))
+    return DropoutKeys(micro_batch_key, hashed(hashed(start + torch.cat(samples)) + torch.cat(positions)))
 
 
 def lengths_by_sample(batch: PackedBatch) -> Iterator[tuple[int, int]]:
@@ -155,9 +155,9 @@ def gumbel_noise(keys: Tensor, start: int, size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-def rows_of_rank(whole: Tensor, x: Tensor, batch: PackedBatch) -> Tensor:
+def rows_of_rank(values: Tensor, x: Tensor, batch: PackedBatch) -> Tensor:
     """The rows of a tensor over the whole packed sequence, [T, ...], that belong to this rank's hidden states."""
-    rows = local_tokens(whole, batch.spans)
+    rows = local_tokens(values, batch.spans)
     if x.size(0) < len(rows):
         rows = rows.chunk(len(rows) // x.size(0))[parallel_state.get_tensor_model_parallel_rank()]
     return rows

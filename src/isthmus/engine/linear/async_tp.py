@@ -76,8 +76,8 @@ def check_async_tp(group: dist.ProcessGroup, device: torch.device, dtype: torch.
 def _gather_matmul(x: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """All ranks' ``x`` joined on dim 0, and its matmul with ``b``."""
     ops = symmetric_memory_ops()
-    whole, (out,) = ops.fused_all_gather_matmul(x.contiguous(), [b], 0, group.group_name)  # type: ignore[union-attr]
-    return whole, out
+    gathered, (out,) = ops.fused_all_gather_matmul(x.contiguous(), [b], 0, group.group_name)  # type: ignore[union-attr]
+    return gathered, out
 
 
 def _matmul_scatter(x: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -68,9 +68,9 @@ def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Qu
 def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Quantized, Quantized]:
     """:func:`quantize` and :func:`quantize_columns`; tensorwise they have the same scale."""
     scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
-    of_columns = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
-    columns = _rounded(_padded_transpose(matrix), of_columns, dtype)
-    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal()), Quantized(columns, of_columns.reciprocal())
+    column_scale = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
+    columns = _rounded(_padded_transpose(matrix), column_scale, dtype)
+    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal()), Quantized(columns, column_scale.reciprocal())
 
 
 def _scale(matrix: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
@@ -91,30 +91,30 @@ def _padded_transpose(matrix: Tensor) -> Tensor:
     return functional.pad(matrix.t(), (0, padded - matrix.size(0)))
 
 
-_kept: dict[tuple[int, bool], tuple[Tensor, Quantized]] | None = None
+_quantized_weights: dict[tuple[int, bool], tuple[Tensor, Quantized]] | None = None
 """Weights and their quantized copies, by the identity of the weight and whether they are its columns."""
 
 
 @contextlib.contextmanager
 def quantize_weights_once(enabled: bool) -> Iterator[None]:
     """Keep quantized weights until the end of the block, in which weights do not change: 2 bytes per element."""
-    global _kept
-    _kept = {} if enabled else None
+    global _quantized_weights
+    _quantized_weights = {} if enabled else None
     try:
         yield
     finally:
-        _kept = None
+        _quantized_weights = None
 
 
 def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool) -> Quantized:
     key = id(weight), columns
-    if _kept is not None and key in _kept:
-        return _kept[key][1]
+    if _quantized_weights is not None and key in _quantized_weights:
+        return _quantized_weights[key][1]
     # Detached: compiled for any number of rows, like the activations.
-    found = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
-    if _kept is not None:
-        _kept[key] = weight, found
-    return found
+    quantized = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
+    if _quantized_weights is not None:
+        _quantized_weights[key] = weight, quantized
+    return quantized
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -171,22 +171,22 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.recipe, ctx.exchange = recipe, exchange
-        whole = exchange.gather(x)
-        tokens = quantize(whole.flatten(0, -2), recipe.forward, recipe.scaling)
+        gathered = exchange.gather(x)
+        tokens = quantize(gathered.flatten(0, -2), recipe.forward, recipe.scaling)
         rows = _quantized_weight(weight, recipe, columns=False)
-        return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*whole.shape[:-1], -1)
+        return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*gathered.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
         grad, kind = grads[0].flatten(0, -2), (recipe.backward, recipe.scaling)
-        whole, wait_for_input = (NO_EXCHANGE if x is None else exchange).start_gather(x)
+        gathered, wait_for_input = (NO_EXCHANGE if x is None else exchange).start_gather(x)
         tokens, outputs = (quantize(grad, *kind), None) if x is None else quantize_both(grad, *kind)
         columns = _quantized_weight(weight, recipe, columns=True)
         grad_whole = scaled_matmul(tokens, columns, grad.dtype, fast=False).view(*grads[0].shape[:-1], -1)
         wait_for_input()
         grad_x, wait_for_sum = exchange.start_sum(grad_whole)
-        grad_weight = None if outputs is None else _weight_gradient(ctx, whole, outputs)
+        grad_weight = None if outputs is None else _weight_gradient(ctx, gathered, outputs)
         wait_for_sum()
         return grad_x, grad_weight, None, None
 

@@ -27,13 +27,13 @@ class InputExchange:
         """The whole input, valid after the returned function was called."""
         if not self.sequence_parallel:
             return x, lambda: None
-        whole = x.new_empty(x.size(0) * self.group.size(), *x.shape[1:])  # type: ignore[union-attr]
-        return whole, _wait(dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group, async_op=True))
+        gathered = x.new_empty(x.size(0) * self.group.size(), *x.shape[1:])  # type: ignore[union-attr]
+        return gathered, _wait(dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group, async_op=True))
 
     def gather(self, x: Tensor) -> Tensor:
-        whole, wait = self.start_gather(x)
+        gathered, wait = self.start_gather(x)
         wait()
-        return whole
+        return gathered
 
     def matmul(self, x: Tensor, b: Tensor) -> Tensor:
         """The whole input times ``b``."""

@@ -42,10 +42,10 @@ class _LinearIntoMainGrad(torch.autograd.Function):
             grad_x, wait_for_sum = exchange.start_input_grad(grads[0], dense(weight))
             wait_for_sum()
             return grad_x, None, None
-        whole, wait_for_input = exchange.start_gather(x)
+        gathered, wait_for_input = exchange.start_gather(x)
         grad_x, wait_for_sum = exchange.start_input_grad(grads[0], weight)
         wait_for_input()
-        add_matmul(weight.main_grad, grads[0].flatten(0, -2).t(), whole.flatten(0, -2))
+        add_matmul(weight.main_grad, grads[0].flatten(0, -2).t(), gathered.flatten(0, -2))
         weight.grad_added_to_main_grad = True
         wait_for_sum()
         return grad_x, None, None

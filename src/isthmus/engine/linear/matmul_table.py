@@ -49,10 +49,10 @@ class MatmulTable:
     """The library for a matmul: that of the tuned shape with the same weight and at least as many tokens, if any."""
 
     def __init__(self, choices: Iterable[tuple[MatmulShape, Library]]) -> None:
-        found: dict[_Key, dict[int, Library]] = {}
+        entries: dict[_Key, dict[int, Library]] = {}
         for shape, library in choices:
-            found.setdefault(shape.key, {})[shape.tokens] = library
-        self._by_key = {key: (sorted(of), [of[tokens] for tokens in sorted(of)]) for key, of in found.items()}
+            entries.setdefault(shape.key, {})[shape.tokens] = library
+        self._by_key = {key: (sorted(of), [of[tokens] for tokens in sorted(of)]) for key, of in entries.items()}
 
     def __contains__(self, shape: MatmulShape) -> bool:
         """Whether a shape with this weight was tuned, for any number of tokens."""
@@ -63,8 +63,8 @@ class MatmulTable:
         adds = operation == "add_matmul"
         k, n = b.shape
         transposed = b.stride(0) == 1 and n > 1 and k > 1
-        found = self._by_key.get((operation, a.dtype, a.size(0) if adds else k, n, transposed))
-        if found is None:
+        entries = self._by_key.get((operation, a.dtype, a.size(0) if adds else k, n, transposed))
+        if entries is None:
             return None
-        tokens, libraries = found
+        tokens, libraries = entries
         return libraries[min(bisect_left(tokens, k if adds else a.numel() // max(1, k)), len(tokens) - 1)]

@@ -47,11 +47,11 @@ class QuantizedWeight(nn.Parameter):
 
     def __new__(cls, weight: Tensor, kind: Kind, device: torch.device) -> QuantizedWeight:
         """``weight`` gives shape, dtype and attributes; :meth:`quantize_` sets the elements."""
-        made: QuantizedWeight = torch.Tensor._make_subclass(cls, weight.detach().to("meta"), False)
-        vars(made).update(vars(weight))
-        made.kind = kind
-        made.codes = made.scale = torch.empty(0, device=device)
-        return made
+        quantized: QuantizedWeight = torch.Tensor._make_subclass(cls, weight.detach().to("meta"), False)
+        vars(quantized).update(vars(weight))
+        quantized.kind = kind
+        quantized.codes = quantized.scale = torch.empty(0, device=device)
+        return quantized
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

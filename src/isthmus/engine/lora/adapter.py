@@ -57,8 +57,9 @@ class AdapterSet:
         adapters = [adapter for own in self.of_weights.values() for adapter in own]
         kind = "DoRA" if self.dora else "LoRA"
         return sorted(
-            f"{one.linear.module} {one.linear.expert or 0}: {kind} of rank {one.rank}, scale {one.scale:.9g}"
-            for one in adapters
+            f"{adapter.linear.module} {adapter.linear.expert or 0}: {kind} of rank {adapter.rank}, "
+            f"scale {adapter.scale:.9g}"
+            for adapter in adapters
         )
 
     @property

@@ -140,9 +140,9 @@ def subtract_adapters(model: Sequence[Any]) -> None:
 
 def _copy(tensors: Sequence[AdapterTensor], source: AdapterSource) -> None:
     for tensor in tensors:
-        if (whole := source(tensor.adapter, tensor.role)) is not None:
+        if (full_value := source(tensor.adapter, tensor.role)) is not None:
             for index, local in tensor.pieces:
-                tensor.parameter[local].copy_(whole[index])
+                tensor.parameter[local].copy_(full_value[index])
 
 
 class InitialAdapters:

@@ -61,12 +61,12 @@ class LowRank(nn.Module):
         self.columns = slice(0, self.adapters[0].linear.inputs)
         like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         for adapter in self.adapters:
-            own = [piece for piece in pieces if piece.part in dict(adapter.linear.parts)]
-            self.spans.append([(adapter.linear.rows_and_columns(piece)[0], piece.local[0]) for piece in own])
-            for piece in own:
+            adapter_pieces = [piece for piece in pieces if piece.part in dict(adapter.linear.parts)]
+            self.spans.append([(adapter.linear.rows_and_columns(piece)[0], piece.local[0]) for piece in adapter_pieces])
+            for piece in adapter_pieces:
                 self.columns = adapter.linear.rows_and_columns(piece)[1]
             self._add(adapter, "lora_A", torch.empty(adapter.rank, weight.size(1), **like))
-            if own:  # with fewer query groups than ranks, a rank may have no rows of the keys
+            if adapter_pieces:  # with fewer query groups than ranks, a rank may have no rows of the keys
                 rows = sum(local.stop - local.start for _, local in self.spans[-1])
                 self._add(adapter, "lora_B", torch.empty(rows, adapter.rank, **like))
                 if dora:
@@ -97,8 +97,8 @@ class LowRank(nn.Module):
         """The tensors of all adapters; without rows if this rank has no rows of an adapter."""
         tensors = [getattr(self, _name(adapter, role), None) for adapter in self.adapters]
         return [
-            getattr(self, _name(adapter, "lora_A")).new_empty(0, *adapter.shape(role)[1:]) if found is None else found
-            for adapter, found in zip(self.adapters, tensors, strict=True)
+            getattr(self, _name(adapter, "lora_A")).new_empty(0, *adapter.shape(role)[1:]) if tensor is None else tensor
+            for adapter, tensor in zip(self.adapters, tensors, strict=True)
         ]
 
     def joined_a(self) -> Tensor:
@@ -176,12 +176,12 @@ class LowRank(nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """``weight`` with the adapters, float32; with DoRA a collective over tp."""
-        found = dense(weight).float() + self.joined_b(float32=True) @ self.joined_a().float()
+        merged_weight = dense(weight).float() + self.joined_b(float32=True) @ self.joined_a().float()
         if self.dora:
-            norms = self.exchange.sum_columns(found.square().sum(1)).sqrt()
+            norms = self.exchange.sum_columns(merged_weight.square().sum(1)).sqrt()
             magnitude = torch.cat(self._of("lora_magnitude_vector")).float()
-            found *= self._in_rows(magnitude, norms.clone()).div_(norms)[:, None]
-        return found
+            merged_weight *= self._in_rows(magnitude, norms.clone()).div_(norms)[:, None]
+        return merged_weight
 
     def tensors(self) -> Iterator[AdapterTensor]:
         """This rank's tensors of all adapters."""

@@ -102,13 +102,13 @@ def _over_ranks(stats: Tensor, temperature: float, group: dist.ProcessGroup | No
 
 def _kth_largest(teacher: Tensor, k: int, group: dist.ProcessGroup | None) -> Tensor:
     """The k-th largest logit of each row, float32 [n, 1]; -inf if the vocabulary has fewer tokens."""
-    own = teacher.topk(min(k, teacher.size(1)), sorted=False).values.float()
-    own = torch.nn.functional.pad(own, (0, k - own.size(1)), value=-math.inf)
+    largest = teacher.topk(min(k, teacher.size(1)), sorted=False).values.float()
+    largest = torch.nn.functional.pad(largest, (0, k - largest.size(1)), value=-math.inf)
     if group is not None:
-        every = own.new_empty(group.size(), *own.shape)
-        dist.all_gather_into_tensor(every.flatten(0, 1), own, group=group)
-        own = every.movedim(0, 1).flatten(1)
-    return own.topk(k).values[:, -1:]
+        gathered = largest.new_empty(group.size(), *largest.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), largest, group=group)
+        largest = gathered.movedim(0, 1).flatten(1)
+    return largest.topk(k).values[:, -1:]
 
 
 def _sum(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -177,8 +177,8 @@ def _terms(teacher: Tensor, log_p: Tensor, log_t: Tensor, norms: Tensor, beta: f
     p, t = log_p, log_t  # of the token, or of all tokens outside of the top k
     if norms.size(1) > _NORMS:
         kth, rest_p, rest_t = norms[:, _NORMS:, None].unbind(1)
-        kept = teacher.float() >= kth
-        p, t = log_p.where(kept, rest_p), log_t.where(kept, rest_t)
+        is_kept = teacher.float() >= kth
+        p, t = log_p.where(is_kept, rest_p), log_t.where(is_kept, rest_t)
     if beta == 0:
         return log_t.exp() * (t - p), -(log_p - p + t).exp()
     if beta == 1:

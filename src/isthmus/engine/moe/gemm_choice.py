@@ -128,9 +128,9 @@ def _time(name: str, run: Callable[[bool], list[Tensor]]) -> Timing:
         return Timing(name, math.inf, loop_ms, math.inf)
 
 
-def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
+def _difference(results: list[Tensor], expected: list[Tensor]) -> float:
     """In the Frobenius norm."""
-    squares = sum((a.float() - b.float()).square().sum() for a, b in zip(found, expected, strict=True))
+    squares = sum((a.float() - b.float()).square().sum() for a, b in zip(results, expected, strict=True))
     return math.sqrt(float(squares / sum(b.float().square().sum() for b in expected)))
 
 

@@ -93,9 +93,9 @@ class _GroupedLinear(torch.autograd.Function):
             return grad_x, None, None, *[None] * len(weights)
         trained = [weight if weight.requires_grad else None for weight in weights]
         if all(getattr(weight, "main_grad", None) is None for weight in weights):
-            made = [weight if weight is None else torch.zeros_like(weight) for weight in trained]
-            add_gradients(made, grad, x, sizes, kernel=ctx.weight_gradient)
-            return grad_x, None, None, *made
+            gradients = [weight if weight is None else torch.zeros_like(weight) for weight in trained]
+            add_gradients(gradients, grad, x, sizes, kernel=ctx.weight_gradient)
+            return grad_x, None, None, *gradients
         into = [weight if weight is None else weight.main_grad for weight in trained]
         add_gradients(into, grad, x, sizes, kernel=ctx.weight_gradient)
         for weight in weights:
@@ -129,9 +129,13 @@ def add_gradients(
     ``grouped_mm`` cannot add, and rounds the product to the dtype of ``x``; the loop adds to float32.
     """
     if kernel:
-        made = GROUPED_MM(grad.t(), x, offs=sizes.ends)
-        pairs = [(target, one) for target, one in zip(targets, made.unbind(), strict=True) if target is not None]
-        torch._foreach_add_([target for target, _ in pairs], [one for _, one in pairs])
+        gradients = GROUPED_MM(grad.t(), x, offs=sizes.ends)
+        pairs = [
+            (target, gradient)
+            for target, gradient in zip(targets, gradients.unbind(), strict=True)
+            if target is not None
+        ]
+        torch._foreach_add_([target for target, _ in pairs], [gradient for _, gradient in pairs])
         return
     rows = sizes.on_host
     for target, grad_part, x_part in zip(targets, grad.split(rows), x.split(rows), strict=True):

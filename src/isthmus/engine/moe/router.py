@@ -117,17 +117,17 @@ def route(
 
 def _one_after_another(logits: Tensor, moe: Moe, draws: ExpertDraws | None) -> tuple[Tensor, Tensor]:
     """The selection of ``sparsemixer``; it is not one of :meth:`torch.topk` because each choice has its own softmax."""
-    weights, chosen, left = [], [], logits
+    weights, chosen, remaining = [], [], logits
     for number in range(moe.top_k):
-        best, index = left.detach().max(dim=-1, keepdim=True)
+        best, index = remaining.detach().max(dim=-1, keepdim=True)
         distance = (best - logits.detach()) / logits.detach().abs().clamp(min=best)
-        near = left.masked_fill(distance > moe.score_tolerance, -torch.inf)
+        near = remaining.masked_fill(distance > moe.score_tolerance, -torch.inf)
         if draws is not None:
             index = draws.chosen(near.detach(), number)
         weight = near.softmax(-1).gather(-1, index)
         weights.append(weight if draws is None else draws.scaled(weight, near.detach(), index, number))
         chosen.append(index)
-        left = left.scatter(-1, index, -torch.inf)
+        remaining = remaining.scatter(-1, index, -torch.inf)
     return torch.cat(weights, -1) * moe.scaling_factor, torch.cat(chosen, -1)
 
 
@@ -151,7 +151,7 @@ def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: f
 def _best_groups(selection: Tensor, moe: Moe) -> Tensor:
     """Scores ``selection`` [T, E], with minus infinity for the experts outside the best groups."""
     groups = selection.unflatten(-1, (moe.num_groups, -1))
-    of_group = groups.amax(-1) if moe.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
-    best = of_group.topk(moe.group_top_k, dim=-1).indices
-    masked = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
+    group_scores = groups.amax(-1) if moe.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+    best = group_scores.topk(moe.group_top_k, dim=-1).indices
+    masked = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, False)
     return groups.masked_fill(masked[..., None], -torch.inf).flatten(-2)

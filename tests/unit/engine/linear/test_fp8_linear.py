@@ -192,7 +192,7 @@ def test_weights_are_quantized_once_per_step(scaling: Scaling, monkeypatch: pyte
     with pytest.raises(ZeroDivisionError), quantize_weights_once(True):
         fp8_linear(torch.randn(7, 32), weights[0], recipe)
         raise ZeroDivisionError
-    assert module._kept is None
+    assert module._quantized_weights is None
 
 
 @pytest.mark.skipif(SCALED_MM is None, reason=f"torch {torch.__version__} has the kernel for GPUs only")
