@@ -139,26 +139,7 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
     theta = _first(settings.get("rope_theta"), hf.get("rope_theta"), defaults.get("rope_theta"), _DEFAULT_THETA)
     if not isinstance(theta, int | float) or not 0 < theta < _MAX_NUMBER:
         raise DataError(f"config.json: rope_theta must be a positive number, got {theta!r}.")
-    others = [names for names in (_OF_IMAGES, (_QUERY_RATE, "max_position_embeddings")) if names[0] in defaults]
-    share = settings.get(_SHARE)
-    for name in (_SHARE, *(name for names in others for name in names)):
-        settings.pop(name, None)
-    rope_type = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(rope_type, str):
-        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {rope_type!r}.")
-    kind: Any = _ALIASES.get(rope_type, rope_type)
-    if kind == "mrope" and _OF_IMAGES[0] in defaults:
-        kind = "default"
-    if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
-        kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
-    elif kind == _PROPORTIONAL and _default_kind(defaults) == _PROPORTIONAL:
-        settings = {**settings, _SHARE: 1.0 if share is None else share}
-    elif kind not in _READABLE:
-        raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_READABLE)}.")
-    if kind == "yarn" and settings.get(_LISTS[0]):  # configs of early Phi-3 models
-        kind = "longrope"
-    if _MAGNITUDES[0] in defaults and kind != "default":
-        settings["attention_factor"] = _magnitude(settings, kind)
+    kind, settings = _kind_and_settings(settings, defaults)
     if kind == "default":
         settings.pop("factor", None)
     if unknown := sorted(settings.keys() - _KNOWN):
@@ -173,8 +154,39 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
             f"samples beyond max_position_embeddings, which is {context}. Make them equal."
         )
     settings[_CONTEXT] = original_context
-    if kind in ("yarn", "longrope") and settings.get("factor") is None and context and settings[_CONTEXT]:
-        settings["factor"] = context / settings[_CONTEXT]
+    if kind in ("yarn", "longrope") and settings.get("factor") is None and context and original_context:
+        settings["factor"] = context / original_context
+    return float(theta), RopeScaling(kind=kind, **_checked_values(kind, settings))
+
+
+def _kind_and_settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kind of scaling, and its settings without those that are read elsewhere."""
+    read_elsewhere = {_SHARE}
+    for names in (_OF_IMAGES, (_QUERY_RATE, "max_position_embeddings")):
+        read_elsewhere |= {*names} if names[0] in defaults else set()
+    share = settings.get(_SHARE)
+    settings = {name: value for name, value in settings.items() if name not in read_elsewhere}
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(rope_type, str):
+        raise DataError(f"config.json: rope_type must be a name such as 'yarn', got {rope_type!r}.")
+    kind = _ALIASES.get(rope_type, rope_type)
+    if kind == "mrope" and _OF_IMAGES[0] in defaults:
+        kind = "default"
+    if kind == "dynamic" and _ALPHA in defaults and settings.get(_ALPHA):
+        kind, settings = "ntk_alpha", {"factor": settings[_ALPHA]}
+    elif kind == _PROPORTIONAL and _default_kind(defaults) == _PROPORTIONAL:
+        settings = {**settings, _SHARE: 1.0 if share is None else share}
+    elif kind not in _READABLE:
+        raise UsageError(f"rope type '{kind}' is not supported; supported are {', '.join(_READABLE)}.")
+    if kind == "yarn" and settings.get(_LISTS[0]):  # configs of early Phi-3 models
+        kind = "longrope"
+    if _MAGNITUDES[0] in defaults and kind != "default":
+        settings["attention_factor"] = _magnitude(settings, kind)
+    return kind, settings
+
+
+def _checked_values(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :class:`RopeScaling`; DataError for a value that is missing or no number."""
     for key in _NEEDED[kind]:
         value = settings.get(key)
         numbers = value if key in _LISTS and isinstance(value, Sequence) and value else [value]
@@ -186,8 +198,7 @@ def _read_rope(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[floa
             raise DataError(f"config.json: {key} of rope type '{kind}' must be a number, got {settings[key]!r}.")
     if kind == _PROPORTIONAL and settings[_SHARE] > 1:
         raise DataError(f"config.json: {_SHARE} must be at most 1, got {settings[_SHARE]!r}.")
-    values: dict[str, Any] = {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
-    return float(theta), RopeScaling(kind=kind, **values)
+    return {key: _TYPES.get(key, float)(settings[key]) for key in chosen}
 
 
 def _is_proportional(scaling: RopeScaling | None) -> bool:

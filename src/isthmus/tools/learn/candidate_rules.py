@@ -86,9 +86,9 @@ def _experts(experts: ExpertTensors, chosen: Mapping[str, Any]) -> list[Data]:
         *_copy("mlp.router.bias", experts.router_bias, "E", init="zeros", **moe),
         *_copy("mlp.router.expert_bias", bias, "E", **fields),
     ]
-    each = "mlp.experts.local_experts.{expert}."
+    expert = "mlp.experts.local_experts.{expert}."
     location = {"stacked": True, **moe} if experts.stacked else moe
-    rules += _feed_forward(each, chosen["experts"], "", "X", chosen["experts' gate and up"], **location)
+    rules += _feed_forward(expert, chosen["experts"], "", "X", chosen["experts' gate and up"], **location)
     if chosen["shared experts"] is not None:
         rules += _feed_forward("mlp.shared_experts.", chosen["shared experts"], ".weight", "S", None, **moe)
     return rules + _copy("mlp.shared_experts.gate_weight", experts.shared_gate, "1", "H", **moe)
@@ -97,7 +97,7 @@ def _experts(experts: ExpertTensors, chosen: Mapping[str, Any]) -> list[Data]:
 def _feed_forward(
     canonical: str, matrices: MatrixRoles, end: str, width: str, order: str | None, **fields: Any
 ) -> list[Data]:
-    """With ``end=".bias"``: the rules of the biases."""
+    """The rules of the weights, or of the biases with ``end=".bias"``."""
     modules: Mapping[Any, str] = matrices.modules
     bias = end == ".bias"
     fields |= ({"transposed": True} if matrices.transposed else {}) | ({"init": "zeros"} if bias else {})

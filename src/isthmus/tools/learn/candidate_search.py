@@ -32,10 +32,10 @@ class CandidateSearch:
 
     def run(self) -> tuple[Choices, float]:
         """The first candidate that agrees in every stage, and its difference; a UsageError if none does."""
-        found = next(self._search(0, {}), None)
-        if found is None:
+        result = next(self._search(0, {}), None)
+        if result is None:
             raise UsageError(self._failure())
-        return found
+        return result
 
     def _search(self, number: int, picks: Choices) -> Iterator[tuple[Choices, float]]:
         stage = self.candidates.stages[number]
@@ -71,8 +71,8 @@ class CandidateSearch:
         if nearest == float("inf"):
             return f"none of {count} can be built in the {stage}: {self._errors[number]}"
         settings = self.candidates.settings
-        named = [key for key in (settings.activation, settings.epsilon) if key is not None]
-        values = ", ".join(f"{key}={settings.effective[key]}" for key in named)
+        keys = [key for key in (settings.activation, settings.epsilon) if key is not None]
+        values = ", ".join(f"{key}={settings.effective[key]}" for key in keys)
         return (
             f"none of {count} gives its logits: in the {stage} the nearest is off by {nearest:.1e}, "
             f"{TOLERANCE:.0e} is allowed ({values}). The model has a feature that is not supported."

@@ -20,7 +20,7 @@ from isthmus.tools.learn.tensor_matching import DecoderStructure, NormPlacement
 
 Choices = Mapping[str, Any]
 EPSILONS = (1e-6, 1e-5, 1e-8)
-"""Of norms, if no setting has it."""
+"""Epsilon of norms, if no setting has it."""
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 
@@ -98,10 +98,10 @@ class Candidates:
         return lines
 
     def _likeliest(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        choices: dict[str, Any] = {}
         for options in (self._ends, self._feed_forward, self._attention):
-            found |= next(options(found))
-        return found
+            choices |= next(options(choices))
+        return choices
 
     def _ends(self, _picks: Choices) -> Iterator[Choices]:
         kinds = ["LayerNorm", "LayerNorm of one plus its weight"]
@@ -116,7 +116,7 @@ class Candidates:
     def _feed_forward(self, _picks: Choices) -> Iterator[Choices]:
         configured = self.settings.effective.get(self.settings.activation or "")
         activations = list(dict.fromkeys([_ACTIVATIONS.get(str(configured), "silu"), "silu", "gelu", "gelu_tanh"]))
-        for matrices in _of_roles(self.structure.matrices, FEED_FORWARD):
+        for matrices in _with_roles(self.structure.matrices, FEED_FORWARD):
             choices = {"norms": self.structure.norms, "activation": activations, "gate and up": _orders(matrices)}
             if self.structure.experts is not None:
                 choices = self._expert_choices(self.structure.experts) | choices
@@ -139,7 +139,7 @@ class Candidates:
 
     def _attention(self, picks: Choices) -> Iterator[Choices]:
         chosen: MatrixRoles = picks["feed-forward"]
-        for matrices in _of_roles(self.structure.matrices, (*QKV, "o")):
+        for matrices in _with_roles(self.structure.matrices, (*QKV, "o")):
             if matrices.transposed != chosen.transposed or {*matrices.modules.values()} & {*chosen.modules.values()}:
                 continue
             fused = "qkv" in matrices.modules
@@ -151,8 +151,8 @@ class Candidates:
                 "window": [self._window()],
                 "unrotated": [None, "full_attention"] if len(set(self.settings.layer_types)) > 1 else [None],
             }
-            for found in _product(choices):
-                yield {"attention": matrices, **found}
+            for picked in _product(choices):
+                yield {"attention": matrices, **picked}
 
     def _window(self) -> str:
         if "sliding_window" not in self.live:
@@ -163,7 +163,7 @@ class Candidates:
         structure, norms = self.structure, chosen["norms"]
         attention, feed_forward = chosen["attention"].modules, chosen["feed-forward"].modules
         layer_norm = chosen["norm"].startswith("LayerNorm")
-        found: dict[str, Any] = {
+        traits: dict[str, Any] = {
             "normalization": "LayerNorm" if layer_norm else "RMSNorm",
             "norm_zero_centered": chosen["norm"].endswith("plus its weight"),
             "form": norms.form,
@@ -175,35 +175,35 @@ class Candidates:
             "tie_embeddings": structure.head is None,
         }
         if layer_norm:
-            found["norm_bias"] = structure.norm_bias
+            traits["norm_bias"] = structure.norm_bias
         if structure.qk_norms:
             over = "head" if structure.qk_norms[0][1] == "D" else "projection"
-            found |= {"qk_norm": True, "qk_norm_over": over}
+            traits |= {"qk_norm": True, "qk_norm_over": over}
         if structure.sinks is not None:
-            found["attention_sinks"] = True
+            traits["attention_sinks"] = True
         if structure.experts is not None:
-            found |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalized"]}
+            traits |= {"moe.score": chosen["scores of experts"], "moe.normalize": chosen["weights are normalized"]}
             for name in ("expert_bias", "router_bias", "shared_gate"):
-                found[f"moe.{name}"] = getattr(structure.experts, name) is not None
+                traits[f"moe.{name}"] = getattr(structure.experts, name) is not None
             if chosen["groups of experts"] is not None:
-                found["moe.group_score"] = chosen["groups of experts"]
+                traits["moe.group_score"] = chosen["groups of experts"]
         if structure.positions is not None:
-            found["position"] = "learned"
+            traits["position"] = "learned"
         else:
-            found["rotary_interleaved"] = chosen["rotary pairs"] == "neighbours"
+            traits["rotary_interleaved"] = chosen["rotary pairs"] == "neighbours"
         if chosen["scale of scores"] is not None:
-            found["attention_scale"] = chosen["scale of scores"]
-        return found
+            traits["attention_scale"] = chosen["scale of scores"]
+        return traits
 
 
 def _orders(matrices: MatrixRoles) -> list[str | None]:
     return ["concatenated", ALTERNATING] if "gate_up" in matrices.modules else [None]
 
 
-def _of_roles(found: Sequence[MatrixRoles], roles: Sequence[str]) -> Iterator[MatrixRoles]:
+def _with_roles(assignments: Sequence[MatrixRoles], roles: Sequence[str]) -> Iterator[MatrixRoles]:
     """Distinct assignments of the given roles."""
     seen: list[MatrixRoles] = []
-    for matrices in found:
+    for matrices in assignments:
         part = MatrixRoles(
             {role: name for role, name in matrices.modules.items() if role in roles}, matrices.transposed
         )

@@ -72,8 +72,8 @@ class ConfigInference:
         for name, value in effective.items():
             if isinstance(value, Mapping) and value and not METADATA.fullmatch(name) and name not in ROPE:
                 raise UsageError(f"config.json: {name} is an object; nested settings are not supported.")
-        self.sizes = {name: found for name, words in _SIZES.items() if (found := self._first(words)) is not None}
-        self.one_group = False
+        self.sizes = {name: key for name, words in _SIZES.items() if (key := self._first(words)) is not None}
+        self.has_one_group = False
         self.shared: str | None = None
         """Key of the number of shared experts, if the config does not have their width."""
         if self.effective.get(self._first(_EXPERT_SIZES["moe.num_experts"]) or ""):
@@ -86,14 +86,14 @@ class ConfigInference:
         if unknown := {str(kind) for kind in self.layer_types} - {_FULL, _SLIDING}:
             raise UsageError(f"config.json: layer_types has {', '.join(sorted(unknown))}, which is not supported.")
         for name in self._layer_lists():
-            if name != "layer_types" and len({str(each) for each in effective[name]}) > 1:
+            if name != "layer_types" and len({str(entry) for entry in effective[name]}) > 1:
                 raise UsageError(f"config.json: {name} differs by layer, and its meaning is not known.")
 
     def _find_experts(self) -> None:
         for name, words in _EXPERT_SIZES.items():
-            found = next((word for word in words if self.effective.get(word) is not None), None)
-            if found is not None and self.effective[found] != _NEUTRAL.get(name):
-                self.sizes[name] = found
+            key = next((word for word in words if self.effective.get(word) is not None), None)
+            if key is not None and self.effective[key] != _NEUTRAL.get(name):
+                self.sizes[name] = key
         if "moe.top_k" not in self.sizes:
             known = " or ".join(_EXPERT_SIZES["moe.top_k"])
             raise UsageError(f"config.json has no known key for the number of experts per token: {known}.")
@@ -165,41 +165,41 @@ class ConfigInference:
 
     def keys(self, live: Container[str]) -> dict[str, Any]:
         """The ``keys`` of the family file: fields of the Architecture that correspond to one setting."""
-        found: dict[str, Any] = {name: {"hf": key} | self._absence(name, key) for name, key in self.sizes.items()}
+        keys: dict[str, Any] = {name: {"hf": key} | self._absence(name, key) for name, key in self.sizes.items()}
         if "moe.num_experts" in self.sizes and "moe.ffn_hidden_size" not in self.sizes:
-            found["moe.ffn_hidden_size"] = found["ffn_hidden_size"]
+            keys["moe.ffn_hidden_size"] = keys["ffn_hidden_size"]
         if "moe.dense_layers" in self.sizes:
-            found["moe.dense_layers"] |= {"as": "first_dense", "of": self.sizes["num_layers"]}
+            keys["moe.dense_layers"] |= {"as": "first_dense", "of": self.sizes["num_layers"]}
         if self.shared is not None:
-            found["moe.shared_ffn_hidden_size"] = {
+            keys["moe.shared_ffn_hidden_size"] = {
                 "hf": self.shared,
                 "as": "number_of_experts",
-                "of": found["moe.ffn_hidden_size"]["hf"],
+                "of": keys["moe.ffn_hidden_size"]["hf"],
                 "default": self.defaults.get(self.shared) or 0,
             }
         for key, (name, meaning) in _MULTIPLIERS.items():
             if key in live:
-                found[name] = {"hf": key, "kind": "float", "default": self.defaults.get(key)}
-                found[name] |= {"as": meaning} if meaning else {}
+                keys[name] = {"hf": key, "kind": "float", "default": self.defaults.get(key)}
+                keys[name] |= {"as": meaning} if meaning else {}
         if self.epsilon is not None and self.epsilon in live:
-            found["norm_epsilon"] = {"hf": self.epsilon, "kind": "float", "default": self.defaults[self.epsilon]}
+            keys["norm_epsilon"] = {"hf": self.epsilon, "kind": "float", "default": self.defaults[self.epsilon]}
         if (init := self._first(_INIT)) is not None:
-            found["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
-        return found
+            keys["init_std"] = {"hf": init, "kind": "float", "default": self.defaults.get(init, 0.02)}
+        return keys
 
-    def correct(self, sizes: Mapping[str, int], found: Mapping[str, int]) -> None:
+    def correct(self, sizes: Mapping[str, int], actual: Mapping[str, int]) -> None:
         """Drop the sizes that differ between a probe's config and its tensors; their settings mean something else."""
         for symbol, name in (("G", "num_query_groups"), ("D", "kv_channels"), ("F", "ffn_hidden_size")):
-            if sizes[symbol] != found[symbol]:
+            if sizes[symbol] != actual[symbol]:
                 self.sizes.pop(name, None)
-        self.one_group = found["G"] == 1
+        self.has_one_group = actual["G"] == 1
 
     def symbols(self, probe: ProbeSizes) -> dict[str, int]:
         """Sizes of a probe by symbol, see :func:`isthmus.families.rules.rule.symbol_sizes`."""
         config = self.probe_config(probe)
         configured = {name: config.get(key) for name, key in self.sizes.items()}
         heads, hidden = probe.sizes["num_attention_heads"], probe.sizes["hidden_size"]
-        found = {
+        symbols = {
             "V": probe.sizes["vocab_size"],
             "H": hidden,
             "F": configured.get("ffn_hidden_size") or 4 * hidden,
@@ -209,35 +209,35 @@ class ConfigInference:
             "D": configured.get("kv_channels") or hidden // heads,
         }
         if (number := configured.get("moe.num_experts")) is not None:
-            width = configured.get("moe.ffn_hidden_size") or found["F"]
-            found |= {"E": number, "X": width}
+            width = configured.get("moe.ffn_hidden_size") or symbols["F"]
+            symbols |= {"E": number, "X": width}
             if self.shared is not None:
-                found["S"] = NUM_SHARED_EXPERTS * width
+                symbols["S"] = NUM_SHARED_EXPERTS * width
             elif shared := configured.get("moe.shared_ffn_hidden_size"):
-                found["S"] = shared
-        return found
+                symbols["S"] = shared
+        return symbols
 
     def derived(self) -> dict[str, str]:
         """Formulas of the sizes without a setting."""
-        found = {name: text.format(**self.sizes) for name, text in _FORMULAS.items() if name not in self.sizes}
-        return found | {"num_query_groups": "1"} if self.one_group else found
+        formulas = {name: text.format(**self.sizes) for name, text in _FORMULAS.items() if name not in self.sizes}
+        return formulas | {"num_query_groups": "1"} if self.has_one_group else formulas
 
     def fixed(self, live: Container[str]) -> dict[str, Any]:
         """All other settings; the family only supports models with the same values."""
         keyed = {key["hf"] for key in self.keys(live).values()}
         handled = {*keyed, *ROPE, *WINDOW, "sliding_window_pattern", *self.irrelevant_numbers(live)}
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in sorted(self.effective.items()):
             if name in handled or METADATA.fullmatch(name) or isinstance(value, Mapping):
                 continue
             absent = self.defaults.get(name)
             if name in self._layer_lists():
-                found[name] = {"each": value[0], "absent": absent}
+                entries[name] = {"each": value[0], "absent": absent}
             elif not is_dropout(name):
-                found[name] = {"is": value, "absent": absent}
+                entries[name] = {"is": value, "absent": absent}
             elif isinstance(value, int | float):
-                found[name] = {"is": 0.0, "absent": absent, "training": True}
-        return found
+                entries[name] = {"is": 0.0, "absent": absent, "training": True}
+        return entries
 
     def irrelevant_numbers(self, live: Container[str]) -> list[str]:
         return sorted(name for name in self.numbers() if name not in live)
@@ -245,20 +245,20 @@ class ConfigInference:
     def window(self, style: str) -> dict[str, Any]:
         layers = range(1, self.num_layers + 1)
         patterns = {n: [_SLIDING if layer % n else _FULL for layer in layers] for n in range(1, self.num_layers + 2)}
-        every = next((n for n, kinds in patterns.items() if self.layer_types == kinds), None)
-        return {"style": style, "default": self.defaults.get("sliding_window"), "every": every}
+        period = next((n for n, kinds in patterns.items() if self.layer_types == kinds), None)
+        return {"style": style, "default": self.defaults.get("sliding_window"), "every": period}
 
     def rope_defaults(self) -> dict[str, Any]:
         defaults = self.defaults.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in defaults.values()):
             full, windowed = (defaults.get(kind) or {} for kind in (_FULL, _SLIDING))
             return {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": windowed.get("rope_theta")}
-        found = {"rope_theta": defaults.get("rope_theta", 10000.0)}
+        rope = {"rope_theta": defaults.get("rope_theta", 10000.0)}
         if defaults.get("rope_type", "default") != "default":
-            found["rope_parameters"] = dict(defaults)
+            rope["rope_parameters"] = dict(defaults)
         if self.rotary.get("partial_rotary_factor") is not None:
-            found["partial_rotary_factor"] = defaults.get("partial_rotary_factor", 1.0)
-        return found
+            rope["partial_rotary_factor"] = defaults.get("partial_rotary_factor", 1.0)
+        return rope
 
     def _absence(self, name: str, key: str) -> dict[str, Any]:
         """The value of a size if its key is absent or null."""

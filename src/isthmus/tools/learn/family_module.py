@@ -37,7 +37,7 @@ def write_module(data: Data) -> str:
     related = "like" in language
     about = f"{language['like']} with other settings." if related else "inferred by isthmus convert --learn."
     donors = sorted({language["like"], *(donor for donor, _ in language["settings_of"].values())}) if related else []
-    body = _related(language) if related else _whole(language)
+    body = _related(language) if related else _inferred(language)
     if language is not data:
         body = f"_LANGUAGE{body.removeprefix('FAMILY')}\n{_nested(data)}"
     lines = _HEADER.format(name=data["name"], about=about, models=", ".join(donors) or "llama").splitlines()
@@ -99,14 +99,14 @@ def _related(data: Data) -> str:
     return f"FAMILY = replace(\n    {base},\n{_fields(fields)})"
 
 
-def _whole(data: Data) -> str:
+def _inferred(data: Data) -> str:
     absent = {key["hf"]: key.get("default") for key in data["keys"].values()}
     window = data["window"]
     derived = _derived(data["derived"], absent)
     if window.get("unrotated") == "full_attention":
         layers = _expression(data["keys"]["num_layers"]["hf"], absent)
-        given = f"{window['style']!r}, hf, {window.get('default')!r}, {layers}, {window.get('every')!r}"
-        reader = f"lambda hf: read_window({given})[1]"
+        arguments = f"{window['style']!r}, hf, {window.get('default')!r}, {layers}, {window.get('every')!r}"
+        reader = f"lambda hf: read_window({arguments})[1]"
         derived.append(f"'unrotated_layers': Derived({reader}, lambda _value, _arch: {{}})")
     fields = {
         "name": repr(data["name"]),
@@ -136,10 +136,10 @@ def _dict(entries: Iterable[str]) -> str:
 
 
 def _changed(base: str, without: Collection[str], entries: Sequence[str]) -> str:
-    kept = base
+    entries_of_base = base
     if without:
-        kept = f"{{name: each for name, each in {base}.items() if name not in {sorted(without)!r}}}"
-    return f"{kept} | {_dict(entries)}" if entries else kept
+        entries_of_base = f"{{name: each for name, each in {base}.items() if name not in {sorted(without)!r}}}"
+    return f"{entries_of_base} | {_dict(entries)}" if entries else entries_of_base
 
 
 def _expression(formula: str, absent: Data) -> str:
@@ -166,17 +166,17 @@ def _key(entry: Data, absent: Data) -> str:
         width = _expression(entry["of"], absent)
         shared = f"expert_tensors.shared_width({entry['hf']!r}, default={default or 0})"
         return f"replace({shared}, decode=lambda number, hf: number * {width})"
-    given = [repr(entry["hf"])]
-    given += [f"kind={entry['kind']}"] if "kind" in entry else []
-    given += [f"{name}={entry[name]!r}" for name in ("default", "optional") if name in entry]
-    given += [f"null=lambda hf: {_expression(entry['null'], absent)}"] if "null" in entry else []
+    arguments = [repr(entry["hf"])]
+    arguments += [f"kind={entry['kind']}"] if "kind" in entry else []
+    arguments += [f"{name}={entry[name]!r}" for name in ("default", "optional") if name in entry]
+    arguments += [f"null=lambda hf: {_expression(entry['null'], absent)}"] if "null" in entry else []
     if meaning is not None:
-        given += [f"decode=lambda value, _hf: {_THERE[meaning]}", f"encode=lambda value, _arch: {_BACK[meaning]}"]
-    return f"Key({', '.join(given)})"
+        arguments += [f"decode=lambda value, _hf: {_THERE[meaning]}", f"encode=lambda value, _arch: {_BACK[meaning]}"]
+    return f"Key({', '.join(arguments)})"
 
 
 def _fixed(entries: Mapping[str, Data]) -> list[str]:
-    found = []
+    lines = []
     for name, entry in entries.items():
         if "sum_of" in entry:
             continue  # a maintainer knows which size it repeats
@@ -185,8 +185,8 @@ def _fixed(entries: Mapping[str, Data]) -> list[str]:
             why, more = _WHERE, "training=True"
         else:
             why, more = _WHY, "strict=True"
-        found.append(f"{name!r}: Fixed({allowed}, {why!r}, absent={entry['absent']!r}, {more})")
-    return found
+        lines.append(f"{name!r}: Fixed({allowed}, {why!r}, absent={entry['absent']!r}, {more})")
+    return lines
 
 
 def _rule(entry: Data) -> str:
@@ -197,14 +197,14 @@ def _rule(entry: Data) -> str:
     if len(parts) == 1:
         return _call("copy", [repr(entry["canonical"]), *names, *map(repr, parts[0][1])], options)
     if options.get("shard") == "heads" and options.get("strands") == "G":
-        kept = {name: value for name, value in options.items() if name not in ("shard", "strands")}
-        return _call("qkv", [repr(entry["canonical"]), *names, *tail], kept)
+        arguments = {name: value for name, value in options.items() if name not in ("shard", "strands")}
+        return _call("qkv", [repr(entry["canonical"]), *names, *tail], arguments)
     if options.get("shard") == "gate_up" and len(parts) == 2:
-        kept = {name: value for name, value in options.items() if name != "shard"} | {"width": parts[0][1][0]}
-        return _call("gate_up", [repr(entry["canonical"]), *names, *tail], kept)
+        arguments = {name: value for name, value in options.items() if name != "shard"} | {"width": parts[0][1][0]}
+        return _call("gate_up", [repr(entry["canonical"]), *names, *tail], arguments)
     sources = ", ".join(f"HfPart({name!r}, {symbols!r})" for name, symbols in parts)
     return _call("Rule", [f"canonical={entry['canonical']!r}", f"parts=({sources},)"], options)
 
 
-def _call(function: str, given: Sequence[str], options: Data) -> str:
-    return f"{function}({', '.join([*given, *(f'{name}={value!r}' for name, value in options.items())])})"
+def _call(function: str, arguments: Sequence[str], options: Data) -> str:
+    return f"{function}({', '.join([*arguments, *(f'{name}={value!r}' for name, value in options.items())])})"

@@ -42,9 +42,9 @@ def find_section(
     section = config[SECTION]
     embedding, head = _language_names(section, shapes)
     root = embedding.removesuffix(".weight").rpartition(".")[0] + "."
-    own = {name for name in shapes if name.startswith(root)}
+    language = {name for name in shapes if name.startswith(root)}
     if head is not None:  # and its bias
-        own |= {name for name in shapes if name.startswith(f"{head.removesuffix('.weight')}.")}
+        language |= {name for name in shapes if name.startswith(f"{head.removesuffix('.weight')}.")}
     tied = head is None
     if config.get(TIED, default_tied) == tied:
         outer = default_tied
@@ -52,7 +52,7 @@ def find_section(
         outer = None
     else:
         raise UsageError(f"config.json: {TIED} is {not tied}, and the model has the opposite.")
-    towers = _patterns(shapes.keys() - own, own)
+    towers = _patterns(shapes.keys() - language, language)
     nested = Nested(model_type=str(section.get("model_type")), towers=towers, tied=outer)
     return LanguageSection(model_type, hf_architecture, nested, _module_names(embedding, head, modules))
 
@@ -62,43 +62,45 @@ def _language_names(section: Mapping[str, Any], shapes: Mapping[str, Shape]) -> 
     table = tuple(next((section[word] for word in SIZE_WORDS[name] if section.get(word)), 0) for name in _TABLE)
     wide = [name for name, shape in shapes.items() if shape == table and name.endswith(".weight")]
     heads = [name for name in wide if _OUTPUT.search(name.removesuffix(".weight").rpartition(".")[2])]
-    found = []
+    embeddings = []
     for name in wide:
         root = name.removesuffix(".weight").rpartition(".")[0]
         layer = re.compile(rf"{re.escape(root)}\.\w+\.0\..*")
         if name not in heads and root and any(map(layer.fullmatch, shapes)):
-            found.append(name)
-    if len(found) != 1 or len(heads) > 1:
+            embeddings.append(name)
+    if len(embeddings) != 1 or len(heads) > 1:
         raise UsageError(
             f"{SECTION} must describe a language model with one embedding {list(table)} beside its layers, and at most "
-            f"one output layer; found {', '.join([*found, *heads]) or 'none'}."
+            f"one output layer; found {', '.join([*embeddings, *heads]) or 'none'}."
         )
-    return found[0], next(iter(heads), None)
+    return embeddings[0], next(iter(heads), None)
 
 
-def _patterns(towers: Iterable[str], own: Iterable[str]) -> tuple[str, ...]:
+def _patterns(towers: Iterable[str], language_tensors: Iterable[str]) -> tuple[str, ...]:
     """The shortest prefixes of the names of towers that no tensor of the language model has, as patterns."""
-    language = tuple(own)
-    found: dict[str, None] = {}
+    language = tuple(language_tensors)
+    patterns: dict[str, None] = {}
     for name in sorted(towers):
         parts = name.split(".")
         prefixes = (".".join(parts[:count]) + "." for count in range(1, len(parts)))
-        prefix = next((each for each in prefixes if not any(other.startswith(each) for other in language)), None)
-        found[name if prefix is None else f"{prefix}*"] = None
-    return tuple(found)
+        prefix = next(
+            (candidate for candidate in prefixes if not any(other.startswith(candidate) for other in language)), None
+        )
+        patterns[name if prefix is None else f"{prefix}*"] = None
+    return tuple(patterns)
 
 
 def _module_names(embedding: str, head: str | None, modules: tuple[str, str]) -> dict[str, str]:
     """Prefixes of tensor names that differ in the module paths of transformers."""
-    found = {}
+    names = {}
     for tensor, path, end in ((embedding, modules[0], "."), (head, modules[1], "")):
         if tensor is None or tensor == f"{path}.weight":
             continue
         ours, theirs = tensor.removesuffix(".weight"), path
         if end:
             ours, theirs = ours.rpartition(".")[0], theirs.rpartition(".")[0]
-        found[f"{ours}{end}"] = f"{theirs}{end}"
-    return found
+        names[f"{ours}{end}"] = f"{theirs}{end}"
+    return names
 
 
 def nested_data(section: LanguageSection, language: Data, fixed: Mapping[str, Any], tied: Mapping[str, Any]) -> Data:

@@ -148,8 +148,8 @@ def _search_structure(effective: Mapping[str, Any], architecture: str, scratch: 
     if not second <= TOLERANCE:
         raise UsageError(f"the mapping for one probe model differs by {second:.1e} on one with other sizes.")
     _check_extremes(read_family(data), settings, probe, scratch)
-    for each in (probe, other):
-        check_effects(read_family(data), each)
+    for model in (probe, other):
+        check_effects(read_family(data), model)
     check_unread(data["fixed"].keys(), effective, probe.folder.config, probe)
     log(proven(first, second))
     data["proof"] = {"max_abs_difference": [first, second], "candidates_tried": search.tried}
@@ -194,20 +194,20 @@ def _match_tensors(
     usual = ((sizes["G"], 1, heads), (sizes["D"], hidden // heads), (sizes["F"], 4 * hidden))
     failures = []
     for groups, width, wide in itertools.product(*usual):
-        found = {**sizes, "G": groups, "D": width, "F": wide}
+        actual = {**sizes, "G": groups, "D": width, "F": wide}
         try:
-            structure = match_tensors(shapes, found)
+            structure = match_tensors(shapes, actual)
         except UsageError as error:
             failures.append(error)
         else:
-            settings.correct(sizes, found)
+            settings.correct(sizes, actual)
             return structure
     raise failures[0]
 
 
 def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]:
     """Numbers in the config that change the logits in transformers, or fail with every other value."""
-    found = set()
+    names = set()
     for name in settings.numbers():
         if (value := probe.folder.config.get(name)) is None:
             continue
@@ -221,14 +221,14 @@ def _effective_numbers(settings: ConfigInference, probe: ProbeModel) -> set[str]
             if any(differences):
                 break
         if any(differences) or not differences:
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _check_config(family: Family, config: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
     """Raise a UsageError if the config lacks settings whose defaults differ in transformers."""
     ours, meant = family.to_architecture(config), family.to_architecture(effective)
-    names = [each.name for each in fields(ours) if getattr(ours, each.name) != getattr(meant, each.name)]
+    names = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(meant, field.name)]
     if names:
         values = ", ".join(f"{name} ({getattr(ours, name)}, there {getattr(meant, name)})" for name in names)
         raise UsageError(f"config.json lacks settings whose defaults differ in transformers: {values}. Add them.")

@@ -58,24 +58,24 @@ def assignments(
     role_sets: Sequence[tuple[tuple[Role, ...], ...]],
 ) -> tuple[MatrixRoles, ...]:
     """All assignments that fit the shapes of the matrices and their biases, the likeliest names first."""
-    found: list[tuple[int, MatrixRoles]] = []
+    ranked: list[tuple[int, MatrixRoles]] = []
     for transposed, role_set in itertools.product((False, True), role_sets):
         roles = tuple(itertools.chain(*role_set))
         if len(roles) != len(matrices):
             continue
         fits = []
         for role in roles:
-            wanted = tuple(symbol_size(symbol, sizes) for symbol in _SHAPES[role])
-            stored = wanted[::-1] if transposed else wanted
-            of_shape = [module for module, shape in matrices.items() if shape == stored]
-            fits.append([module for module in of_shape if biases.get(module) in (None, wanted[:1])])
+            shape = tuple(symbol_size(symbol, sizes) for symbol in _SHAPES[role])
+            stored = shape[::-1] if transposed else shape
+            candidates = [module for module, size in matrices.items() if size == stored]
+            fits.append([module for module in candidates if biases.get(module) in (None, shape[:1])])
         for modules in itertools.product(*fits):
             if len(set(modules)) == len(modules):
                 last_names = [module.removesuffix(".weight").rpartition(".")[2] for module in modules]
                 hints = zip(roles, last_names, strict=True)
                 mismatches = sum(not re.search(_NAMES[role], name) for role, name in hints)
-                found.append((mismatches, MatrixRoles(dict(zip(roles, modules, strict=True)), transposed)))
-    return tuple(matrices for _, matrices in sorted(found, key=lambda pair: pair[0]))
+                ranked.append((mismatches, MatrixRoles(dict(zip(roles, modules, strict=True)), transposed)))
+    return tuple(matrices for _, matrices in sorted(ranked, key=lambda pair: pair[0]))
 
 
 def module_of(name: str) -> str:
@@ -104,17 +104,19 @@ def select_expert_tensors(layer: Mapping[str, Shape], sizes: Mapping[str, int]) 
     if "E" not in sizes:
         return {}
     number = sizes["E"]
-    found = {
+    tensors = {
         name: shape
         for name, shape in layer.items()
         if (len(shape) == 3 and shape[0] == number) or (NUMBERED.fullmatch(name) and "norm" not in name)
     }
-    if not found:
+    if not tensors:
         return {}
     router = ((number, sizes["H"]), (number,), (1, number), (1, sizes["H"]))
     wide = sizes.get("S", 0)
-    of_shared = ((wide, sizes["H"]), (sizes["H"], wide), (2 * wide, sizes["H"]))
-    return found | {name: shape for name, shape in layer.items() if shape in router or (wide and shape in of_shared)}
+    shared_shapes = ((wide, sizes["H"]), (sizes["H"], wide), (2 * wide, sizes["H"]))
+    return tensors | {
+        name: shape for name, shape in layer.items() if shape in router or (wide and shape in shared_shapes)
+    }
 
 
 def match_experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> ExpertTensors:
@@ -140,16 +142,16 @@ def match_experts(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Exp
     shared = assignments(wide, {}, {**sizes, "F": sizes.get("S", 0)}, GATED)
     if wide and not shared:
         raise UsageError(f"these shared experts are not supported: {', '.join(wide)}.")
-    each = stacked or single
-    found = assignments(each, {}, {**sizes, "F": sizes["X"]}, GATED)
-    if not found:
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in each.items())
+    expert_shapes = stacked or single
+    matrices = assignments(expert_shapes, {}, {**sizes, "F": sizes["X"]}, GATED)
+    if not matrices:
+        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in expert_shapes.items())
         raise UsageError(f"these experts are not supported: {shapes}")
     return ExpertTensors(
         router=routers[0],
         router_bias=next(iter(biases), None),
         expert_bias=(corrections[0], len(tensors[corrections[0]]) == 2) if corrections else None,
-        matrices=found,
+        matrices=matrices,
         stacked=bool(stacked),
         shared=shared,
         shared_gate=next(iter(gates), None),

@@ -12,7 +12,7 @@ NUM_SHARED_EXPERTS = 2
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
     sizes: Mapping[str, int]
-    """By field of the Architecture. All sizes are different, and none is a default of a config."""
+    """Sizes by field of the Architecture. All sizes are different, and none is a default of a config."""
     numbers: Mapping[str, float]
     """Values of epsilon, theta and multipliers that change the logits visibly."""
     more_layers: int
@@ -44,12 +44,12 @@ SECOND = tuple(
 
 def probe_rotary(settings: Mapping[str, Any], probe: ProbeSizes) -> dict[str, Any]:
     """Rotary settings with non-default frequencies, and an original length that a short sample exceeds."""
-    found: dict[str, Any] = {
+    rotary: dict[str, Any] = {
         name: probe_rotary(value, probe) if isinstance(value, Mapping) else value for name, value in settings.items()
     }
-    if found.get("rope_theta") is not None:
-        found["rope_theta"] = probe.numbers["rope_theta"] * (1.0 if found["rope_theta"] < 1e5 else 1.5)
-    if found.get("original_max_position_embeddings") is not None:
-        found["original_max_position_embeddings"] = 16
-    pairs = int(probe.sizes["kv_channels"] * found.get("partial_rotary_factor", 1.0)) // 2
-    return found | {name: list(found[name])[:pairs] for name in ("short_factor", "long_factor") if name in found}
+    if rotary.get("rope_theta") is not None:
+        rotary["rope_theta"] = probe.numbers["rope_theta"] * (1.0 if rotary["rope_theta"] < 1e5 else 1.5)
+    if rotary.get("original_max_position_embeddings") is not None:
+        rotary["original_max_position_embeddings"] = 16
+    pairs = int(probe.sizes["kv_channels"] * rotary.get("partial_rotary_factor", 1.0)) // 2
+    return rotary | {name: list(rotary[name])[:pairs] for name in ("short_factor", "long_factor") if name in rotary}

@@ -65,8 +65,8 @@ class ProbeModel:
 
     def with_large_weights(self, path: Path) -> ProbeModel | None:
         """Another model of this config, in which caps and bounds matter; None if its logits are not finite."""
-        found = self.build(path, self.folder.config, 6, scale=_LARGE_WEIGHTS)
-        return found if all(each.isfinite().all() for each in found.logits) else None
+        model = self.build(path, self.folder.config, 6, scale=_LARGE_WEIGHTS)
+        return model if all(logits.isfinite().all() for logits in model.logits) else None
 
 
 def build_first(
@@ -102,7 +102,7 @@ def logits_difference(family: Family, probe: ProbeModel) -> float:
 
 def relative_difference(family: Family, probe: ProbeModel) -> float:
     """:func:`logits_difference` over the largest logit."""
-    return logits_difference(family, probe) / max(each.abs().max().item() for each in probe.logits)
+    return logits_difference(family, probe) / max(logits.abs().max().item() for logits in probe.logits)
 
 
 def large_difference(family: Family, large: ProbeModel | None) -> str | None:

@@ -49,14 +49,14 @@ class Unknown:
 
 def related_candidates(unknown: Unknown, families: Mapping[str, Family]) -> Iterator[tuple[Data, str]]:
     """Data of candidates that have the model's tensors, with a description: families first, then other traits."""
-    found: list[tuple[Family, Data]] = []
+    likely: list[tuple[Family, Data]] = []
     for base in _nearest(unknown.config, families):
         if (data := _like(base, unknown)) is not None and _differing_names(data, unknown, families) <= _MOST_DIFFERING:
             donated = _with_donors(data, unknown, families)
-            found += [(base, data), *([(base, donated)] if donated["settings_of"] else [])]
+            likely += [(base, data), *([(base, donated)] if donated["settings_of"] else [])]
     seen: list[Architecture] = []
     for number in (0, 1):
-        for base, data in found:
+        for base, data in likely:
             for traits in _changes(base, data, unknown.config, families)[number]:
                 changed = data | {"traits": data["traits"] | traits}
                 if "embedding_multiplier" in traits:
@@ -69,13 +69,13 @@ def related_candidates(unknown: Unknown, families: Mapping[str, Family]) -> Iter
 
 
 def _nearest(config: Mapping[str, Any], families: Mapping[str, Family]) -> list[Family]:
-    """Those with the most settings in common first."""
+    """The families, those with the most settings in common first."""
 
     def distance(family: Family) -> int:
         names = {key.hf for key in family.keys.values()}
-        return len(names - config.keys()) - len(names & config.keys()) - (1000 if family.name == own else 0)
+        return len(names - config.keys()) - len(names & config.keys()) - (1000 if family.name == model_type else 0)
 
-    own = config.get("model_type")
+    model_type = config.get("model_type")
     return sorted((family for family in families.values() if family.nested is None), key=distance)
 
 
@@ -84,13 +84,13 @@ def _like(base: Family, unknown: Unknown) -> Data | None:
     config = unknown.config
     keys: dict[str, str] = {}
     traits: Data = {}
-    taken = {key.hf for key in base.keys.values()}
+    used_keys = {key.hf for key in base.keys.values()}
     for name, key in base.keys.items():
         if not {key.hf, *key.aliases} & config.keys():
-            other = next((word for word in SIZE_WORDS.get(name, ()) if word in config and word not in taken), None)
+            other = next((word for word in SIZE_WORDS.get(name, ()) if word in config and word not in used_keys), None)
             if other is not None:
                 keys[name] = other
-                taken.add(other)
+                used_keys.add(other)
         try:
             replace(key, hf=keys.get(name, key.hf)).read(config)
         except UsageError:
@@ -139,10 +139,10 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
                 value = way.read(recorded)
             except _UNREADABLE:
                 continue
-            own = recorded.read & unread
-            if own and name not in donors and value != field_of(arch, name):
+            read_now = recorded.read & unread
+            if read_now and name not in donors and value != field_of(arch, name):
                 donors[name] = [donor.name, "keys" if name in donor.keys else "derived"]
-                unread = unread - own
+                unread = unread - read_now
     return data | {"settings_of": donors, "traits": {k: v for k, v in data["traits"].items() if k not in donors}}
 
 
@@ -162,9 +162,9 @@ def _renaming(base: Family, shapes: Mapping[str, Shape]) -> dict[str, str]:
     embedding = next(rule.parts[0].name for rule in base.rules if rule.canonical == _ROOTS)
     root, _, last = embedding.removesuffix(".weight").rpartition(".")
     roots = [name.removesuffix(f"{last}.weight") for name in shapes if name.endswith(f".{last}.weight")]
-    found = {f"{root}.": roots[0]} if root and roots and roots[0] != f"{root}." else {}
+    renaming = {f"{root}.": roots[0]} if root and roots and roots[0] != f"{root}." else {}
     heads = [name.removesuffix(_HEAD) for name in shapes if name.endswith(f".{_HEAD}")]
-    return found | ({"lm_head.": f"{heads[0]}lm_head."} if len(heads) == 1 else {})
+    return renaming | ({"lm_head.": f"{heads[0]}lm_head."} if len(heads) == 1 else {})
 
 
 def _changes(
@@ -201,15 +201,15 @@ def _fitting(data: Data, unknown: Unknown, families: Mapping[str, Family]) -> Ar
 
 def _few_values() -> dict[str, tuple[Any, ...]]:
     """The values of each field of the Architecture and of its Moe that is a flag or a word."""
-    found: dict[str, tuple[Any, ...]] = {}
+    values: dict[str, tuple[Any, ...]] = {}
     for prefix, kind in (("", Architecture), ("moe.", Moe)):
         hints = get_type_hints(kind)
-        for each in fields(kind):
-            if hints[each.name] is bool:
-                found[prefix + each.name] = (False, True)
-            elif str(get_origin(hints[each.name])).endswith("Literal"):
-                found[prefix + each.name] = get_args(hints[each.name])
-    return {name: values for name, values in found.items() if name not in ("score_head", "tie_embeddings")}
+        for field in fields(kind):
+            if hints[field.name] is bool:
+                values[prefix + field.name] = (False, True)
+            elif str(get_origin(hints[field.name])).endswith("Literal"):
+                values[prefix + field.name] = get_args(hints[field.name])
+    return {name: allowed for name, allowed in values.items() if name not in ("score_head", "tie_embeddings")}
 
 
 _FEW_VALUES = _few_values()

@@ -98,8 +98,8 @@ class RelativeSearch:
                 continue
             self._log(f"like {description}")
             self._log(proven(*differences))
-            found = data | {"proof": {"max_abs_difference": differences}}
-            return found if self._section.nested is None else self._nested_data(found, first, second)
+            proven_data = data | {"proof": {"max_abs_difference": differences}}
+            return proven_data if self._section.nested is None else self._nested_data(proven_data, first, second)
         if unproven:
             raise unproven[0]
         return None
@@ -124,7 +124,7 @@ class RelativeSearch:
         return f"logits of a small model with all {layers} layers differ by {difference:.1e} of the largest"
 
     def _candidates(self, probe: ProbeModel) -> Iterator[tuple[Data, str, float]]:
-        """Those that agree with one probe model, and the difference of logits."""
+        """Candidates that agree with one probe model, and the difference of logits."""
         shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
         config = self._section.config(probe.folder.config)
         unknown = Unknown(
@@ -153,14 +153,17 @@ class RelativeSearch:
         config, path = effective_config(probe.folder.config), probe.folder.path
         shapes = {name: tuple(info.shape) for name, info in probe.folder.tensors.items()}
         tied = effective_config({"model_type": self._name}).get(TIED)
-        found = find_section(self._name, self._section.hf_architecture, config, shapes, tied, embedding_modules(path))
-        assert found.nested is not None
-        self._log(f"the language model in {SECTION} is of type {found.nested.model_type}")
-        return found
+        section = find_section(self._name, self._section.hf_architecture, config, shapes, tied, embedding_modules(path))
+        assert section.nested is not None
+        self._log(f"the language model in {SECTION} is of type {section.nested.model_type}")
+        return section
 
     def _repeated(self, data: Data, *probes: ProbeModel) -> dict[str, tuple[str, ...]]:
         """Sizes that the family does not read and that repeat others."""
-        configs = [self._section.config(whole) for whole in (self._config, *(probe.folder.config for probe in probes))]
+        configs = [
+            self._section.config(full_config)
+            for full_config in (self._config, *(probe.folder.config for probe in probes))
+        ]
         read = settings_read(read_related(data, self._families), configs[1]) - data["fixed"].keys()
         sizes = size_keys(configs[1]) | ({"qk_head_dim"} & configs[1].keys())
         return repeated_sizes(sizes - read, sizes & read, configs)
@@ -171,8 +174,8 @@ class RelativeSearch:
         family = read_related(data, self._families)
         names = (config.keys() - settings_read(family, config)) | data["fixed"].keys()
         names -= self._repeated(data, probe, second).keys()
-        own = self._section.config(self._config)
-        check_unread(names, own, config, probe, section=self._section.key)
+        language_config = self._section.config(self._config)
+        check_unread(names, language_config, config, probe, section=self._section.key)
         if self._is_nested:
             outer = [name for name in probe.folder.config if not name.endswith("_config")]
             check_unread(outer, self._config, probe.folder.config, probe)
@@ -187,7 +190,9 @@ class RelativeSearch:
         }
         section, configs = self._config[SECTION], (self._config, *(probe.folder.config for probe in probes))
         for name in size_keys(outer):
-            if name not in section or any(each[name] != each[SECTION].get(name) for each in configs):
+            if name not in section or any(
+                full_config[name] != full_config[SECTION].get(name) for full_config in configs
+            ):
                 continue
             fixed[name]["same_in_section"] = True
         tied = {"is": section.get(TIED), "absent": self._defaults.get(TIED)}
@@ -207,8 +212,10 @@ class RelativeSearch:
             raise UsageError(f"config.json: the meaning of {', '.join(sorted(unverified))} could not be verified.")
         # A family that reads a limit may ignore it, without a second setting that this model type does not have.
         check_unread(read - free - overridden, meant, config, first, section=self._section.key)
-        kept = ", ".join(sorted(read - free)) or "none"
-        self._log(f"settings with a verified meaning: {', '.join(sorted(free))}; that keep their value: {kept}")
+        constant_names = ", ".join(sorted(read - free)) or "none"
+        self._log(
+            f"settings with a verified meaning: {', '.join(sorted(free))}; that keep their value: {constant_names}"
+        )
         repeated = self._repeated(data, first, second)
         constant = independent_defaults(self._defaults, self._with)
         data["settings"] = {
@@ -226,8 +233,10 @@ class RelativeSearch:
         if not self._is_nested:
             return effective_config({"model_type": self._name, **language})
         kind = {name: value for name, value in self._config[SECTION].items() if name == "model_type"}
-        found: Mapping[str, Any] = effective_config({"model_type": self._name, SECTION: {**kind, **language}})[SECTION]
-        return found
+        section: Mapping[str, Any] = effective_config({"model_type": self._name, SECTION: {**kind, **language}})[
+            SECTION
+        ]
+        return section
 
     def _is_verified(self, family: Family, probe: ProbeModel, name: str) -> bool:
         """Whether logits agree for every other value of the setting that the family and transformers accept."""
@@ -243,13 +252,15 @@ class RelativeSearch:
             except IsthmusError:
                 continue  # such a model is refused
             try:
-                whole = self._section.changed(probe.folder.config, name, value)
-                other = ProbeModel.build(self._scratch / f"{name}-{number}", whole, 3)
+                changed_config = self._section.changed(probe.folder.config, name, value)
+                other = ProbeModel.build(self._scratch / f"{name}-{number}", changed_config, 3)
             except UsageError:
                 continue  # there is no such model
             difference = self._difference(self._section.family(family), other)
             if TOLERANCE < difference < _SENSITIVE:  # rounding errors, such as of large scores, are smaller here
-                other = ProbeModel.build(self._scratch / f"{name}-{number}-smaller", whole, 3, scale=DEEP_SCALE)
+                other = ProbeModel.build(
+                    self._scratch / f"{name}-{number}-smaller", changed_config, 3, scale=DEEP_SCALE
+                )
                 difference = self._difference(self._section.family(family), other)
             if not difference <= TOLERANCE:
                 return False

@@ -36,7 +36,7 @@ def other_values(name: str, value: Any, family: Family, rotary_pairs: int) -> li
         words = [*(choices[0] if choices else ()), *(family.fixed[name].allowed if name in family.fixed else ())]
         return [word for word in dict.fromkeys(words) if word != value]
     if isinstance(value, list):
-        return [each for each in (value[1:] + value[:1], value[::-1]) if each != value]
+        return [permuted for permuted in (value[1:] + value[:1], value[::-1]) if permuted != value]
     if name == "rope_parameters" and isinstance(value, Mapping):
         return _other_ropes(value, rotary_pairs)
     return list(_IF_ABSENT.get(name, ()))
@@ -49,47 +49,51 @@ def _other_ropes(value: Mapping[str, Any], pairs: int) -> list[Any]:
             for kind, inner in value.items()
             if isinstance(inner, Mapping)
         ]
-    found: list[Any] = [{**value, "rope_theta": value.get("rope_theta", 1e4) * 0.1}]
+    ropes: list[Any] = [{**value, "rope_theta": value.get("rope_theta", 1e4) * 0.1}]
     if value.get("rope_type", "default") == "default":
-        found += [{**value, **rope} for rope in _ROPES]
+        ropes += [{**value, **rope} for rope in _ROPES]
         factors = {"short_factor": [1.0] * pairs, "long_factor": [1.5] * (pairs - 1) + [3.0]}
-        found.append(
+        ropes.append(
             {**value, **factors, "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
         )
     if (share := value.get("partial_rotary_factor")) is not None:
-        found.append({**value, "partial_rotary_factor": 0.5 if share != 0.5 else 1.0})
-    return found
+        ropes.append({**value, "partial_rotary_factor": 0.5 if share != 0.5 else 1.0})
+    return ropes
 
 
 def independent_defaults(defaults: Mapping[str, Any], change: Callable[[str, Any], Mapping[str, Any]]) -> set[str]:
     """Settings whose default does not depend on another's number; ``change`` completes a config with one number."""
-    found = {name for name, value in defaults.items() if not isinstance(value, list | dict)}
+    independent = {name for name, value in defaults.items() if not isinstance(value, list | dict)}
     for name, value in defaults.items():
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             try:
                 other = change(name, value * 2)
             except UsageError:
                 continue
-            found -= {each for each in found if each != name and other.get(each) != defaults[each]}
-    return found
+            independent -= {
+                dependent
+                for dependent in independent
+                if dependent != name and other.get(dependent) != defaults[dependent]
+            }
+    return independent
 
 
 def fixed_settings(
     config: Mapping[str, Any], defaults: Mapping[str, Any], free: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Settings that must keep this value, in the format of ``families/discover/json_family.py``."""
-    found: dict[str, dict[str, Any]] = {}
+    fixed: dict[str, dict[str, Any]] = {}
     for name, value in sorted(config.items()):
         if name in free or METADATA.fullmatch(name):
             continue
         absent = defaults.get(name)
         if is_dropout(name) and isinstance(value, int | float):
-            found[name] = {"is": 0.0, "absent": absent, "training": True}
-        elif isinstance(value, list) and value and all(each == value[0] for each in value):
-            found[name] = {"each": value[0], "absent": absent}
+            fixed[name] = {"is": 0.0, "absent": absent, "training": True}
+        elif isinstance(value, list) and value and all(entry == value[0] for entry in value):
+            fixed[name] = {"each": value[0], "absent": absent}
         else:
-            found[name] = {"is": value, "absent": absent}
-    return found
+            fixed[name] = {"is": value, "absent": absent}
+    return fixed
 
 
 def repeated_sizes(
@@ -100,13 +104,13 @@ def repeated_sizes(
     ``read`` are the sizes with a known meaning.
     """
     singles = [(name,) for name in sorted(read)]
-    of_queries = [name for name in sorted(read) if name.startswith("qk_")]
-    ways = [*singles, *itertools.combinations(of_queries, 2)]
-    found: dict[str, tuple[str, ...]] = {}
+    query_sizes = [name for name in sorted(read) if name.startswith("qk_")]
+    ways = [*singles, *itertools.combinations(query_sizes, 2)]
+    sums_by_name: dict[str, tuple[str, ...]] = {}
     for name in sorted(names):
         values = [config.get(name) for config in configs]
         if len(set(values)) > 1 and all(type(value) is int for value in values):
-            sums = {way: [sum(config.get(each) or 0 for each in way) for config in configs] for way in ways}
+            sums = {way: [sum(config.get(size) or 0 for size in way) for config in configs] for way in ways}
             way = next((way for way, sizes in sums.items() if sizes == values), None)
-            found |= {} if way is None else {name: way}
-    return found
+            sums_by_name |= {} if way is None else {name: way}
+    return sums_by_name

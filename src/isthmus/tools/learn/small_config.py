@@ -96,48 +96,50 @@ def size_keys(config: Mapping[str, Any]) -> set[str]:
 
 
 def _shrunk(config: Mapping[str, Any], sizes: SmallSizes, all_layers: bool, *, image: bool) -> dict[str, Any]:
-    found = dict(config)
+    small = dict(config)
     chosen = _chosen_layers(_kinds_of_layers(config))[: 2 if image else None]
     if all_layers and not image:
         chosen = [*range(number_of_layers(config))]
     elif sizes.second and not image:
         chosen.append(chosen[-1] + 1)
     lists, layers = _layer_lists(config), len(chosen)
-    wanted = {name: pair[sizes.second] for name, pair in _WANTED.items()}
-    wanted |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
+    targets = {name: pair[sizes.second] for name, pair in _WANTED.items()}
+    targets |= dict.fromkeys(_GROUPS.split(), sizes.groups) | dict.fromkeys(_WIDTH.split(), sizes.width)
     if config.get("qk_rope_head_dim"):  # latent attention has no query groups
-        rotary = wanted["qk_rope_head_dim"]
-        queries = wanted["qk_head_dim"] = wanted["qk_nope_head_dim"] + rotary
+        rotary = targets["qk_rope_head_dim"]
+        queries = targets["qk_head_dim"] = targets["qk_nope_head_dim"] + rotary
         rotated_only = config.get("head_dim") == config["qk_rope_head_dim"]
-        wanted |= dict.fromkeys(_WIDTH.split(), rotary if rotated_only else queries)
-        wanted |= dict.fromkeys(_GROUPS.split(), wanted["num_attention_heads"])
-    wanted |= dict.fromkeys(_OF_TEXT, wanted["hidden_size"])
-    wanted |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
+        targets |= dict.fromkeys(_WIDTH.split(), rotary if rotated_only else queries)
+        targets |= dict.fromkeys(_GROUPS.split(), targets["num_attention_heads"])
+    targets |= dict.fromkeys(_OF_TEXT, targets["hidden_size"])
+    targets |= dict.fromkeys(_LAYERS.split(), layers) | (_OF_IMAGES if image else {})
     for name, value in config.items():
         if name == "per_layer_config" and isinstance(value, Mapping):
             numbered = {int(layer): inner for layer, inner in value.items()}
-            found[name] = {
-                str(number): {key: 2 * wanted[key] if key in wanted else each for key, each in inner.items()}
+            small[name] = {
+                str(number): {
+                    key: 2 * targets[key] if key in targets else inner_value for key, inner_value in inner.items()
+                }
                 for number, layer in enumerate(chosen)
                 if (inner := numbered.get(layer)) is not None
             }
         elif isinstance(value, Mapping) and name.endswith("_config"):
-            found[name] = _shrunk(value, sizes, all_layers, image=not re.match("text|llm|decoder", name))
+            small[name] = _shrunk(value, sizes, all_layers, image=not re.match("text|llm|decoder", name))
         elif name == "rope_parameters" and isinstance(value, Mapping):
-            found[name] = _short_context(value, next((wanted[key] for key in _WIDTH.split() if config.get(key)), 16))
+            small[name] = _short_context(value, next((targets[key] for key in _WIDTH.split() if config.get(key)), 16))
         elif name in lists:
             is_numbers = value == [*range(len(value))]
-            found[name] = [number if is_numbers else value[layer % len(value)] for number, layer in enumerate(chosen)]
-        elif name in wanted and isinstance(value, int) and not isinstance(value, bool):
-            found[name] = min(wanted[name], value) if name in _AT_MOST else wanted[name]
+            small[name] = [number if is_numbers else value[layer % len(value)] for number, layer in enumerate(chosen)]
+        elif name in targets and isinstance(value, int) and not isinstance(value, bool):
+            small[name] = min(targets[name], value) if name in _AT_MOST else targets[name]
         elif name.endswith("_token_id"):
-            found[name] = 0 if name.startswith("pad") and value is not None else None if value is None else 1
-    return found
+            small[name] = 0 if name.startswith("pad") and value is not None else None if value is None else 1
+    return small
 
 
 def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
     """Rotary settings with an original context that samples exceed, and with as many factors as rotary pairs."""
-    found: dict[str, Any] = {}
+    short: dict[str, Any] = {}
     pairs = int(width * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -148,8 +150,8 @@ def _short_context(rope: Mapping[str, Any], width: int) -> dict[str, Any]:
             value = value[:pairs]
         elif name == "original_max_position_embeddings" and value is not None:
             value = 16
-        found[name] = value
-    return found
+        short[name] = value
+    return short
 
 
 def _layer_lists(config: Mapping[str, Any]) -> list[str]:
@@ -169,13 +171,13 @@ def _chosen_layers(lists: Mapping[str, list[Any]]) -> list[int]:
 
     If these are many, the first layer of each kind, after as many of the first layers as there is place for.
     """
-    kinds = [tuple(map(str, each)) for each in zip(*lists.values(), strict=True)]
-    every = set(kinds)
+    kinds = [tuple(map(str, kinds_of_layer)) for kinds_of_layer in zip(*lists.values(), strict=True)]
+    all_kinds = set(kinds)
     if not kinds:
         return [*range(4)]
     for count in range(4, _FIRST_LAYERS + 1):
-        if set(kinds[:count]) == every:
+        if set(kinds[:count]) == all_kinds:
             return [*range(count)]
-    chosen = {kinds.index(kind) for kind in every}
+    chosen = {kinds.index(kind) for kind in all_kinds}
     more = (number for number in range(len(kinds)) if number not in chosen)
     return sorted([*chosen, *itertools.islice(more, max(4 - len(chosen), 0))])

@@ -98,16 +98,16 @@ def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Dec
     prefix, layers, outer = _split(tensors)
     sizes = {**sizes, "W": (sizes["N"] + 2 * sizes["G"]) * sizes["D"], "2": 2, "1": 1}
     layer, experts, dense = _merge_layers(layers, sizes)
-    found = _classify(layer, prefix, sizes)
+    classified = _classify(layer, prefix, sizes)
     embedding, head, positions, final_norm = _match_outer(outer, sizes)
-    with_bias = {module in found.biases for module in found.norms} | {f"{final_norm}.bias" in outer}
+    with_bias = {module in classified.biases for module in classified.norms} | {f"{final_norm}.bias" in outer}
     if len(with_bias) > 1:
         raise UsageError("some norms have a bias and others have none, which is not supported.")
     has_dense_block = experts is None or bool(dense)
     blocks = tuple(itertools.product(ATTENTION, FEED_FORWARD if has_dense_block else ((),)))
-    matrices = assignments(found.matrices, found.biases, sizes, blocks)
+    matrices = assignments(classified.matrices, classified.biases, sizes, blocks)
     if not matrices:
-        shapes = ", ".join(f"{module} {list(shape)}" for module, shape in found.matrices.items())
+        shapes = ", ".join(f"{module} {list(shape)}" for module, shape in classified.matrices.items())
         raise UsageError(f"the matrices of a layer are not those of attention and a feed-forward block: {shapes}.")
     return DecoderStructure(
         layers=prefix,
@@ -116,11 +116,11 @@ def match_tensors(tensors: Mapping[str, Shape], sizes: Mapping[str, int]) -> Dec
         positions=positions,
         final_norm=final_norm,
         norm_bias=with_bias == {True},
-        biases=frozenset(module for module in found.biases if module in found.matrices),
+        biases=frozenset(module for module in classified.biases if module in classified.matrices),
         matrices=matrices,
-        norms=tuple(_norm_placements(sorted(found.norms))),
-        qk_norms=_match_qk_norms(found.qk_norms, sizes),
-        sinks=found.sinks,
+        norms=tuple(_norm_placements(sorted(classified.norms))),
+        qk_norms=_match_qk_norms(classified.qk_norms, sizes),
+        sinks=classified.sinks,
         experts=experts,
         dense_layers=dense,
     )
@@ -139,8 +139,8 @@ def _merge_layers(
                 raise UsageError(
                     f"layers {first} and {number} differ in their tensors ({min(different)}), which is not supported."
                 )
-    of_experts = experts[(dense or moe)[0]]
-    layer = {name: shape for name, shape in layers[(dense or moe)[0]].items() if name not in of_experts}
+    expert_names = experts[(dense or moe)[0]]
+    layer = {name: shape for name, shape in layers[(dense or moe)[0]].items() if name not in expert_names}
     return (layer, match_experts(experts[moe[0]], sizes), tuple(dense)) if moe else (layer, None, ())
 
 
@@ -169,12 +169,12 @@ def _split(tensors: Mapping[str, Shape]) -> tuple[str, dict[int, dict[str, Shape
     outer: dict[str, Shape] = {}
     prefixes: set[str] = set()
     for name, shape in tensors.items():
-        found = NUMBERED.fullmatch(name)
-        if found is None:
+        match = NUMBERED.fullmatch(name)
+        if match is None:
             outer[name] = shape
             continue
-        prefixes.add(found[1])
-        layers.setdefault(int(found[2]), {})[found[3]] = shape
+        prefixes.add(match[1])
+        layers.setdefault(int(match[2]), {})[match[3]] = shape
     if len(prefixes) != 1:
         raise UsageError(f"expected one prefix of layers, found: {', '.join(sorted(prefixes)) or 'none'}.")
     return prefixes.pop(), layers, outer
@@ -189,9 +189,9 @@ def _match_outer(outer: Mapping[str, Shape], sizes: Mapping[str, int]) -> tuple[
     known = {*wide, *positions} | {f"{norm}.{end}" for norm in norms for end in ("weight", "bias")}
     if unknown := sorted(outer.keys() - known):
         raise UsageError(f"{unknown[0]} {list(outer[unknown[0]])} has no role in a supported decoder.")
-    for role, found in (("embedding", embeddings), ("final norm", norms)):
-        if len(found) != 1:
-            raise UsageError(f"expected one {role} with weights, found {', '.join(found) or 'none'}.")
+    for role, modules in (("embedding", embeddings), ("final norm", norms)):
+        if len(modules) != 1:
+            raise UsageError(f"expected one {role} with weights, found {', '.join(modules) or 'none'}.")
     if len(heads) > 1 or len(positions) > 1:
         raise UsageError(f"more than one output layer or position embedding: {', '.join([*heads, *positions])}.")
     return embeddings[0], next(iter(heads), None), next(iter(positions), None), norms[0]
@@ -212,8 +212,8 @@ def _match_qk_norms(norms: Mapping[str, int], sizes: Mapping[str, int]) -> tuple
 def _norm_placements(modules: Sequence[str]) -> Iterator[NormPlacement]:
     """The likeliest by their names first."""
     if len(modules) not in _FORMS:
-        found = f"{len(modules)} norms ({', '.join(modules)})" if modules else "no norms with weights"
-        raise UsageError(f"a layer has {found}; layers with 1, 2 or 4 norms are supported.")
+        text = f"{len(modules)} norms ({', '.join(modules)})" if modules else "no norms with weights"
+        raise UsageError(f"a layer has {text}; layers with 1, 2 or 4 norms are supported.")
 
     def mismatches(order: Sequence[str]) -> int:
         return sum(not re.search(hint, name) for hint, name in zip(_NORM_NAMES[len(order)], order, strict=True))

@@ -49,7 +49,7 @@ def smaller_values(value: Any, meant: Any) -> list[Any]:
     """Numbers in place of one that is large, or that a probe model has instead of ``meant``; lists of first layers."""
     if isinstance(value, int | float) and not isinstance(value, bool) and (value >= _LARGE or value != meant):
         return [other for other in map(type(value), (1, 2, 3)) if other != value]
-    numbers = isinstance(value, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+    numbers = isinstance(value, list) and all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value)
     return [[0], [1]] if numbers and value and max(value) >= _LARGE else []
 
 
