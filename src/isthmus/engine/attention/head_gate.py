@@ -18,9 +18,16 @@ def build_head_gate(config: TransformerConfig, architecture: Architecture, tp: A
     if not architecture.head_gate:
         return None
     return ColumnParallelLinear(
-        config.hidden_size, architecture.num_attention_heads, config=config, init_method=config.init_method,
-        bias=False, gather_output=False, skip_bias_add=False, is_expert=False, tp_group=tp,
-    )  # fmt: skip
+        config.hidden_size,
+        architecture.num_attention_heads,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=tp,
+    )
 
 
 def gated_by_head(attended: Tensor, projection: ColumnParallelLinear, hidden_states: Tensor) -> Tensor:

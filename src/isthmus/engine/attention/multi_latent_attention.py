@@ -76,9 +76,13 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
         self.scale = latent_scale(architecture)
         self.core_attention = CoreAttention(
-            config, layer_number, window=architecture.window(layer_number - 1), scale=self.scale,
-            softcap=architecture.attention_softcap, sinks=self.heads if architecture.attention_sinks else 0,
-        )  # fmt: skip
+            config,
+            layer_number,
+            window=architecture.window(layer_number - 1),
+            scale=self.scale,
+            softcap=architecture.attention_softcap,
+            sinks=self.heads if architecture.attention_sinks else 0,
+        )
         if architecture.is_indexed(layer_number - 1):
             self.core_attention.indexer = Indexer(config, architecture)
         self.linear_gate = build_head_gate(config, architecture, pg_collection.tp)

@@ -143,25 +143,40 @@ class PackedSelfAttention(MegatronModule):
         self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
         window, cuts = architecture.window(layer), architecture.window_kind == "chunks"
         self.core_attention = CoreAttention(
-            config, layer_number, window=None if cuts else window, chunk=window if cuts else None,
-            scale=own.attention_scale, softcap=own.attention_softcap,
+            config,
+            layer_number,
+            window=None if cuts else window,
+            chunk=window if cuts else None,
+            scale=own.attention_scale,
+            softcap=own.attention_softcap,
             sinks=all_heads // tp.size() if own.attention_sinks else 0,
-        )  # fmt: skip
+        )
         parallel: dict[str, Any] = {
-            "config": config, "init_method": config.init_method, "is_expert": False, "tp_group": tp,
-        }  # fmt: skip
+            "config": config,
+            "init_method": config.init_method,
+            "is_expert": False,
+            "tp_group": tp,
+        }
         self.linear_proj = RowParallelLinear(
-            all_heads * own.value_width, config.hidden_size, bias=own.proj_bias, input_is_parallel=True,
-            skip_bias_add=True, **parallel,
-        )  # fmt: skip
+            all_heads * own.value_width,
+            config.hidden_size,
+            bias=own.proj_bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **parallel,
+        )
         self.shares_keys, self.lends_keys = _key_sharing(architecture, layer)
         self.lent: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
         name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
         projection = ColumnParallelLinear(
-            config.hidden_size, groups * sum(widths), bias=own.qkv_bias, gather_output=False, skip_bias_add=False,
+            config.hidden_size,
+            groups * sum(widths),
+            bias=own.qkv_bias,
+            gather_output=False,
+            skip_bias_add=False,
             **parallel,
-        )  # fmt: skip
+        )
         self.add_module(name, projection)
         self.linear_gate = build_head_gate(config, own, tp)
         self.q_layernorm: nn.Module | None = None

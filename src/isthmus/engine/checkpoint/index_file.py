@@ -17,8 +17,14 @@ INDEX = ".metadata"
 _CLASSES: dict[tuple[str, str], Any] = {
     (metadata.__name__, name): getattr(metadata, name)
     for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     )
 } | {
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
@@ -28,7 +34,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): Path,
     ("pathlib._local", "PosixPath"): Path,  # Python 3.13
     ("collections", "OrderedDict"): dict,
-}  # fmt: skip
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):

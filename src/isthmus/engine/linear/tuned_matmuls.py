@@ -49,10 +49,17 @@ class TunedMatmuls:
         """One matmul a line."""
         head = {"format": FORMAT, "made_for": dict(self.made_for), "threads": self.threads}
         rows = [
-            {"operation": shape.operation, "dtype": str(shape.dtype).removeprefix("torch."), "m": shape.m,
-             "k": shape.k, "n": shape.n, "transposed": shape.transposed, "library": library}
+            {
+                "operation": shape.operation,
+                "dtype": str(shape.dtype).removeprefix("torch."),
+                "m": shape.m,
+                "k": shape.k,
+                "n": shape.n,
+                "transposed": shape.transposed,
+                "library": library,
+            }
             for shape, library in self.choices
-        ]  # fmt: skip
+        ]
         matmuls = ",\n  ".join(map(json.dumps, rows))
         return f'{json.dumps(head)[:-1]}, "matmuls": [\n  {matmuls}\n]}}\n'
 

@@ -14,8 +14,13 @@ from isthmus.engine.host_copies import to_device
 from isthmus.engine.loss.objective import LossOutput, counts_batch, sample_log_probs
 
 METRICS = (
-    "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
-)  # fmt: skip
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
 """Means over pairs, with TRL's names."""
 
 

@@ -137,9 +137,21 @@ class AdamW8bit(_AdamWByTensor):
         codes, absmax = _codes(elements.device), state["absmax"]
         (beta1, beta2), no_third = group["betas"], 0.0
         bitsandbytes().optimizer_update_8bit_blockwise(
-            "adam", gradient, elements, *(state[name] for name in MOMENTS), beta1, beta2, no_third, no_third,
-            group["eps"], int(state["step"]), group["lr"], *codes, *absmax, group["weight_decay"],
-        )  # fmt: skip
+            "adam",
+            gradient,
+            elements,
+            *(state[name] for name in MOMENTS),
+            beta1,
+            beta2,
+            no_third,
+            no_third,
+            group["eps"],
+            int(state["step"]),
+            group["lr"],
+            *codes,
+            *absmax,
+            group["weight_decay"],
+        )
 
     @contextmanager
     def float32_moments(self, *, loading: bool) -> Iterator[None]:

@@ -37,9 +37,7 @@ class Position:
     is_first_stage: bool
 
 
-FIRST_RANK = Position(
-    rank=0, tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, etp_rank=0, edp_rank=0, is_first_stage=True
-)  # fmt: skip
+FIRST_RANK = Position(rank=0, tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, etp_rank=0, edp_rank=0, is_first_stage=True)
 
 
 def init_process_group(

@@ -114,9 +114,15 @@ def _needs_compiler(*_args: object) -> None:
 
 
 def _sample_index(
-    dtype: Any, sizes: Any, documents: Any, seq_length: int, epochs: int, tokens_per_epoch: int,
-    drop_last: bool = True, extra_token: int = 1,
-) -> Any:  # fmt: skip
+    dtype: Any,
+    sizes: Any,
+    documents: Any,
+    seq_length: int,
+    epochs: int,
+    tokens_per_epoch: int,
+    drop_last: bool = True,
+    extra_token: int = 1,
+) -> Any:
     """[samples + 1, 2]: the index into ``documents`` and the offset in that document where each sample starts."""
     tokens = epochs * tokens_per_epoch - extra_token
     # C++ divides in float32 if the last sample is kept.

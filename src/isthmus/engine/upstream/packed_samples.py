@@ -85,9 +85,15 @@ def _attend_within_samples(module: Any) -> None:
 
     @functools.wraps(attend)
     def forward(
-        self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any,
-        packed_seq_params: Any = None, **named: Any,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **named: Any,
+    ) -> Any:
         """``query`` [t, heads, size]; the mask is causal within each sample."""
         if packed_seq_params is None:
             return attend(self, query, key, value, attention_mask, *args, **named)
