@@ -26,13 +26,13 @@ class Indexer(nn.Module):
 
     def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
         super().__init__()
-        own, mla = architecture.indexer, architecture.mla
-        assert own is not None and mla is not None and mla.q_lora_rank is not None
-        self.config, self.sizes, self.family = config, own, architecture.family
-        self.linear_wq_b = ReplicatedLinear(config, mla.q_lora_rank, own.num_heads * own.head_dim)
-        self.linear_wk = ReplicatedLinear(config, architecture.hidden_size, own.head_dim)
-        self.k_norm = LayerNorm(config, own.head_dim, _NORM_EPSILON, bias=True)
-        self.linear_weights_proj = ReplicatedLinear(config, architecture.hidden_size, own.num_heads)
+        sizes, mla = architecture.indexer, architecture.mla
+        assert sizes is not None and mla is not None and mla.q_lora_rank is not None
+        self.config, self.sizes, self.family = config, sizes, architecture.family
+        self.linear_wq_b = ReplicatedLinear(config, mla.q_lora_rank, sizes.num_heads * sizes.head_dim)
+        self.linear_wk = ReplicatedLinear(config, architecture.hidden_size, sizes.head_dim)
+        self.k_norm = LayerNorm(config, sizes.head_dim, _NORM_EPSILON, bias=True)
+        self.linear_weights_proj = ReplicatedLinear(config, architecture.hidden_size, sizes.num_heads)
         self.requires_grad_(False)
 
     @torch.no_grad()
@@ -55,20 +55,20 @@ class Indexer(nn.Module):
                 f"the selected keys of another are not supported ({self.family}). Cut the sample."
             )
         if self.config.sequence_parallel:
-            hidden, compressed = (gather_from_sequence_parallel_region(each) for each in (hidden, compressed))
+            hidden, compressed = (gather_from_sequence_parallel_region(x) for x in (hidden, compressed))
         q = self.linear_wq_b(compressed).view(-1, self.sizes.num_heads, self.sizes.head_dim)
         k = self.k_norm(self.linear_wk(hidden))
-        q, k = (rotate(each, table, interleaved=self.sizes.rotary_interleaved).float() for each in (q, k))
+        q, k = (rotate(x, table, interleaved=self.sizes.rotary_interleaved).float() for x in (q, k))
         weights = self.linear_weights_proj(hidden)[:, 0].float() * self.sizes.num_heads**-0.5
-        parts = (each.split(batch.lengths) for each in (q, k[:, 0], weights))
-        return [self._selected(*of_sample) for of_sample in zip(*parts, strict=True)]
+        parts = (x.split(batch.lengths) for x in (q, k[:, 0], weights))
+        return [self._selected(*sample) for sample in zip(*parts, strict=True)]
 
     def _selected(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """Of one sample: q [L, heads, D], k [L, D], weights [L, heads]."""
-        top_k, found = min(self.sizes.top_k, len(k)), []
+        top_k, selected = min(self.sizes.top_k, len(k)), []
         for block in query_blocks(len(k)):
             scores = torch.einsum("qhd,kd->qhk", q[block], k).mul_(self.sizes.head_dim**-0.5).relu_()
-            of_keys = torch.einsum("qh,qhk->qk", weights[block], scores)
-            of_keys.masked_fill_(~causal_keys(block, len(k), k.device), -torch.inf)
-            found.append(of_keys.topk(top_k, dim=-1).indices.int())
-        return torch.cat(found)
+            key_scores = torch.einsum("qh,qhk->qk", weights[block], scores)
+            key_scores.masked_fill_(~causal_keys(block, len(k), k.device), -torch.inf)
+            selected.append(key_scores.topk(top_k, dim=-1).indices.int())
+        return torch.cat(selected)

@@ -25,8 +25,8 @@ def frequency_sets(architecture: Architecture) -> Tensor:
     A set for each kind of attention with its own rotation, and a second one for samples beyond the original context
     (LongRoPE).
     """
-    found = torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
-    return -found if architecture.rotary_reversed else found
+    joined = torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
+    return -joined if architecture.rotary_reversed else joined
 
 
 def _sets(architecture: Architecture) -> list[Tensor]:

@@ -76,8 +76,8 @@ class CoreAttention(nn.Module):
         if batch.spans is not None and k.size(0) == q.size(0):
             # Gather inside the recomputed region, so that only this rank's keys and values are saved.
             k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
-        given = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset, "spans": batch.spans}
-        kwargs: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        options = {"scale": self.scale, "softcap": self.softcap, "sinks": self.softmax_offset, "spans": batch.spans}
+        kwargs: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if self.dropout_rate and self.training:
             heads = q.size(1) * q.size(2)
             first_head = parallel_state.get_tensor_model_parallel_rank() * heads
@@ -89,9 +89,9 @@ class CoreAttention(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """The attention sinks, sharded by heads, and the weights of the indexer, which every tp rank has."""
-        own = self.state_dict(prefix="", keep_vars=True)
+        tensors = self.state_dict(prefix="", keep_vars=True)
         axes = {"softmax_offset": 0}
-        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
 
 
 @functools.lru_cache(maxsize=8)
@@ -122,24 +122,28 @@ class PackedSelfAttention(MegatronModule):
         """``norm`` is that of single heads."""
         super().__init__(config)
         layer = layer_number - 1
-        own = architecture.attention_of(layer)
-        tp, groups, all_heads = pg_collection.tp, own.num_query_groups, own.num_attention_heads
+        attention = architecture.attention_of(layer)
+        tp, groups, all_heads = pg_collection.tp, attention.num_query_groups, attention.num_attention_heads
         self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
         self.channels = rotated_channels(architecture, layer)
         self.ranks_per_group = max(1, tp.size() // groups)
         self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
         """With several ranks for each group: this rank's group, and its part of the group's queries."""
         self.groups = max(1, groups // tp.size())
-        gates = (own.value_width * all_heads // groups,) if own.attention_gate else ()
-        values = () if own.values_are_keys else (own.value_width,)
-        self.widths = (own.kv_channels * all_heads // groups, *gates, own.kv_channels, *values)
+        gates = (attention.value_width * all_heads // groups,) if attention.attention_gate else ()
+        values = () if attention.values_are_keys else (attention.value_width,)
+        self.widths = (attention.kv_channels * all_heads // groups, *gates, attention.kv_channels, *values)
         """Of a group's queries, its gates, its keys and its values."""
-        self.values_are_keys, self.value_multiplier = own.values_are_keys, own.value_multiplier
-        self.value_norm = RMSNorm(config, own.value_width, own.norm_epsilon, weight=False) if own.value_norm else None
-        self.clip = own.clip_qkv
-        self.norms_rotated = own.qk_norm_after_rotation
-        self.rms_epsilon = own.norm_epsilon if own.qk_rms and self.rotated else None
-        scaling = own.query_scaling
+        self.values_are_keys, self.value_multiplier = attention.values_are_keys, attention.value_multiplier
+        self.value_norm = (
+            RMSNorm(config, attention.value_width, attention.norm_epsilon, weight=False)
+            if attention.value_norm
+            else None
+        )
+        self.clip = attention.clip_qkv
+        self.norms_rotated = attention.qk_norm_after_rotation
+        self.rms_epsilon = attention.norm_epsilon if attention.qk_rms and self.rotated else None
+        scaling = attention.query_scaling
         self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
         window, cuts = architecture.window(layer), architecture.window_kind == "chunks"
         self.core_attention = CoreAttention(
@@ -147,9 +151,9 @@ class PackedSelfAttention(MegatronModule):
             layer_number,
             window=None if cuts else window,
             chunk=window if cuts else None,
-            scale=own.attention_scale,
-            softcap=own.attention_softcap,
-            sinks=all_heads // tp.size() if own.attention_sinks else 0,
+            scale=attention.attention_scale,
+            softcap=attention.attention_softcap,
+            sinks=all_heads // tp.size() if attention.attention_sinks else 0,
         )
         parallel: dict[str, Any] = {
             "config": config,
@@ -158,32 +162,32 @@ class PackedSelfAttention(MegatronModule):
             "tp_group": tp,
         }
         self.linear_proj = RowParallelLinear(
-            all_heads * own.value_width,
+            all_heads * attention.value_width,
             config.hidden_size,
-            bias=own.proj_bias,
+            bias=attention.proj_bias,
             input_is_parallel=True,
             skip_bias_add=True,
             **parallel,
         )
         self.shares_keys, self.lends_keys = _key_sharing(architecture, layer)
-        self.lent: tuple[Tensor, Tensor] | None = None
+        self.keys_to_share: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
         name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
         projection = ColumnParallelLinear(
             config.hidden_size,
             groups * sum(widths),
-            bias=own.qkv_bias,
+            bias=attention.qkv_bias,
             gather_output=False,
             skip_bias_add=False,
             **parallel,
         )
         self.add_module(name, projection)
-        self.linear_gate = build_head_gate(config, own, tp)
+        self.linear_gate = build_head_gate(config, attention, tp)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
-        if own.qk_norm:
-            self.q_layernorm = _qk_norm(config, own, norm, all_heads, tp)
-            self.k_layernorm = None if self.shares_keys else _qk_norm(config, own, norm, groups, tp)
+        if attention.qk_norm:
+            self.q_layernorm = _qk_norm(config, attention, norm, all_heads, tp)
+            self.k_layernorm = None if self.shares_keys else _qk_norm(config, attention, norm, groups, tp)
 
     def forward(
         self,
@@ -204,14 +208,14 @@ class PackedSelfAttention(MegatronModule):
             return self._attend_to(hidden_states, shared_keys, rotary_pos_emb, packed_seq_params)
         q, k, v, *gate = self._project(hidden_states)
         if self.clip is not None:
-            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         table = self._table(rotary_pos_emb)
         factors = None if self.query_scaling is None else query_factors(self.query_scaling, packed_seq_params)
         heads = self._normed_and_rotated(q, k, table, factors)
         recomputed = "rope" in self.config.recomputed and table is not None
         with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table, factors)):
             attended = self.core_attention(*heads, v, packed_seq_params)
-        self.lent = (heads[1], v) if self.lends_keys else None
+        self.keys_to_share = (heads[1], v) if self.lends_keys else None
         if gate:
             attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
         if self.linear_gate is not None:
@@ -241,8 +245,8 @@ class PackedSelfAttention(MegatronModule):
 
         Empty if no other layer attends to them.
         """
-        taken, self.lent = self.lent, None
-        return taken or ()
+        shared, self.keys_to_share = self.keys_to_share, None
+        return shared or ()
 
     def _table(self, rotary_pos_emb: Tensor | None) -> Tensor | None:
         if not self.rotated or rotary_pos_emb is None:
@@ -257,10 +261,10 @@ class PackedSelfAttention(MegatronModule):
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
         parts = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
         q, *gate, k, v = (*parts, parts[-1]) if self.values_are_keys else parts
-        of_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
+        query_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
         if self.ranks_per_group > 1:
-            of_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in of_heads]
-        q, *gate = of_heads
+            query_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in query_heads]
+        q, *gate = query_heads
         v = v if self.value_norm is None else self.value_norm(v)
         return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
 
@@ -269,11 +273,11 @@ class PackedSelfAttention(MegatronModule):
         if not self.norms_rotated:
             q, k = self._normed(q, k)
         if table is not None:
-            q, k = (rotate(each, table, interleaved=self.config.rotary_interleaved) for each in (q, k))
+            q, k = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (q, k))
         if self.norms_rotated:
             q, k = self._normed(q, k)
         if self.rms_epsilon is not None:
-            q, k = (rms_norm(each.float(), each.shape[-1:], eps=self.rms_epsilon).type_as(each) for each in (q, k))
+            q, k = (rms_norm(x.float(), x.shape[-1:], eps=self.rms_epsilon).type_as(x) for x in (q, k))
         return [q if factors is None else q * factors.to(q.dtype), k]
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ def query_blocks(length: int) -> Iterator[slice]:
 
 def causal_keys(queries: slice, keys: int, device: torch.device) -> Tensor:
     """Whether each of a block of queries may attend to each of the first ``keys`` keys, bool [queries, keys]."""
-    own = torch.arange(queries.start, queries.stop, device=device)
-    return torch.arange(keys, device=device) <= own[:, None]
+    positions = torch.arange(queries.start, queries.stop, device=device)
+    return torch.arange(keys, device=device) <= positions[:, None]
 
 
 def sparse_attention(
@@ -38,12 +38,12 @@ def sparse_attention(
         selected: of each sample, int32 [L, any number], positions in the sample.
         scale: factor of the scores.
     """
-    parts = (each.split(tuple(lengths)) for each in (q[:, :, 0], k, v))
+    parts = (x.split(tuple(lengths)) for x in (q[:, :, 0], k, v))
     out = []
-    for of_q, of_k, of_v, chosen in zip(*parts, selected, strict=True):
-        for block in query_blocks(len(of_k)):
+    for sample_q, sample_k, sample_v, chosen in zip(*parts, selected, strict=True):
+        for block in query_blocks(len(sample_k)):
             end = block.stop
-            args = of_q[block], of_k[:end], of_v[:end], chosen[block], block, scale
+            args = sample_q[block], sample_k[:end], sample_v[:end], chosen[block], block, scale
             out.append(checkpoint(_attend, *args, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(out).flatten(1)
 

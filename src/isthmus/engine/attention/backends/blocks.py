@@ -72,8 +72,8 @@ class SampleStack:
     def queries(self, sequence: Tensor, repeat: int) -> Tensor:
         """[G, T * repeat, D] -> [samples * G, rows * repeat, D]; a view for a range in place."""
         if not self.rows:
-            (own,) = self.ranges
-            return sequence[:, own.start * repeat : (own.start + own.length) * repeat]
+            (part,) = self.ranges
+            return sequence[:, part.start * repeat : (part.start + part.length) * repeat]
         return self._stacked(sequence, repeat)
 
     def keys(self, sequence: Tensor) -> Tensor:
@@ -83,20 +83,20 @@ class SampleStack:
     def _stacked(self, sequence: Tensor, repeat: int) -> Tensor:
         groups, _, width = sequence.shape
         size = self.rows * repeat
-        if sequence.size(1) == len(self.ranges) * size and all(one.length == self.rows for one in self.ranges):
+        if sequence.size(1) == len(self.ranges) * size and all(part.length == self.rows for part in self.ranges):
             return sequence.unflatten(1, (-1, size)).transpose(0, 1).reshape(-1, size, width)
         stacked = sequence.new_zeros(len(self.ranges), groups, size, width)
-        for target, one in zip(stacked, self.ranges, strict=True):
-            rows = slice(one.start * repeat, (one.start + one.length) * repeat)
-            target[:, : one.length * repeat] = sequence[:, rows]
+        for target, part in zip(stacked, self.ranges, strict=True):
+            rows = slice(part.start * repeat, (part.start + part.length) * repeat)
+            target[:, : part.length * repeat] = sequence[:, rows]
         return stacked.flatten(0, 1)
 
     def unstack(self, stacked: Tensor, sequence: Tensor, repeat: int) -> None:
         """Copy ``stacked`` back into ``sequence``; a no-op for a range in place."""
         if self.rows:
-            for one, rows in zip(self.ranges, stacked.unflatten(0, (len(self.ranges), -1)), strict=True):
-                target = slice(one.start * repeat, (one.start + one.length) * repeat)
-                sequence[:, target] = rows[:, : one.length * repeat]
+            for part, rows in zip(self.ranges, stacked.unflatten(0, (len(self.ranges), -1)), strict=True):
+                target = slice(part.start * repeat, (part.start + part.length) * repeat)
+                sequence[:, target] = rows[:, : part.length * repeat]
 
 
 @functools.lru_cache(maxsize=2)  # shared by the layers of a step, forward and backward
@@ -127,11 +127,11 @@ def plan_stacks(
         return tuple(in_place(start, end, offset) for (start, end), offset in zip(spans, offsets, strict=False))
     multiple = ROWS_MULTIPLE.get(dtype, 1)
     waiting = [QueryRange(int(end) - length, length) for length, end in zip(lengths, ends, strict=True)]
-    waiting.sort(key=lambda one: -one.length)
+    waiting.sort(key=lambda part: -part.length)
     stacks = []
     while waiting:
         longest = waiting[0].length
-        similar = [one for one in waiting if 2 * one.length >= longest]
+        similar = [part for part in waiting if 2 * part.length >= longest]
         if longest > MAX_STACKED.get(dtype, longest):
             similar = similar[:1]
         waiting = waiting[len(similar) :]
@@ -140,14 +140,14 @@ def plan_stacks(
             stacks.append(in_place(start, start + longest, start))
         else:
             rows = positions[: math.ceil(longest / multiple) * multiple]
-            blocks = cut([one.length for one in similar], rows, torch.zeros_like(rows))
+            blocks = cut([part.length for part in similar], rows, torch.zeros_like(rows))
             stacks.append(SampleStack(tuple(similar), len(rows), blocks))
     return tuple(stacks)
 
 
 def _cut(
     queries: Sequence[int],
-    own: Tensor,
+    positions: Tensor,
     sample_starts: Tensor,
     *,
     window: int | None,
@@ -160,18 +160,19 @@ def _cut(
     For each query ``own`` is the key at its position and ``sample_starts`` the first key of its sample, both int64.
     """
     groups, repeat = heads
-    oldest = sample_starts if window is None else torch.maximum(sample_starts, own - window + 1)
+    oldest = sample_starts if window is None else torch.maximum(sample_starts, positions - window + 1)
     blocks = []
-    for start in range(0, len(own), BLOCK_QUERIES):
-        end = min(start + BLOCK_QUERIES, len(own))
-        last = int(own[end - 1]) + 1
+    for start in range(0, len(positions), BLOCK_QUERIES):
+        end = min(start + BLOCK_QUERIES, len(positions))
+        last = int(positions[end - 1]) + 1
         first = max(0, last - math.ceil((last - int(oldest[start])) / KEYS_MULTIPLE) * KEYS_MULTIPLE)
-        unmasked = min(int(oldest[end - 1]), int(own[start])), int(own[start])  # all queries attend to keys between
+        # All queries attend to the keys between.
+        unmasked = min(int(oldest[end - 1]), int(positions[start])), int(positions[start])
         if unmasked[1] - unmasked[0] < (last - first) // 2:
             unmasked = last, last  # so few that one mask for all keys, added by the matmul itself, is faster
         masks = []
         for keys in (torch.arange(first, unmasked[0]), torch.arange(unmasked[1], last)):
-            seen = (keys <= own[start:end, None]) & (keys >= oldest[start:end, None])
+            seen = (keys <= positions[start:end, None]) & (keys >= oldest[start:end, None])
             values = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
             masks.append(values.repeat_interleave(repeat, 0).to(device))
         number = sum(length > start for length in queries)
@@ -295,8 +296,8 @@ class _PackedAttention(torch.autograd.Function):
                 grad_probabilities = _dropped(grad_probabilities, mask, ctx.options)
                 if grad_sinks is not None and at_sink is not None:
                     # A sink has no value: its gradient is that of the probability it takes from the keys.
-                    taken = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
-                    grad_sinks -= taken.view(-1, groups, block.end - block.start, repeat).sum((0, 2))
+                    sink_grad = at_sink * (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
+                    grad_sinks -= sink_grad.view(-1, groups, block.end - block.start, repeat).sum((0, 2))
                 grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
                 if slope is not None:
                     grad_scores = grad_scores * slope

@@ -28,10 +28,10 @@ def newer_flash() -> tuple[FlashVersion | None, str]:
     if torch.version.hip is not None or not hasattr(torch_attention, "activate_flash_attention_impl"):
         return None, ""
     major, _ = torch.cuda.get_device_capability()
-    found = next((version for version in _VERSIONS if version.major == major), None)
-    if found is None or _is_installed(found.module):
-        return found, ""
-    return None, f"{found.name} is not installed ({found.module})"
+    newest = next((version for version in _VERSIONS if version.major == major), None)
+    if newest is None or _is_installed(newest.module):
+        return newest, ""
+    return None, f"{newest.name} is not installed ({newest.module})"
 
 
 def _is_installed(module: str) -> bool:

@@ -33,7 +33,7 @@ def _block_mask(lengths: tuple[int, ...], window: int | None, spans: Spans | Non
     if window is not None:
         first = torch.maximum(first, position - window + 1)
     keys = len(position)
-    first, last = to_device(torch.stack([local_tokens(each, spans) for each in (first, position)]).int(), device)
+    first, last = to_device(torch.stack([local_tokens(x, spans) for x in (first, position)]).int(), device)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
@@ -46,8 +46,8 @@ def _block_mask(lengths: tuple[int, ...], window: int | None, spans: Spans | Non
     start = torch.arange(0, keys, _BLOCK, device=device, dtype=torch.int32)
     end = start + _BLOCK - 1
     some = (end >= firsts.amin(1, keepdim=True)) & (start <= lasts.amax(1, keepdim=True))
-    every = (start >= firsts.amax(1, keepdim=True)) & (end <= lasts.amin(1, keepdim=True))
-    blocks = (*_ordered(some & ~every), *_ordered(every))
+    full = (start >= firsts.amax(1, keepdim=True)) & (end <= lasts.amin(1, keepdim=True))
+    blocks = (*_ordered(some & ~full), *_ordered(full))
     return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(queries, keys))
 
 
@@ -101,6 +101,6 @@ def flex_attention(
 ) -> Tensor:
     """Attend causally within each sample; arguments and result are those of :func:`packed_attention`."""
     check_shapes(q, k, lengths, spans)
-    heads_first = (each.transpose(0, 1)[None] for each in (q.flatten(1, 2), k, v))
+    heads_first = (x.transpose(0, 1)[None] for x in (q.flatten(1, 2), k, v))
     out = _kernel(softcap, scale, q.dtype)(*heads_first, sinks, _block_mask(lengths, window, spans, k.device))
     return out.squeeze(0).transpose(0, 1).unflatten(1, q.shape[1:3])

@@ -24,13 +24,15 @@ def segments(lengths: tuple[int, ...], window: int | None, spans: Spans | None) 
     """For each span of queries, its samples or parts of them. The keys of a span are adjacent rows."""
     ends = list(accumulate(lengths))
     for span_start, span_end in ((0, ends[-1]),) if spans is None else spans:
-        found = []
+        sample_segments = []
         for length, sample_end in zip(lengths, ends, strict=True):
             sample = sample_end - length
             start, end = max(sample, span_start), min(sample_end, span_end)
             if start < end:
-                found.append(Segment(start, end, sample if window is None else max(sample, start - window + 1)))
-        yield found
+                sample_segments.append(
+                    Segment(start, end, sample if window is None else max(sample, start - window + 1))
+                )
+        yield sample_segments
 
 
 def offset_ranges(sizes: Iterable[int]) -> Spans:

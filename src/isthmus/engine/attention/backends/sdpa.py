@@ -31,25 +31,25 @@ def sdpa_attention(
     check_shapes(q, k, lengths, spans)
     if q.is_cuda:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length (docs/decisions/0033)
-    found = list(_short_segments(lengths, window, spans))
-    keys_of = tuple((own.first, own.end) for own in found)
-    queries = row_ranges(q, offset_ranges(own.end - own.start for own in found))
+    parts = list(_short_segments(lengths, window, spans))
+    key_ranges = tuple((segment.first, segment.end) for segment in parts)
+    queries = row_ranges(q, offset_ranges(segment.end - segment.start for segment in parts))
     outputs = []
     dropout_p = 0.0 if dropout is None else dropout.seed_kernels()
-    for own_q, own_k, own_v in zip(queries, row_ranges(k, keys_of), row_ranges(v, keys_of), strict=True):
+    for part_q, part_k, part_v in zip(queries, row_ranges(k, key_ranges), row_ranges(v, key_ranges), strict=True):
         mask, masked = None, False
-        if window is not None and len(own_k) > window:
+        if window is not None and len(part_k) > window:
             masked = True
-            mask = _window_mask(len(own_q), len(own_k), window, q.device)
-        elif len(own_k) > len(own_q):
-            mask = causal_lower_right(len(own_q), len(own_k))  # the last query sees all keys
+            mask = _window_mask(len(part_q), len(part_k), window, q.device)
+        elif len(part_k) > len(part_q):
+            mask = causal_lower_right(len(part_q), len(part_k))  # the last query sees all keys
         shares_keys = q.size(2) > 1
         if shares_keys and q.is_cuda and (masked or q.dtype == torch.float32):
             # Flash attention has no masks and no float32, and the other kernel no shared keys. Without it torch uses
             # plain matmuls, which save all probabilities.
-            own_k, own_v = (each.repeat_interleave(q.size(2), dim=1) for each in (own_k, own_v))
+            part_k, part_v = (x.repeat_interleave(q.size(2), dim=1) for x in (part_k, part_v))
             shares_keys = False
-        heads_first = [each.transpose(0, 1)[None] for each in (own_q.flatten(1, 2), own_k, own_v)]
+        heads_first = [x.transpose(0, 1)[None] for x in (part_q.flatten(1, 2), part_k, part_v)]
         out = scaled_dot_product_attention(
             heads_first[0],
             heads_first[1],

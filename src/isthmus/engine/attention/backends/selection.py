@@ -59,19 +59,19 @@ def _verify(name: BackendName, needs: Sequence[AttentionNeeds]) -> tuple[CheckRe
         except (ImportError, RuntimeError) as error:
             remark = f"not {version.name}: {error}"
         else:
-            result = _worst(self_check(name, each, version.name) for each in needs)
+            result = _worst(self_check(name, need, version.name) for need in needs)
             if result.failure is None:
                 return result, version.name
             remark = f"not {version.name}: {result.failure}"
     activate_flash(None)
-    return _worst(self_check(name, each) for each in needs), remark
+    return _worst(self_check(name, need) for need in needs), remark
 
 
 def _worst(results: Iterable[CheckResult]) -> CheckResult:
     """A failure if there is one, else the largest errors."""
-    found = list(results)
-    failed = next((result for result in found if result.failure is not None), None)
-    return failed or CheckResult(max(r.forward for r in found), max(r.backward for r in found), None)
+    checked = list(results)
+    failed = next((result for result in checked if result.failure is not None), None)
+    return failed or CheckResult(max(r.forward for r in checked), max(r.backward for r in checked), None)
 
 
 def _candidates(requested: BackendName | Literal["auto"], needs: Sequence[AttentionNeeds]) -> tuple[BackendName, ...]:
@@ -81,5 +81,5 @@ def _candidates(requested: BackendName | Literal["auto"], needs: Sequence[Attent
     if needs[0].device == "cpu":
         return ("blocks",)
     # With a window or context parallelism SDPA needs masks, which flash attention does not have.
-    plain = not any(each.window or each.cp for each in needs)
+    plain = not any(need.window or need.cp for need in needs)
     return ("varlen", "sdpa", "flex", "blocks") if plain else ("varlen", "flex", "sdpa", "blocks")

@@ -37,16 +37,16 @@ def _calls(
     lengths: tuple[int, ...], window: int | None, spans: Spans | None, device: torch.device
 ) -> tuple[_Call, ...]:
     """One call, or one for each span under context parallelism: keys of several spans overlap."""
-    found = [own for own in segments(lengths, window, spans) if own]
-    queries = [[each.end - each.start for each in own] for own in found]
-    keys = [[each.end - each.first for each in own] for own in found]
+    calls = [parts for parts in segments(lengths, window, spans) if parts]
+    queries = [[segment.end - segment.start for segment in parts] for parts in calls]
+    keys = [[segment.end - segment.first for segment in parts] for parts in calls]
     cumulative = [list(accumulate(sizes, initial=0)) for pair in zip(queries, keys, strict=True) for sizes in pair]
     # One copy to the device per micro batch.
     joined = to_device(torch.tensor([end for ends in cumulative for end in ends], dtype=torch.int32), device)
     on_device = joined.split([len(ends) for ends in cumulative])
     return tuple(
-        _Call(own[0].first, own[-1].end, sum(q), on_device[2 * i], on_device[2 * i + 1], max(q), max(k))
-        for i, (own, q, k) in enumerate(zip(found, queries, keys, strict=True))
+        _Call(parts[0].first, parts[-1].end, sum(q), on_device[2 * i], on_device[2 * i + 1], max(q), max(k))
+        for i, (parts, q, k) in enumerate(zip(calls, queries, keys, strict=True))
     )
 
 
@@ -74,12 +74,14 @@ def varlen_attention(
     kernel = varlen_attn()
     outputs = [
         kernel(
-            *(own_q, own_k, own_v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_queries, call.max_keys),
+            *(call_q, call_k, call_v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_queries, call.max_keys),
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.size(2) > 1,
         )
-        for call, own_q, own_k, own_v in zip(calls, queries, row_ranges(k, ranges), row_ranges(v, ranges), strict=True)
+        for call, call_q, call_k, call_v in zip(
+            calls, queries, row_ranges(k, ranges), row_ranges(v, ranges), strict=True
+        )
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out[..., :width].unflatten(1, q.shape[1:3])
