@@ -64,11 +64,11 @@ def find_compiler(device: str) -> tuple[str, str]:
         # The lengths of the first calls decide how a kernel divides its sums, and a resumed run has others.
         return "", "train.deterministic=true excludes compiled kernels, whose sums depend on the first lengths"
     named, usual = ("CXX", ("g++", "clang++")) if device == "cpu" else ("CC", ("gcc", "clang"))
-    found = next((name for name in (os.environ.get(named), *usual) if name and shutil.which(name)), None)
-    if found is None:
+    compiler = next((name for name in (os.environ.get(named), *usual) if name and shutil.which(name)), None)
+    if compiler is None:
         return "", f"no C{'++' if device == 'cpu' else ''} compiler was found ({', '.join(usual)} or ${named})"
     if device == "cpu":
-        return found, ""
+        return compiler, ""
     try:
         return f"Triton {importlib.import_module('triton').__version__}", ""
     except ImportError as error:
@@ -105,8 +105,8 @@ class _Region:
         if length < 2 or args[0].numel() == 0:  # 0 and 1 are constants to the compiler
             return self.function(*args)
         # A detached tensor has no marks, and tensors that need gradients have no variants of their own.
-        own = [self._detached(each, length) if isinstance(each, Tensor) else each for each in args]
-        return self._run(own) if type(own[0]) is Tensor else self.function(*args)  # a fake tensor has no data
+        detached = [self._detached(x, length) if isinstance(x, Tensor) else x for x in args]
+        return self._run(detached) if type(detached[0]) is Tensor else self.function(*args)  # a fake tensor has no data
 
     def _detached(self, tensor: Tensor, length: int) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():

@@ -66,9 +66,9 @@ class _TokenScores:
         assert batch.loss_mask is not None
         starts = [self._starts[sample] for sample in batch.sample_ids]
         places = [start + torch.arange(n) for start, n in zip(starts, batch.sample_lengths, strict=True)]
-        whole = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
+        positions = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            self.scores[:, local_tokens(whole, batch.spans)[batch.loss_mask]] = losses.cpu()
+            self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = losses.cpu()
         return LossOutput(losses[0].sum().float(), 0, 0.0)
 
     def metrics(self, sums: object, count: float) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Inference:
         store = SampleStore.from_samples([(tokens, mask) for (tokens, _), mask in zip(samples, masks, strict=True)])
         recorder = _TokenScores(store)
         batches = self._batches(store)
-        self._evaluator.evaluate((_with_keys(each, sampling) for each in batches.eval_batches()), recorder)
+        self._evaluator.evaluate((_with_keys(batch, sampling) for batch in batches.eval_batches()), recorder)
         scores = recorder.scores.to(self._evaluator.device)
         dist.all_reduce(scores)
         losses, tokens = scores[0].tolist(), scores[1].long().tolist()

@@ -64,7 +64,7 @@ def find_nonfinite(stepper: Stepper, batches: Sequence[PackedBatch]) -> list[Non
             gradient = getattr(weight, "main_grad", weight.grad)
             if gradient is not None:
                 probe.check("weight gradient", canonical_name(decoder, name), gradient)
-    return sorted(probe.found.values(), key=lambda one: one.order)
+    return sorted(probe.found.values(), key=lambda nonfinite: nonfinite.order)
 
 
 @dataclass(slots=True)
@@ -146,9 +146,9 @@ def _samples(tensor: Tensor, batch: PackedBatch) -> tuple[int, ...]:
     sharded = ranks == parallel_state.get_tensor_model_parallel_world_size()  # sequence parallelism
     if rest or not (ranks == 1 or sharded):
         return ()
-    own = tokens.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0]
+    rank_tokens = tokens.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0]
     rows = (~torch.isfinite(tensor)).flatten(1).any(1).cpu()
     ends = list(accumulate(batch.lengths))
-    numbers = dict.fromkeys(bisect_right(ends, token) for token in own[rows].tolist())
+    numbers = dict.fromkeys(bisect_right(ends, token) for token in rank_tokens[rows].tolist())
     found = dict.fromkeys(batch.sample_ids[number] for number in numbers if number < len(batch.sample_ids))
     return tuple(found)[:_MOST_SAMPLES]

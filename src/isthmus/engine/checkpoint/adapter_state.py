@@ -66,16 +66,16 @@ def _pieces(key: str, data: Tensor, replica: Any, tensor: AdapterTensor) -> Iter
     shape = tensor.adapter.shape(tensor.role)
     for (rows, *columns), local in tensor.pieces:
         part = data[local]
-        whole, offset = shape, (rows.start or 0, *(column.start or 0 for column in columns))
+        full_shape, offset = shape, (rows.start or 0, *(column.start or 0 for column in columns))
         if (step := rows.step or 1) > 1:  # entries have no steps: rows start, start + step, ... get an index of an axis
-            part, whole = part[:, None], (shape[0] // step, step, *shape[1:])
+            part, full_shape = part[:, None], (shape[0] // step, step, *shape[1:])
             offset = (*divmod(rows.start, step), *offset[1:])
         yield ShardedTensor(
             key=key,
             data=part,
             dtype=part.dtype,
             local_shape=tuple(part.shape),
-            global_shape=whole,
+            global_shape=full_shape,
             global_offset=offset,
             axis_fragmentations=None,
             replica_id=replica,

@@ -61,8 +61,8 @@ def check_files(folder: Path) -> None:
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else -1
         if size < end:
-            found = "is missing" if size < 0 else f"has {size} bytes"
-            raise DataError(f"{folder / name} {found}, {end} are needed. Resume from another checkpoint.")
+            problem = "is missing" if size < 0 else f"has {size} bytes"
+            raise DataError(f"{folder / name} {problem}, {end} are needed. Resume from another checkpoint.")
 
 
 def check_entries(folder: Path, entries: Iterable[Any], verifier: ChecksumVerifier) -> None:
@@ -81,7 +81,7 @@ def check_entries(folder: Path, entries: Iterable[Any], verifier: ChecksumVerifi
         verifier.check(folder / place.relative_path, place.offset, end, tensor=stored.fqn)
 
     with _alternative(), ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(check, dict.fromkeys(found for entry in entries for found in _stored_parts(entry, index))):
+        for _ in pool.map(check, dict.fromkeys(part for entry in entries for part in _stored_parts(entry, index))):
             pass
 
 
@@ -102,9 +102,9 @@ def _stored_parts(entry: Any, index: Metadata) -> Iterator[MetadataIndex]:
         return
     stored = index.state_dict_metadata.get(entry.key)
     for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
-        own = zip(entry.global_offset, (1,) * entry.prepend_axis_num + tuple(entry.local_shape), strict=True)
+        ranges = zip(entry.global_offset, (1,) * entry.prepend_axis_num + tuple(entry.local_shape), strict=True)
         if all(
             start < offset + size and offset < start + length
-            for (start, length), offset, size in zip(own, chunk.offsets, chunk.sizes, strict=False)
+            for (start, length), offset, size in zip(ranges, chunk.offsets, chunk.sizes, strict=False)
         ):
             yield MetadataIndex(entry.key, chunk.offsets)

@@ -162,8 +162,8 @@ class Xielu(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        own = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets)
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {}, sharded_offsets)
 
 
 def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def _xielu_forward(*inputs: Tensor) -> Tensor:
 def _xielu_backward(
     grad: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, *constants: Tensor
 ) -> tuple[Tensor, ...]:
-    def of_trained(*inputs: Tensor) -> Tensor:
+    def activation(*inputs: Tensor) -> Tensor:
         return _xielu(*inputs, *constants)
 
-    return cast(tuple[Tensor, ...], torch.func.vjp(of_trained, x, alpha_p, alpha_n)[1](grad))
+    return cast(tuple[Tensor, ...], torch.func.vjp(activation, x, alpha_p, alpha_n)[1](grad))

@@ -45,7 +45,7 @@ def dropout_keys(batch: PackedBatch, *, seed: int, step: int) -> DropoutKeys:
 def lengths_by_sample(batch: PackedBatch) -> Iterator[tuple[int, int]]:
     """(index, tokens) of each sample of the packed sequence, also of one that crosses documents; padding is -1."""
     ids = [*batch.sample_ids, -1] if batch.padding else batch.sample_ids
-    for sample, segments in groupby(zip(ids, batch.lengths, strict=True), key=lambda each: each[0]):
+    for sample, segments in groupby(zip(ids, batch.lengths, strict=True), key=lambda segment: segment[0]):
         yield sample, sum(length for _, length in segments)
 
 
@@ -82,10 +82,10 @@ def keep_mask(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 def uniform(rows: Tensor, columns: Tensor) -> Tensor:
     """Uniform int32 of pairs of int32 keys, broadcast."""
     # Integer operations in place, which are several times as fast on a CPU as those on bool masks.
-    found = rows + columns
-    shifted = found >> 16
-    found.bitwise_xor_(shifted).mul_(0x21F0AAAD)
-    return found.bitwise_xor_(torch.bitwise_right_shift(found, 15, out=shifted)).mul_(0x735A2D97)
+    hashes = rows + columns
+    shifted = hashes >> 16
+    hashes.bitwise_xor_(shifted).mul_(0x21F0AAAD)
+    return hashes.bitwise_xor_(torch.bitwise_right_shift(hashes, 15, out=shifted)).mul_(0x735A2D97)
 
 
 def drop(x: Tensor, mask: Tensor, rate: float) -> Tensor:

@@ -111,9 +111,9 @@ def _norm_backward(
     gain = _gain(weight, zero_centered)
     grad_gain = grad_bias = None
     if mean:
-        wanted = [True, weight is not None, bias is not None]
+        output_mask = [True, weight is not None, bias is not None]
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad, x, x.shape[-1:], *stats, _as(gain, x.dtype), bias, wanted
+            grad, x, x.shape[-1:], *stats, _as(gain, x.dtype), bias, output_mask
         )
     else:
         (scale,) = stats
@@ -177,13 +177,13 @@ class _HeadsNorm(_Norm):
         self.copies = max(1, ranks // num_heads)
         width = num_heads * head_dim * self.copies // ranks
         self.ranks = ranks
-        self.own = slice(rank // self.copies * width, (rank // self.copies + 1) * width)
+        self.rank_rows = slice(rank // self.copies * width, (rank // self.copies + 1) * width)
 
-    def own_gain(self) -> Tensor:
+    def rank_gain(self) -> Tensor:
         """The gain of this rank's channels."""
         gain = _gain(self.weight, self.zero_centered)
         assert gain is not None
-        return gain[self.own]
+        return gain[self.rank_rows]
 
 
 class ProjectionNorm(_HeadsNorm):
@@ -197,7 +197,7 @@ class ProjectionNorm(_HeadsNorm):
             # The scale depends on all ranks' channels: forward and backward sum over the ranks.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         scale = (squares / (self.copies * self.shape[0]) + self.eps).rsqrt()
-        return (wide * scale * self.own_gain()).to(x.dtype).view_as(x)
+        return (wide * scale * self.rank_gain()).to(x.dtype).view_as(x)
 
 
 class EachHeadNorm(_HeadsNorm):
@@ -207,4 +207,4 @@ class EachHeadNorm(_HeadsNorm):
         """``x`` [T, ..., D] has this rank's heads."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = torch.nn.functional.layer_norm(wide, x.shape[-1:], eps=self.eps)
-        return (normed.flatten(1) * self.own_gain()).to(x.dtype).view_as(x)
+        return (normed.flatten(1) * self.rank_gain()).to(x.dtype).view_as(x)

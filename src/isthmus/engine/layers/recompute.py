@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 @contextmanager
-def recompute_if(wanted: bool, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+def recompute_if(condition: bool, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
     """Where the block saves ``results`` for the backward pass, or views of them, it saves ``compute`` instead.
 
     ``compute`` returns them again, in the same order and memory layout; it runs once for all backward steps of the
     block, without gradients. Other hooks on saved tensors have no effect within the block.
     """
-    if not (wanted and torch.is_grad_enabled()):
+    if not (condition and torch.is_grad_enabled()):
         yield
         return
     saved = _Recomputed(results, compute)
@@ -80,5 +80,5 @@ class _RecomputedCall(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
             output = ctx.compute(*inputs)
-        found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grads))
-        return None, *(next(found) if need else None for need in needed)
+        gradients = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grads))
+        return None, *(next(gradients) if need else None for need in needed)

@@ -155,10 +155,10 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
         instead = "train.precision=bf16" if first == recipe.forward else "train.fp8_format=e4m3"
         for dtype in (torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)):
             try:
-                found = scaled_mm(a, b, dtype, fast=False)
+                result = scaled_mm(a, b, dtype, fast=False)
             except RuntimeError as reason:
                 raise UsageError(f"{what} fails on this GPU ({str(reason).strip()}). Use {instead}.") from reason
-            error = float((found.float() - expected).norm() / expected.norm())
+            error = float((result.float() - expected).norm() / expected.norm())
             if not error < MAX_KERNEL_ERROR:
                 raise UsageError(f"{what} is wrong by {error:.0%} on this GPU. Use {instead}.")
 

@@ -37,11 +37,11 @@ class TunedMatmuls:
     """CPU threads of a single rank; None: as by default."""
     kernels: frozenset[tuple[torch.dtype, int, int, int]] = frozenset()
     """Dtype, m, k and n of TunableOp's results."""
-    of_tunable_op: bool = False
+    for_tunable_op: bool = False
 
     def covers(self, shape: MatmulShape) -> bool:
         """Whether the file has a choice for this matmul: TunableOp for the exact shape, else for any length."""
-        if self.of_tunable_op:
+        if self.for_tunable_op:
             return (shape.dtype, shape.m, shape.k, shape.n) in self.kernels
         return shape in MatmulTable(self.choices)
 
@@ -117,7 +117,7 @@ def _from_csv(text: str) -> TunedMatmuls:
             raise ValueError(f"line {line[:80]!r}")
     if "PT_VERSION" not in validators:
         raise ValueError("it has no line Validator,PT_VERSION")
-    return TunedMatmuls(made_for=validators, kernels=frozenset(kernels), of_tunable_op=True)
+    return TunedMatmuls(made_for=validators, kernels=frozenset(kernels), for_tunable_op=True)
 
 
 def tune_path(file: str, platform: Platform) -> Path:
@@ -152,7 +152,7 @@ def use_tuned(file: str, platform: Platform) -> str:
     """
     path = tune_path(file, platform)
     tuned = read_tuned(path)
-    if tuned.of_tunable_op:
+    if tuned.for_tunable_op:
         _read_by_tunable_op(path, tuned)
         use_table(None, tunable_op=True)
         return f"tune.file: TunableOp uses {len(tuned.kernels)} measured GEMM kernels of {path}"

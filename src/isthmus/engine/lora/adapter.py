@@ -31,7 +31,7 @@ class Adapter:
 class AdapterSet:
     """All adapters of a model."""
 
-    of_weights: Mapping[str, tuple[Adapter, ...]] = field(default_factory=dict)
+    by_weight: Mapping[str, tuple[Adapter, ...]] = field(default_factory=dict)
     """By canonical name of the weight."""
     dropout: float = 0.0
     """Dropout rate of their inputs."""
@@ -41,12 +41,12 @@ class AdapterSet:
 
     @property
     def num_parameters(self) -> int:
-        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        adapters = [adapter for weight_adapters in self.by_weight.values() for adapter in weight_adapters]
         return sum(math.prod(adapter.shape(role)) for adapter in adapters for role in self.roles)
 
     def summary(self) -> str:
         """Ranks and layers, for the log."""
-        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        adapters = [adapter for weight_adapters in self.by_weight.values() for adapter in weight_adapters]
         names = ", ".join(dict.fromkeys(name_of(adapter.linear.module) for adapter in adapters))
         ranks = "/".join(map(str, sorted({adapter.rank for adapter in adapters})))
         kind = "DoRA" if self.dora else "LoRA"
@@ -54,7 +54,7 @@ class AdapterSet:
 
     def described(self) -> list[str]:
         """One line per layer, to compare the adapters of two runs."""
-        adapters = [adapter for own in self.of_weights.values() for adapter in own]
+        adapters = [adapter for weight_adapters in self.by_weight.values() for adapter in weight_adapters]
         kind = "DoRA" if self.dora else "LoRA"
         return sorted(
             f"{adapter.linear.module} {adapter.linear.expert or 0}: {kind} of rank {adapter.rank}, "

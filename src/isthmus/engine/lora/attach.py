@@ -48,16 +48,17 @@ def attach_adapters(
             inputs.register_forward_pre_hook(use_batch, with_kwargs=True)
         layers = {id(getattr(module, "weight", None)): module for module in decoder.modules()}
         for name, weight in live_parameters(decoder).items():
-            if name not in adapters.of_weights:
+            if name not in adapters.by_weight:
                 continue
             layer, placed = layers.get(id(weight)), placements[name]
             pieces = tensor_slices(placed.rule, arch, layout, placed.expert)
-            own = adapters.of_weights[name]
+            weight_adapters = adapters.by_weight[name]
             if (exchange := _exchange(layer)) is None:
                 raise UsageError(
-                    f"lora.targets: {own[0].linear.module} cannot have an adapter here. Name the targets without it."
+                    f"lora.targets: {weight_adapters[0].linear.module} cannot have an adapter here. "
+                    "Name the targets without it."
                 )
-            low_rank = LowRank(own, pieces, weight, exchange, dora=adapters.dora, dropout=adapters.dropout)
+            low_rank = LowRank(weight_adapters, pieces, weight, exchange, dora=adapters.dora, dropout=adapters.dropout)
             layer.lora = low_rank  # type: ignore[union-attr]
             if not getattr(weight, "allreduce", True):
                 for tensor in low_rank.tensors():
@@ -69,7 +70,10 @@ def attach_adapters(
 def _set_learning_rates(decoder: nn.Module, ratio: float) -> None:
     """LoRA+, with the parameter groups of PEFT; :mod:`isthmus.engine.optim.param_groups` reads the attribute."""
     faster = [tensor.parameter for tensor in adapter_tensors([decoder]) if tensor.role == "lora_B"]
-    for parameter in [*faster, *(each for each in decoder.parameters() if each.requires_grad and each.dim() == 1)]:
+    for parameter in [
+        *faster,
+        *(parameter for parameter in decoder.parameters() if parameter.requires_grad and parameter.dim() == 1),
+    ]:
         parameter.lr_multiplier = ratio  # type: ignore[attr-defined]
 
 
@@ -123,7 +127,9 @@ class Merge:
 def load_adapters(model: Sequence[Any], source: AdapterSource) -> None:
     """Set the adapters; a collective over tp. The weights of the layers have their values, and keep them."""
     for layer, low_rank in adapted_layers(model):
-        tensors = {role: [each for each in low_rank.tensors() if each.role == role] for role in get_args(Role)}
+        tensors = {
+            role: [parameter for parameter in low_rank.tensors() if parameter.role == role] for role in get_args(Role)
+        }
         _copy([*tensors["lora_A"], *tensors["lora_B"]], source)
         if low_rank.dora:
             low_rank.reset_magnitudes(layer.weight)  # type: ignore[arg-type]

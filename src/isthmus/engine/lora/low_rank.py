@@ -131,7 +131,11 @@ class LowRank(nn.Module):
         if not (self.dropout and self.training):
             return functional.linear(x, self.joined_a())
         return torch.cat(
-            [self._dropped_project(x, *one) for one in zip(self.adapters, self._of("lora_A"), strict=True)], dim=-1
+            [
+                self._dropped_project(x, *adapter_and_a)
+                for adapter_and_a in zip(self.adapters, self._of("lora_A"), strict=True)
+            ],
+            dim=-1,
         )
 
     def _dropped_project(self, x: Tensor, adapter: Adapter, a: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ class LowRank(nn.Module):
         norms = self._norms(weight)
         norms = norms if self.rows is None else norms[self.rows]
         magnitudes = self._of("lora_magnitude_vector")
-        for magnitude, values in zip(magnitudes, norms.split([len(each) for each in magnitudes]), strict=True):
+        for magnitude, values in zip(magnitudes, norms.split([len(vector) for vector in magnitudes]), strict=True):
             magnitude.copy_(values)
 
     @torch.no_grad()
@@ -186,8 +190,8 @@ class LowRank(nn.Module):
     def tensors(self) -> Iterator[AdapterTensor]:
         """This rank's tensors of all adapters."""
         for adapter, spans in zip(self.adapters, self.spans, strict=True):
-            whole = (slice(None), slice(None))
-            pieces = [((slice(None), self.columns), whole)]
+            all_elements = (slice(None), slice(None))
+            pieces = [((slice(None), self.columns), all_elements)]
             a = getattr(self, _name(adapter, "lora_A"))
             yield AdapterTensor(adapter, "lora_A", a, tuple(pieces), self._replicated("lora_A"))
             for role in ("lora_B", "lora_magnitude_vector") if self.dora else ("lora_B",):

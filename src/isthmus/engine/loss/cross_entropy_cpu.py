@@ -63,10 +63,10 @@ def chunk_losses(
         softcap: logits l become softcap * tanh(l / softcap).
     """
     slope = None if softcap is None else _cap(logits, softcap)
-    found = _loss_and_gradient(logits, targets, group, grad_scale, smoothing)
+    results = _loss_and_gradient(logits, targets, group, grad_scale, smoothing)
     if gradient and slope is not None:
         logits.mul_(slope)
-    return found
+    return results
 
 
 def _cap(logits: Tensor, softcap: float) -> Tensor:
@@ -111,18 +111,18 @@ def _loss_and_gradient(
             dist.all_reduce(logit_sum, group=group)
         parts = log_total.new_empty(group.size() * log_total.numel())
         dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
-        own, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
-        logits.mul_((own - log_total).exp_().to(logits.dtype))
+        rank_total, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
+        logits.mul_((rank_total - log_total).exp_().to(logits.dtype))
     loss = log_total - target_logit
-    own_gradient = torch.expm1(-loss)
+    target_gradient = torch.expm1(-loss)
     if smoothing is not None:
         loss = loss + smoothing.rate * target_logit - smoothing.share * logit_sum
-        own_gradient += smoothing.rate - smoothing.share
+        target_gradient += smoothing.rate - smoothing.share
         logits.sub_(smoothing.share if grad_scale is None else smoothing.share * grad_scale)
     if grad_scale is not None:
-        own_gradient *= grad_scale
+        target_gradient *= grad_scale
     # For targets of other ranks the gradient at column 0 does not change.
-    at_target = torch.where(mine[:, None], own_gradient.to(logits.dtype), logits.gather(1, column))
+    at_target = torch.where(mine[:, None], target_gradient.to(logits.dtype), logits.gather(1, column))
     # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
     return loss[:, 0]

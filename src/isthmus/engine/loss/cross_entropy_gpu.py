@@ -60,9 +60,9 @@ def chunk_losses(
         parts = gathered.unflatten(0, (group.size(), -1)).movedim(0, 1)
     if not gradient:
         return losses(parts, smoothing)
-    found, at_target = losses_and_gradient(logits, targets, parts, grad_scale, softcap, smoothing)
+    results, at_target = losses_and_gradient(logits, targets, parts, grad_scale, softcap, smoothing)
     logits.scatter_(1, column, at_target)
-    return found
+    return results
 
 
 @compiled_on_gpu
@@ -80,8 +80,8 @@ def row_statistics(
     peak = capped.amax(dim=1, keepdim=True)
     total = (capped - peak).exp_().sum(dim=1, keepdim=True)
     target = capped_logits(logits.gather(1, column), softcap)[0].where(mine, 0.0)
-    found = (peak, total, target, capped.sum(dim=1, keepdim=True)) if with_sum else (peak, total, target)
-    return torch.cat(found, 1), column
+    results = (peak, total, target, capped.sum(dim=1, keepdim=True)) if with_sum else (peak, total, target)
+    return torch.cat(results, 1), column
 
 
 @compiled_on_gpu

@@ -124,7 +124,7 @@ def tail_sums(
     """Student's and teacher's probability of the tokens below the k-th largest logit of ``norms``, float32 [n, 2]."""
     _, _, log_p, log_t = _log_probs(student, teacher, norms, softcap, temperature)
     rest = teacher.float() < norms[:, _NORMS, None]
-    return torch.stack([each.exp().where(rest, 0.0).sum(1) for each in (log_p, log_t)], 1)
+    return torch.stack([x.exp().where(rest, 0.0).sum(1) for x in (log_p, log_t)], 1)
 
 
 @compiled_on_gpu

@@ -42,7 +42,7 @@ class RewardObjective:
             pairs = pairs + self.settings.center_rewards_coefficient * (chosen + rejected).square()
         counted, loss = int(counts_batch()), pairs.sum()
         values = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
-        sums = {name: counted * each.detach().sum() for name, each in zip(self.sums, values, strict=True)}
+        sums = {name: counted * value.detach().sum() for name, value in zip(self.sums, values, strict=True)}
         return LossOutput(loss.float(), counted * (answers // 2), counted * loss.detach(), sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:

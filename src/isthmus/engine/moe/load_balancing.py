@@ -30,13 +30,13 @@ def token_groups(batch: PackedBatch, rank: int, ranks: int, device: torch.device
     samples = batch.sample_lengths
     weights = batch.sample_weights[: len(samples)]
     numbers, lengths = torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)
-    of_token = numbers.repeat_interleave(lengths, output_size=sum(batch.lengths))
-    of_token = to_device(local_tokens(of_token, batch.spans).chunk(ranks)[rank], device)
+    token_samples = numbers.repeat_interleave(lengths, output_size=sum(batch.lengths))
+    token_samples = to_device(local_tokens(token_samples, batch.spans).chunk(ranks)[rank], device)
     sizes = torch.tensor([[*samples, sum(samples)], [*weights, sum(weights)]], dtype=torch.float32)
     sizes = to_device(torch.stack([sizes[0].clamp(min=1), sizes[1]]), device)
     number = len(samples)
-    whole = TokenGroups((of_token == number).long(), sizes[0, number:], sizes[1, number:])
-    return TokenGroups(of_token, sizes[0, :number], sizes[1, :number]), whole
+    all_tokens = TokenGroups((token_samples == number).long(), sizes[0, number:], sizes[1, number:])
+    return TokenGroups(token_samples, sizes[0, :number], sizes[1, :number]), all_tokens
 
 
 def balance_scores(logits: Tensor, moe: Moe) -> Tensor:
@@ -79,11 +79,11 @@ class RouterStats:
         self.sums: Tensor | None = None
         """float64 [E + 3]: tokens of each expert, then the losses in the order of :data:`ROUTER_LOSSES`."""
 
-    def add(self, chosen: Tensor, whole: TokenGroups, losses: dict[str, Tensor]) -> None:
+    def add(self, chosen: Tensor, all_tokens: TokenGroups, losses: dict[str, Tensor]) -> None:
         """Add a micro batch; ``chosen`` is int64 [T, K]."""
         if self.sums is None:
             self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
-        real = torch.where(whole.group_ids[:, None] == 0, chosen, self.num_experts)
+        real = torch.where(all_tokens.group_ids[:, None] == 0, chosen, self.num_experts)
         self.sums[: self.num_experts] += count(real.flatten(), self.num_experts + 1)[:-1]
         for name, loss in losses.items():
             self.sums[self.num_experts + ROUTER_LOSSES.index(name)] += loss.detach()
@@ -115,10 +115,10 @@ def router_sums(
     """
     rows, experts = (0, 0) if num_experts is None else (num_layers, num_experts)
     table = torch.zeros(rows, experts + len(ROUTER_LOSSES), dtype=torch.float64, device=device)
-    for layer, each in stats:
-        if each.sums is not None:
-            table[layer] += each.sums
-            each.sums = None
+    for layer, layer_stats in stats:
+        if layer_stats.sums is not None:
+            table[layer] += layer_stats.sums
+            layer_stats.sums = None
     return table
 
 

@@ -39,18 +39,18 @@ class GroupedExperts(SequentialMLP):
     recompute_activation = False
     weighs_inputs = False
 
-    def __init__(self, *args: Any, own_copies: bool) -> None:
-        """``own_copies``: the experts' data-parallel group differs from that of the other layers."""
+    def __init__(self, *args: Any, sharded_experts: bool) -> None:
+        """``sharded_experts``: the experts' data-parallel group differs from that of the other layers."""
         super().__init__(*args)
         self.kernels = GemmKernels()
         """Set by :func:`isthmus.engine.moe.gemm_choice.choose_gemms`."""
         for expert in self.local_experts:
             for parameter in expert.parameters():
-                parameter.allreduce = not own_copies
+                parameter.allreduce = not sharded_experts
             if (bias := expert.linear_fc2.bias) is not None:
                 # Megatron-Core sums it over tp; here each rank has all tokens and the whole gradient.
                 bias.sequence_parallel = False
-                if own_copies:
+                if sharded_experts:
                     mark_expert_parameter(bias, self.tp_group, replicated=True)
 
     def forward(self, hidden: Tensor, weights: Tensor, sizes: GroupSizes) -> Tensor:
@@ -137,9 +137,9 @@ class MoeBlock(MegatronModule):
             expert_config.hidden_size = moe.latent_size
             self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, moe.latent_size)
             self.fc2_latent_proj = ReplicatedLinear(config, moe.latent_size, config.hidden_size)
-        own_copies = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
+        sharded_experts = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
         self.experts = GroupedExperts(
-            moe.num_experts // groups.ep.size(), expert_config, submodules, groups, own_copies=own_copies
+            moe.num_experts // groups.ep.size(), expert_config, submodules, groups, sharded_experts=sharded_experts
         )
         self.experts.weighs_inputs = moe.weighs_inputs
         self.dispatch = dispatcher(

@@ -84,8 +84,10 @@ class RoutedTokens:
 
     def gather(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Sorted rows [n, H] and weights [n] of the pairs."""
-        of_rows = weights.flatten().index_select(0, self.order)
-        return _Gather.apply(hidden, self), of_rows if self.padding is None else of_rows.masked_fill(self.padding, 0)
+        row_weights = weights.flatten().index_select(0, self.order)
+        return _Gather.apply(hidden, self), row_weights if self.padding is None else row_weights.masked_fill(
+            self.padding, 0
+        )
 
     def combine(self, rows: Tensor) -> Tensor:
         """[n, H] -> [T, H]."""

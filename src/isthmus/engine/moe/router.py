@@ -70,7 +70,7 @@ class TopKRouter(MegatronModule):
         return weights, chosen
 
     def _with_losses(
-        self, weights: Tensor, logits: Tensor, chosen: Tensor, samples: TokenGroups, whole: TokenGroups
+        self, weights: Tensor, logits: Tensor, chosen: Tensor, samples: TokenGroups, all_tokens: TokenGroups
     ) -> Tensor:
         """``weights``, whose backward pass adds the auxiliary losses."""
         losses: dict[str, Tensor] = {}
@@ -78,13 +78,13 @@ class TopKRouter(MegatronModule):
         if self.settings.losses:
             scores, ranks = balance_scores(logits, self.moe), self.groups.tp_cp if sharded else self.groups.cp
             compute = {
-                "aux_loss": lambda: aux_loss(scores, chosen, whole, ranks),
+                "aux_loss": lambda: aux_loss(scores, chosen, all_tokens, ranks),
                 "seq_aux_loss": lambda: aux_loss(scores, chosen, samples, ranks),
                 "z_loss": lambda: z_loss(logits, samples),
             }
             losses = {name: compute[name]() for name in self.settings.losses}
         if sharded or tp.rank() == 0:  # else another rank counts the same tokens
-            self.stats.add(chosen, whole, losses)
+            self.stats.add(chosen, all_tokens, losses)
         if not losses:
             return weights
         total = torch.stack([getattr(self.settings, name) * loss for name, loss in losses.items()]).sum()

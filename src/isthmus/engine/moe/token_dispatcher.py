@@ -65,9 +65,9 @@ class _TensorParallelDispatcher:
     def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute, _overlap: Overlap) -> Tensor:
         if self.sequence_parallel:
             # A rank's experts give a part of each gradient: the backward pass reduce-scatters the parts.
-            hidden, weights, chosen = (_all_gather(each, self.group) for each in (hidden, weights, chosen))
+            hidden, weights, chosen = (_all_gather(x, self.group) for x in (hidden, weights, chosen))
             return _reduce_scatter(self._run(hidden, weights, chosen, experts), self.group)
-        hidden, weights = (copy_to_tensor_model_parallel_region(each, self.group) for each in (hidden, weights))
+        hidden, weights = (copy_to_tensor_model_parallel_region(x, self.group) for x in (hidden, weights))
         return reduce_from_tensor_model_parallel_region(self._run(hidden, weights, chosen, experts), self.group)
 
     def _run(self, hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute) -> Tensor:
@@ -111,7 +111,7 @@ class _AllGatherDispatcher:
         if hidden.is_cuda:
             overlap()
         longest = max(lengths.read().tolist())
-        hidden, weights = (_all_gather(_padded(each, longest), self.group) for each in (hidden, weights))
+        hidden, weights = (_all_gather(_padded(x, longest), self.group) for x in (hidden, weights))
         chosen = _all_gather(_padded(chosen, longest, self.dropped), self.group)
         out = run_local(hidden, weights, chosen, experts, self.local, RoutedTokens.keep_counted)
         return _reduce_scatter(out, self.group)[:tokens]
@@ -138,22 +138,24 @@ class _AllToAllDispatcher:
             overlap()
         per_expert = copy.read()
         on_host = per_expert.sum(-1).tolist()
-        own = self.etp.rank()
-        send = on_host[self.ep.rank()][own]
+        etp_rank = self.etp.rank()
+        send = on_host[self.ep.rank()][etp_rank]
         if not self.dropless:
             routed.keep(sum(send))
-        receive = [of_source[own][self.ep.rank()] for of_source in on_host]
-        received = [sum(of_source[etp][self.ep.rank()] for of_source in on_host) for etp in range(self.etp.size())]
+        receive = [counts_of_source[etp_rank][self.ep.rank()] for counts_of_source in on_host]
+        received = [
+            sum(counts_of_source[etp][self.ep.rank()] for counts_of_source in on_host) for etp in range(self.etp.size())
+        ]
         rows, row_weights = (
-            _all_gather(_padded(all_to_all(self.ep, each, receive, send), max(received)), self.etp)
-            for each in routed.gather(hidden, weights)
+            _all_gather(_padded(all_to_all(self.ep, x, receive, send), max(received)), self.etp)
+            for x in routed.gather(hidden, weights)
         )
         order = self._order(counts[:, :, self.ep.rank()], received)
-        sizes = [each[:, :, self.ep.rank()].sum((0, 1)).flip(0) for each in (counts, per_expert)]
+        sizes = [x[:, :, self.ep.rank()].sum((0, 1)).flip(0) for x in (counts, per_expert)]
         results = experts(
             rows.index_select(0, order), row_weights.index_select(0, order), GroupSizes(sizes[0], sizes[1].tolist())
         )
-        out = _reduce_scatter(torch.zeros_like(rows).index_copy(0, order, results), self.etp)[: received[own]]
+        out = _reduce_scatter(torch.zeros_like(rows).index_copy(0, order, results), self.etp)[: received[etp_rank]]
         return routed.combine(all_to_all(self.ep, out, send, receive))
 
     def _order(self, counts: Tensor, received: list[int]) -> Tensor:

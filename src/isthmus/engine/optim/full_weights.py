@@ -51,10 +51,10 @@ class Weight:
     @cached_property
     def rows(self) -> list[Tensor]:
         """The rows of each matrix, in the order of the Hugging Face tensor, on the device."""
-        found: list[list[int]] = [[] for _ in self.rule.parts]
+        rows_of_parts: list[list[int]] = [[] for _ in self.rule.parts]
         for block in self.rule.blocks(self.arch):
-            found[block.part] += range(block.at, block.at + block.length)
-        return [torch.tensor(rows, device=self.device) for rows in found]
+            rows_of_parts[block.part] += range(block.at, block.at + block.length)
+        return [torch.tensor(rows, device=self.device) for rows in rows_of_parts]
 
     @property
     def senders(self) -> Iterator[Holder]:
@@ -89,31 +89,31 @@ class Weight:
 class _Transfers:
     """What a rank sends, ordered by its target, and receives, ordered by its source: elements of weights by name."""
 
-    given: Sequence[tuple[str, Holder]]
-    taken: Sequence[tuple[str, Holder]]
-    given_sizes: Sequence[int]
+    sent: Sequence[tuple[str, Holder]]
+    received: Sequence[tuple[str, Holder]]
+    sent_sizes: Sequence[int]
     """Elements for each rank."""
-    taken_sizes: Sequence[int]
+    received_sizes: Sequence[int]
 
     @classmethod
-    def of_rank(cls, rank: int, ranks: int, every: Iterable[tuple[int, int, str, Holder]]) -> _Transfers:
-        """``every`` has source, target, name and holder of all transfers of a round, in one order for all ranks."""
-        given: list[list[tuple[str, Holder]]] = [[] for _ in range(ranks)]
-        taken: list[list[tuple[str, Holder]]] = [[] for _ in range(ranks)]
-        for source, target, name, holder in every:
+    def for_rank(cls, rank: int, ranks: int, transfers: Iterable[tuple[int, int, str, Holder]]) -> _Transfers:
+        """``transfers``: source, target, name and holder of all transfers of a round, in one order for all ranks."""
+        sent: list[list[tuple[str, Holder]]] = [[] for _ in range(ranks)]
+        received: list[list[tuple[str, Holder]]] = [[] for _ in range(ranks)]
+        for source, target, name, holder in transfers:
             if source == rank:
-                given[target].append((name, holder))
+                sent[target].append((name, holder))
             if target == rank:
-                taken[source].append((name, holder))
-        sizes = [[sum(holder.length for _, holder in part) for part in parts] for parts in (given, taken)]
-        return cls(list(itertools.chain(*given)), list(itertools.chain(*taken)), *sizes)
+                received[source].append((name, holder))
+        sizes = [[sum(holder.length for _, holder in part) for part in parts] for parts in (sent, received)]
+        return cls(list(itertools.chain(*sent)), list(itertools.chain(*received)), *sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """Weights that are exchanged together."""
 
-    held: Sequence[str]
+    names: Sequence[str]
     """Those with elements on this rank."""
     owned: Sequence[Weight]
     """Those that this rank has as a whole."""
@@ -146,54 +146,56 @@ class WeightExchange:
             name: Holder(rank, tp[rules[name].is_expert].rank(), start, length)
             for name, (start, length) in elements.items()
         }
-        every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, self.mine, group=self.group)
+        holders_of_ranks: list[Any] = [None] * ranks
+        dist.all_gather_object(holders_of_ranks, self.mine, group=self.group)
         holders: dict[str, list[Holder]] = {}
-        for name, holder in itertools.chain.from_iterable(each.items() for each in every):
+        for name, holder in itertools.chain.from_iterable(rank_holders.items() for rank_holders in holders_of_ranks):
             holders.setdefault(name, []).append(holder)
         self.weights = {
-            name: Weight(name, rules[name], arch, device, tp[rules[name].is_expert].size(), sorted(found, key=_place))
-            for name, found in holders.items()
+            name: Weight(
+                name, rules[name], arch, device, tp[rules[name].is_expert].size(), sorted(weight_holders, key=_place)
+            )
+            for name, weight_holders in holders.items()
         }
         self.rounds = [self._round(weights, rank, ranks) for weights in _batches(self.weights.values(), ranks)]
 
     def _round(self, weights: Sequence[Weight], rank: int, ranks: int) -> Round:
         """Weight n belongs to rank n % ranks."""
         owned = [(number % ranks, weight) for number, weight in enumerate(weights)]
-        to_owners = ((each.rank, owner, weight.name, each) for owner, weight in owned for each in weight.senders)
-        to_holders = ((owner, each.rank, weight.name, each) for owner, weight in owned for each in weight.holders)
+        to_owners = ((holder.rank, owner, weight.name, holder) for owner, weight in owned for holder in weight.senders)
+        to_holders = ((owner, holder.rank, weight.name, holder) for owner, weight in owned for holder in weight.holders)
         return Round(
             [weight.name for weight in weights if weight.name in self.mine],
             weights[rank::ranks],
-            _Transfers.of_rank(rank, ranks, to_owners),
-            _Transfers.of_rank(rank, ranks, to_holders),
+            _Transfers.for_rank(rank, ranks, to_owners),
+            _Transfers.for_rank(rank, ranks, to_holders),
         )
 
     def gather(self, now: Round, elements: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole weights that this rank owns, from the ranks' elements, flat."""
-        found = self._send(now.to_owners, {name: {self.mine[name]: tensor} for name, tensor in elements.items()})
-        return {weight.name: weight.gather(found[weight.name]) for weight in now.owned}
+        elements_of = self._send(now.to_owners, {name: {self.mine[name]: tensor} for name, tensor in elements.items()})
+        return {weight.name: weight.gather(elements_of[weight.name]) for weight in now.owned}
 
     def scatter(self, now: Round, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's elements of the weights, flat, from the whole weights."""
-        own = {weight.name: dict(weight.scatter(wholes[weight.name])) for weight in now.owned}
-        return {name: found[self.mine[name]] for name, found in self._send(now.to_holders, own).items()}
+        to_send = {weight.name: dict(weight.scatter(wholes[weight.name])) for weight in now.owned}
+        return {name: from_owners[self.mine[name]] for name, from_owners in self._send(now.to_holders, to_send).items()}
 
     def _send(
-        self, transfers: _Transfers, own: Mapping[str, Mapping[Holder, Tensor]]
+        self, transfers: _Transfers, elements: Mapping[str, Mapping[Holder, Tensor]]
     ) -> dict[str, dict[Holder, Tensor]]:
         """What the transfers bring to this rank, by weight and holder."""
-        tensors = [own[name][holder] for name, holder in transfers.given]
+        tensors = [elements[name][holder] for name, holder in transfers.sent]
         if self.group.size() > 1:
             send = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=self.device), *tensors])
-            receive = send.new_empty(sum(transfers.taken_sizes))
-            sizes = list(transfers.taken_sizes), list(transfers.given_sizes)
+            receive = send.new_empty(sum(transfers.received_sizes))
+            sizes = list(transfers.received_sizes), list(transfers.sent_sizes)
             dist.all_to_all_single(receive, send, *sizes, group=self.group)
-            tensors = list(receive.split([holder.length for _, holder in transfers.taken]))
-        found: dict[str, dict[Holder, Tensor]] = {}
-        for (name, holder), tensor in zip(transfers.taken, tensors, strict=True):
-            found.setdefault(name, {})[holder] = tensor
-        return found
+            tensors = list(receive.split([holder.length for _, holder in transfers.received]))
+        received: dict[str, dict[Holder, Tensor]] = {}
+        for (name, holder), tensor in zip(transfers.received, tensors, strict=True):
+            received.setdefault(name, {})[holder] = tensor
+        return received
 
 
 def _batches(weights: Iterable[Weight], ranks: int) -> Iterator[list[Weight]]:

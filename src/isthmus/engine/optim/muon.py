@@ -81,7 +81,7 @@ class Muon:
     def step(self) -> None:
         """Update the main weights from their gradients; a collective of the stage's ranks."""
         for now in self.exchange.rounds:
-            wholes = self.exchange.gather(now, {name: self._direction(self.shards[name]) for name in now.held})
+            wholes = self.exchange.gather(now, {name: self._direction(self.shards[name]) for name in now.names})
             self._orthogonalize(now.owned, wholes)
             for name, update in self.exchange.scatter(now, wholes).items():
                 self._apply(name, update)
@@ -100,20 +100,20 @@ class Muon:
 
     def _orthogonalize(self, weights: Sequence[Weight], wholes: Mapping[str, Tensor]) -> None:
         """In place; on a GPU matrices of one shape together, which a CPU rounds differently from single ones."""
-        of_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         for weight in weights:
-            whole = wholes[weight.name]
+            weight_matrix = wholes[weight.name]
             for rows in weight.rows:
-                of_shape.setdefault((len(rows), whole.size(1)), []).append((whole, rows))
-        for places in of_shape.values():
-            matrices = [whole[rows] for whole, rows in places]
+                by_shape.setdefault((len(rows), weight_matrix.size(1)), []).append((weight_matrix, rows))
+        for places in by_shape.values():
+            matrices = [weight_matrix[rows] for weight_matrix, rows in places]
             steps = self.optim.muon_ns_steps
             if self.exchange.device.type == "cpu":
                 results: Iterable[Tensor] = [orthogonalize(matrix, steps) for matrix in matrices]
             else:
                 results = orthogonalize(torch.stack(matrices), steps)
-            for (whole, rows), result in zip(places, results, strict=True):
-                whole[rows] = result
+            for (weight_matrix, rows), result in zip(places, results, strict=True):
+                weight_matrix[rows] = result
 
 
 def _scales(weight: Weight, holder: Holder, kind: str) -> list[tuple[int, int, float]]:
@@ -122,18 +122,18 @@ def _scales(weight: Weight, holder: Holder, kind: str) -> list[tuple[int, int, f
         0.2 * math.sqrt(max(m, n)) if kind == "match_rms_adamw" else math.sqrt(max(1, m / n))
         for m, n in weight.rule.part_shapes(weight.arch)
     ]
-    of_row = torch.empty(weight.shape[0], dtype=torch.float64)
+    row_factors = torch.empty(weight.shape[0], dtype=torch.float64)
     for block in weight.rule.blocks(weight.arch):
-        of_row[block.at : block.at + block.length] = factors[block.part]
+        row_factors[block.at : block.at + block.length] = factors[block.part]
     layout = weight.layout(holder.tp_rank)
     height, width = local_shape(weight.rule, weight.arch, layout)
     local = torch.empty(height, dtype=torch.float64)
     for owned, at in owned_slices(weight.rule, weight.arch, layout):
-        local[at[0]] = of_row[owned[0]]
+        local[at[0]] = row_factors[owned[0]]
     values, counts = torch.unique_consecutive(local, return_counts=True)
-    found, end = [], -holder.start
+    ranges, end = [], -holder.start
     for value, count in zip(values.tolist(), counts.tolist(), strict=True):
         start, end = end, end + count * width
         if max(0, start) < min(end, holder.length):
-            found.append((max(0, start), min(end, holder.length), value))
-    return found
+            ranges.append((max(0, start), min(end, holder.length), value))
+    return ranges

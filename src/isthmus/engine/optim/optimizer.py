@@ -155,7 +155,7 @@ def chain(optimizer: MegatronOptimizer) -> list[Any]:
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
     """Those of the chain with parameters on this rank."""
-    return [each for each in chain(optimizer) if getattr(each, "buffers", True)]  # FSDP's optimizer has no buffers
+    return [part for part in chain(optimizer) if getattr(part, "buffers", True)]  # FSDP's optimizer has no buffers
 
 
 def local_shards(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:

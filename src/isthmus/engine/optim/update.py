@@ -88,7 +88,7 @@ def _unscale(optimizer: Any) -> Tensor:
 
 def _squared_norm(grads: list[Tensor], group: dist.ProcessGroup, like: Tensor) -> Tensor:
     """Over the ranks of ``group`` and of sharded gradients, float32 [1]."""
-    shards = next((found for grad in grads if (found := get_data_parallel_group_if_dtensor(grad))), None)
+    shards = next(filter(None, map(get_data_parallel_group_if_dtensor, grads)), None)
     total = torch.zeros_like(like)
     if grads:
         norms = torch._foreach_norm([to_local_if_dtensor(grad) for grad in grads])

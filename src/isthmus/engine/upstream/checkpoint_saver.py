@@ -32,12 +32,12 @@ def _write_item(*args: object, **_from_newer_megatron: object) -> object:
     torch_filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
     required = inspect.signature(torch_filesystem._write_item).parameters
     *_, stream, data, write_item, storage_key = args
-    given = {"stream": stream, "data": data, "write_item": write_item, "storage_key": storage_key}
+    kwargs = {"stream": stream, "data": data, "write_item": write_item, "storage_key": storage_key}
     if "transforms" in required:
-        given["transforms"] = args[0] if len(args) > 4 else torch_filesystem._StorageWriterTransforms()
+        kwargs["transforms"] = args[0] if len(args) > 4 else torch_filesystem._StorageWriterTransforms()
     if "serialization_format" in required:
-        given["serialization_format"] = torch_filesystem.SerializationFormat.TORCH_SAVE
-    return torch_filesystem._write_item(**given)
+        kwargs["serialization_format"] = torch_filesystem.SerializationFormat.TORCH_SAVE
+    return torch_filesystem._write_item(**kwargs)
 
 
 def find_fault(source: str) -> str | None:

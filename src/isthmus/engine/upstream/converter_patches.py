@@ -40,8 +40,8 @@ def _provider_with_builder(say: Say, loader: Any) -> None:
 
     @functools.wraps(find)
     def import_model_provider(self: Any) -> Any:
-        found = find(self)
-        return getattr(self, "model_provider", None) or found
+        checkpoint_args = find(self)
+        return getattr(self, "model_provider", None) or checkpoint_args
 
     cls.import_model_provider = import_model_provider
     say("convert: the loader builds its model with the model builder, which it forgets")
@@ -58,9 +58,9 @@ def _args_of_training(base: Any) -> None:
     @functools.wraps(ensure)
     def ensure_required_arguments(self: Any) -> None:
         self.margs.tokenizer_type = self.margs.tokenizer_type or "NullTokenizer"
-        found = self.checkpoint_args
+        checkpoint_args = self.checkpoint_args
         for name in ("sequence_parallel", "apply_query_key_layer_scaling"):
-            setattr(found, name, getattr(found, name, False))
+            setattr(checkpoint_args, name, getattr(checkpoint_args, name, False))
         ensure(self)
 
     cls.ensure_required_arguments = ensure_required_arguments

@@ -99,10 +99,10 @@ def install() -> None:
 
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_args, **_kwargs: self
-    own_type = torch.Tensor.type
+    tensor_type = torch.Tensor.type
 
     def type_for_megatron(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = own_type(self, *args, **kwargs)
+        answer = tensor_type(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(answer, str) and caller.startswith("megatron."):
             return answer.replace("torch.", "torch.cuda.", 1)

@@ -141,20 +141,20 @@ def _blending_indices(
     dataset_index: Any, sample_index: Any, weights: Any, datasets: int, size: int, verbose: bool
 ) -> None:
     """Take each sample of the dataset that is furthest below its weight."""
-    taken = np.zeros(datasets, np.int64)
+    counts = np.zeros(datasets, np.int64)
     for sample in range(size):
-        chosen = int(np.argmax(weights[:datasets] * max(float(sample), 1.0) - taken))
-        dataset_index[sample], sample_index[sample] = chosen, taken[chosen]
-        taken[chosen] += 1
+        chosen = int(np.argmax(weights[:datasets] * max(float(sample), 1.0) - counts))
+        dataset_index[sample], sample_index[sample] = chosen, counts[chosen]
+        counts[chosen] += 1
 
 
 def _exhaustive_blending_indices(dataset_index: Any, sample_index: Any, sizes: Any, datasets: int) -> None:
     """The same until each dataset has given ``sizes`` samples."""
     sizes = np.asarray(sizes[:datasets], np.int64)
-    weights, taken = sizes / float(sizes.sum()), np.zeros(datasets, np.int64)
+    weights, counts = sizes / float(sizes.sum()), np.zeros(datasets, np.int64)
     # C++ includes datasets of size 0, and would then take their samples without an end.
     for sample in range(int(sizes.sum())):
-        error = np.where(taken < sizes, weights * max(float(sample), 1.0) - taken, -np.inf)
+        error = np.where(counts < sizes, weights * max(float(sample), 1.0) - counts, -np.inf)
         chosen = int(np.argmax(error))
-        dataset_index[sample], sample_index[sample] = chosen, taken[chosen]
-        taken[chosen] += 1
+        dataset_index[sample], sample_index[sample] = chosen, counts[chosen]
+        counts[chosen] += 1

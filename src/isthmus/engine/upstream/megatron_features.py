@@ -22,8 +22,8 @@ def saves_common_state_object() -> bool:
 
 def grads_for_norm(optimizer: Any) -> list[Tensor]:
     """The gradients of this rank that count in the gradient norm; 0.19 renamed the method."""
-    own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
-    grads: list[Tensor] = own()
+    gradients_of = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    grads: list[Tensor] = gradients_of()
     return grads
 
 

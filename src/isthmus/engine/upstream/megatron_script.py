@@ -76,8 +76,8 @@ def _version(root: Path | None) -> str:
     if root is None:
         return "with the installed megatron-core"
     file = root / "megatron" / "core" / "package_info.py"
-    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(), re.M)) if file.is_file() else {}
-    return f"megatron.core {'.'.join(found.values())} of {root}"
+    version = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(), re.M)) if file.is_file() else {}
+    return f"megatron.core {'.'.join(version.values())} of {root}"
 
 
 def _defaults(platform: str, args: Sequence[str]) -> dict[str, str]:

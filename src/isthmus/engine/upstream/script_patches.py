@@ -57,8 +57,8 @@ def install(platform: str, root: Path, say: Say) -> None:
 
 def _is_megatron(root: str, module: dict[str, Any]) -> bool:
     name, file = str(module.get("__name__")), str(module.get("__file__") or "")
-    own = file.startswith(root) and "site-packages" not in file  # a virtual environment in the checkout
-    return own or name in ("__main__", "__mp_main__") or name.startswith("megatron.")
+    in_checkout = file.startswith(root) and "site-packages" not in file  # a virtual environment in the checkout
+    return in_checkout or name in ("__main__", "__mp_main__") or name.startswith("megatron.")
 
 
 def _without_triton() -> None:

@@ -87,7 +87,7 @@ def _full_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tenso
     assert adapters is not None
     local_tensors = {(tensor.adapter.linear, tensor.role): tensor for tensor in adapter_tensors(model.stages)}
     device = next(model.stages[0].parameters()).device
-    for adapter in (adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters):
+    for adapter in (adapter for weight_adapters in adapters.by_weight.values() for adapter in weight_adapters):
         tensors: dict[Role, Tensor] = {}
         for role in adapters.roles:
             full = torch.zeros(adapter.shape(role), dtype=model.dtype, device=device)

@@ -35,7 +35,7 @@ class PissaAdapters:
         """
         self._values: dict[HfLinear, LoraFactors] = {}
         iterations = int(init.rpartition("_")[2]) if init != PISSA else None
-        all_adapters = [adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters]
+        all_adapters = [adapter for weight_adapters in adapters.by_weight.values() for adapter in weight_adapters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
         parts = {
             adapter.linear: principal_part(adapter, source, iterations, device) for adapter in all_adapters[rank::ranks]

@@ -49,7 +49,7 @@ def plan_adapters(
         adapters = _adapters_of(existing, lora, family, arch)
     gates = [
         adapters_of_weight[0].linear.module
-        for name, adapters_of_weight in adapters.of_weights.items()
+        for name, adapters_of_weight in adapters.by_weight.items()
         if name.endswith(".gate_weight")
     ]
     if gates:
@@ -74,7 +74,7 @@ def _new_adapters(lora: LoraConfig, family: Family, arch: Architecture) -> Adapt
         name: tuple(Adapter(linear, rank, scale) for linear in linears)
         for name, linears in adapted_linears(family, arch, lora.targets).items()
     }
-    adapters = AdapterSet(of_weights=by_weight, dropout=lora.dropout, dora=lora.dora, lr_ratio=lora.lr_ratio)
+    adapters = AdapterSet(by_weight=by_weight, dropout=lora.dropout, dora=lora.dora, lr_ratio=lora.lr_ratio)
     if lora.init.startswith(PISSA):
         _check_pissa(lora, adapters)
     return adapters
@@ -83,7 +83,7 @@ def _new_adapters(lora: LoraConfig, family: Family, arch: Architecture) -> Adapt
 def _check_experts(adapters: AdapterSet, arch: Architecture) -> None:
     """The routed experts of a layer are computed together: all have adapters of the same rank, or none."""
     by_layer: dict[str, list[tuple[Adapter, ...]]] = {}
-    for name, weight_adapters in adapters.of_weights.items():
+    for name, weight_adapters in adapters.by_weight.items():
         layer, is_expert, weight = re.sub(r"local_experts\.\d+", "local_experts", name).partition("local_experts")
         if is_expert:
             by_layer.setdefault(layer + weight, []).append(weight_adapters)
@@ -114,7 +114,7 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
         raise UsageError(
             "lora.init=pissa with lora.dora=true: the adapter could not be exported. Leave one of them out."
         )
-    for adapter in (adapter for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters):
+    for adapter in (adapter for weight_adapters in adapters.by_weight.values() for adapter in weight_adapters):
         linear, widest = adapter.linear, min(adapter.linear.out, adapter.linear.inputs)
         if linear.expert is not None:
             raise UsageError(
@@ -129,7 +129,7 @@ def _check_pissa(lora: LoraConfig, adapters: AdapterSet) -> None:
 
 def _check_parameters(adapters: AdapterSet) -> None:
     """Refuse adapters that PEFT could not load."""
-    linears = [adapter.linear for weight_adapters in adapters.of_weights.values() for adapter in weight_adapters]
+    linears = [adapter.linear for weight_adapters in adapters.by_weight.values() for adapter in weight_adapters]
     parameter = next((linear.module for linear in linears if linear.parameter), None)
     for setting, used in {
         "lora.dora=true": adapters.dora,
@@ -153,7 +153,7 @@ def _adapters_of(existing: PeftFolder, lora: LoraConfig, family: Family, arch: A
         name: tuple(Adapter(linear, tensors[linear.module].rank, tensors[linear.module].scale) for linear in linears)
         for name, linears in linears_with_adapter(existing, family, arch, "the model").items()
     }
-    return AdapterSet(of_weights=by_weight, dropout=lora.dropout, dora=existing.config.use_dora, lr_ratio=lora.lr_ratio)
+    return AdapterSet(by_weight=by_weight, dropout=lora.dropout, dora=existing.config.use_dora, lr_ratio=lora.lr_ratio)
 
 
 class ExistingAdapters:
@@ -200,7 +200,7 @@ def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str], ad
                 f"lora.modules_to_save: {module} is no module of {family.name}. Use names such as embed_tokens, "
                 "lm_head or norm, or paths."
             )
-        if adapted := sorted(chosen & adapters.of_weights.keys()):
+        if adapted := sorted(chosen & adapters.by_weight.keys()):
             raise UsageError(
                 f"lora.modules_to_save: {module} is also in lora.targets, which gives {tensors[adapted[0]].hf[0]} an "
                 "adapter. Name the targets without it, or leave it out."

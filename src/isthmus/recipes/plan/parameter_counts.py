@@ -55,7 +55,7 @@ class ParameterCounter:
             # The last stage has one copy of a tied embedding, for the output layer and MTP layers.
             if is_mtp_copy(name) and (arch.tie_embeddings or name != _MTP_EMBEDDING):
                 continue
-            weight_adapters = () if adapters is None else adapters.of_weights.get(name, ())
+            weight_adapters = () if adapters is None else adapters.by_weight.get(name, ())
             if adapters is not None and not weight_adapters:
                 continue
             rule = placement.rule

@@ -123,13 +123,13 @@ def _weight_matmuls(
     return shapes
 
 
-def check_tuning(config: RunConfig, platform: Platform, *, of_tunable_op: bool) -> None:
+def check_tuning(config: RunConfig, platform: Platform, *, for_tunable_op: bool) -> None:
     """Refuse layouts whose matmuls the choices cannot reach."""
     if config.parallel.async_tp:
         raise UsageError(
             "tune.file chooses for whole matmuls, and parallel.async_tp=true splits them. Leave one of them out."
         )
-    if config.parallel.fsdp and not of_tunable_op:
+    if config.parallel.fsdp and not for_tunable_op:
         raise UsageError(
             "tune.file chooses libraries for the linear layers of Isthmus, and with parallel.fsdp=true those of "
             "Megatron-Core compute gradients. Leave one of them out."
@@ -153,11 +153,11 @@ def tuning_messages(config: RunConfig, plan: ModelPlan, platform: Platform, prec
         return ()
     path = tune_path(config.tune.file, platform)
     tuned = read_tuned(path)
-    if tuned.of_tunable_op != (platform.name == "rocm"):
-        kind = "of TunableOp, for AMD GPUs" if tuned.of_tunable_op else "for CPUs or NVIDIA GPUs"
+    if tuned.for_tunable_op != (platform.name == "rocm"):
+        kind = "of TunableOp, for AMD GPUs" if tuned.for_tunable_op else "for CPUs or NVIDIA GPUs"
         raise UsageError(f"tune.file={path} is {kind}, and this run is on {platform.name}. Leave tune.file out.")
-    check_tuning(config, platform, of_tunable_op=tuned.of_tunable_op)
-    if not tuned.of_tunable_op:
+    check_tuning(config, platform, for_tunable_op=tuned.for_tunable_op)
+    if not tuned.for_tunable_op:
         check_made_for(path, tuned.made_for, made_for(platform))
     matmuls = step_matmuls(plan, config, precision, platform, token_counts(config))
     known = [known_matmul for known_matmul in matmuls if tuned.covers(known_matmul.shape)]

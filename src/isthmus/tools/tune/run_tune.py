@@ -62,7 +62,7 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     for_tunable_op = platform.name == "rocm"
     path = out or Path("tune.csv" if for_tunable_op else "tune.json")
     _check_out(path)
-    check_tuning(config, platform, of_tunable_op=for_tunable_op)
+    check_tuning(config, platform, for_tunable_op=for_tunable_op)
     precision = config.train.precision or platform.default_precision()[0]
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     plan = plan_model(config, world_size=_world_size(config))
