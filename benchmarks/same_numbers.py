@@ -3,6 +3,7 @@
     python benchmarks/same_numbers.py inputs --out DIR                    models and data, made once
     python benchmarks/same_numbers.py run --source TREE --inputs DIR --out a.json
     python benchmarks/same_numbers.py compare a.json b.json [--record]
+    python benchmarks/same_numbers.py speed TREE TREE --inputs DIR [--record]
 
 Every recipe, mixer and kind of layout is in a run. Both trees read the same inputs through the command line, so a
 redesign that keeps it can be compared with the code before. A case that is in the output already is not repeated.
@@ -15,9 +16,11 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -209,6 +212,41 @@ def compare(first: Path, second: Path, *, recorded: bool) -> int:
     return bool(different)
 
 
+SPEED = [
+    "platform=cpu", "model.init=random", "model.config.hidden_size=256", "model.config.intermediate_size=768",
+    "data.seq_length=512", "train.global_batch_size=4", "train.steps=12", "optim.lr=1e-4",
+    "checkpoint.save_final=false", "checkpoint.export_final=false",
+]  # fmt: skip
+
+
+def speed(sources: list[Path], inputs: Path, rounds: int, *, recorded: bool) -> None:
+    """Start-up and training throughput of two trees, which run alternately."""
+    turns: list[dict[str, list[float]]] = [{"startup_s": [], "tokens_per_s": []} for _ in sources]
+    for _ in range(rounds):
+        for source, values in zip(sources, turns, strict=True):
+            tree = Tree(source.resolve(), inputs.resolve())
+            started_s = time.perf_counter()
+            tree.isthmus("sft", "--help")
+            values["startup_s"].append(time.perf_counter() - started_s)
+            with tempfile.TemporaryDirectory(prefix="same-numbers-") as folder:
+                out, data = Path(folder) / "out", inputs / "chats.jsonl"
+                tree.isthmus("sft", "--model", str(inputs / DENSE), "--data", str(data), "--out", str(out), *SPEED)
+                rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            steps = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
+            values["tokens_per_s"].append(statistics.median(steps[2:]))
+    ratios = {name: statistics.median(turns[1][name]) / statistics.median(turns[0][name]) for name in turns[0]}
+    for name, ratio in ratios.items():
+        print(f"{name:<14} {' '.join(f'{statistics.median(turn[name]):.4g}' for turn in turns)}  ratio {ratio:.3f}")
+    if recorded:
+        certified = certificate(sys.argv)
+        commits = [
+            subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+            for source in sources
+        ]
+        result = {"certificate": certified, "commits": commits, "rounds": turns, "ratios": ratios}
+        write_result(result_path("two_trees_speed", certified), result)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -222,11 +260,18 @@ def main() -> int:
     both = verbs.add_parser("compare")
     both.add_argument("results", type=Path, nargs=2)
     both.add_argument("--record", action="store_true")
+    beside = verbs.add_parser("speed")
+    beside.add_argument("sources", type=Path, nargs=2)
+    beside.add_argument("--inputs", type=Path, required=True)
+    beside.add_argument("--rounds", type=int, default=5)
+    beside.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
     if arguments.verb == "inputs":
         make_inputs(arguments.out)
     elif arguments.verb == "run":
         run_cases(arguments.source, arguments.inputs, arguments.out, arguments.only, arguments.workers)
+    elif arguments.verb == "speed":
+        speed(arguments.sources, arguments.inputs, arguments.rounds, recorded=arguments.record)
     else:
         return compare(*arguments.results, recorded=arguments.record)
     return 0

@@ -215,3 +215,6 @@ def test_same_numbers(repository: Path, tmp_path: Path) -> None:
     second.write_text(json.dumps(case))
     changed = subprocess.run(compare, capture_output=True, text=True, timeout=60)
     assert changed.returncode == 1 and "DIFFERENT  train sft label smoothing  /numbers/0/loss" in changed.stdout
+    speed = ["speed", str(repository), str(repository), "--inputs", str(tmp_path / "inputs"), "--rounds", "1"]
+    printed = subprocess.run([*script, *speed], check=True, capture_output=True, text=True, timeout=300).stdout
+    assert [line.split()[0] for line in printed.splitlines()] == ["startup_s", "tokens_per_s"]
