@@ -5,6 +5,7 @@ Imports nothing slow, since every command has its help.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 HUB = "hf:"
@@ -26,6 +27,9 @@ FIELDS = tuple(
 )
 """All known keys of a record."""
 
+_INDEX_DESCRIPTION = re.compile(r"[0-9a-f]{32}-\w+(-\w+)?-description\.txt")
+"""Megatron-LM describes the sample indices of a dataset in ``PREFIX/cache/GPTDataset_indices/HASH-...``, as JSON."""
+
 
 def uncompressed_name(path: Path) -> str:
     """The file name without the suffix of a compression."""
@@ -35,6 +39,11 @@ def uncompressed_name(path: Path) -> str:
 def is_manifest(path: Path) -> bool:
     """Whether the file is the manifest of indexed files in the same folder."""
     return path.suffix == ".json" and path.with_suffix(".idx").is_file()
+
+
+def is_index_description(path: Path) -> bool:
+    """Whether the file describes sample indices that Megatron-LM has cached."""
+    return _INDEX_DESCRIPTION.fullmatch(path.name) is not None
 
 
 def describe_sources() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
-from isthmus.data.readers.data_names import FORMATS, HUB, PARTIAL, is_manifest, uncompressed_name
+from isthmus.data.readers.data_names import FORMATS, HUB, PARTIAL, is_index_description, is_manifest, uncompressed_name
 from isthmus.errors import MissingInput, UsageError
 from isthmus.files.input_files import check_regular
 
@@ -58,18 +58,19 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file is data by its name, and neither a manifest nor metadata of a dataset."""
+    """Whether a file is data by its name, and neither a manifest, metadata of a dataset, nor a cache of Megatron-LM."""
     has_data_name = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
-    return has_data_name and path.name not in METADATA and not is_manifest(path)
+    return has_data_name and not (path.name in METADATA or is_manifest(path) or is_index_description(path))
 
 
 def _find_matches(pattern: str, sources: DataFiles) -> None:
     matches = sorted(glob.glob(pattern, recursive=True))
-    files = [match for match in matches if not os.path.isdir(match)]
-    if not matches:
+    folders = [match for match in matches if os.path.isdir(match)]
+    files = [match for match in matches if not os.path.isdir(match) and not is_index_description(Path(match))]
+    if not files and not folders:
         raise MissingInput(f"{pattern}: no data file matches this pattern.")
     sources.names += files
-    for folder in matches if not files else ():
+    for folder in folders if not files else ():
         _find_below(Path(folder), sources)
 
 

@@ -200,8 +200,13 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def find_prefix(name: Path | str) -> Path | None:
-    """The prefix of the indexed files that ``name`` (PREFIX, PREFIX.bin or PREFIX.idx) names, if any."""
+    """The prefix of the indexed files that ``name`` (PREFIX, PREFIX.bin or PREFIX.idx) names, if any.
+
+    Both files win over a folder PREFIX, in which Megatron-LM caches sample indices; ``PREFIX/`` is the folder.
+    """
     text = str(name)
+    if os.path.isdir(text) and all(indexed_file(text, suffix).is_file() for suffix in (".bin", ".idx")):
+        return Path(text)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None
     for prefix in (*(text.removesuffix(suffix) for suffix in (MASK, VALUES, ".bin", ".idx")), text):

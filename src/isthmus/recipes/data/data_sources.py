@@ -95,7 +95,8 @@ def _expand(name: str) -> list[str]:
         indexed = [match for match in matches if match.endswith((".idx", ".bin"))]
         raw = [match for match in matches if is_data_file(Path(match))] if indexed else []
         return indexed + raw or [name]
-    below = sorted(Path(name).rglob("*.idx")) if os.path.isdir(name) else []
+    is_folder = os.path.isdir(name) and find_prefix(name) is None
+    below = sorted(Path(name).rglob("*.idx")) if is_folder else []
     indexed = [str(path) for path in below if not _is_partial(path)]
     if not indexed:
         return [name]

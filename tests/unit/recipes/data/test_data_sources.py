@@ -11,6 +11,7 @@ import pytest
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.chat.conversation_settings import ChatSettings
+from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.data.data_sources import data_fingerprint, find_data_sources, read_fingerprint, same_data
@@ -108,6 +109,43 @@ def test_missing_files_are_reported_early(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder with no data file"):
         (tmp_path / "empty").mkdir()
         check_files(config(file, tmp_path / "empty"))
+
+
+def write_indexed(prefix: Path) -> Path:
+    """Indexed files with the cache that Megatron-LM leaves in a folder of their name."""
+    with IndexedWriter(prefix, "uint16") as writer:
+        writer.add([1, 2, 3])
+        writer.end_document()
+        writer.close()
+    cache = prefix / "cache" / "GPTDataset_indices"
+    cache.mkdir(parents=True)
+    for part in ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy"):
+        (cache / f"{'0123456789abcdef' * 2}-GPTDataset-train-{part}").write_text("{}")
+    return prefix
+
+
+def test_indexed_files_win_over_the_folder_of_their_cache(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text_document")
+    for name in (prefix, prefix.with_suffix(".bin"), tmp_path, tmp_path / "text_*"):
+        (source,) = find_data_sources(config(name, recipe="pretrain"))
+        assert source.prepared
+        assert source.files == (str(prefix),)
+
+
+def test_indexed_files_win_over_a_folder_of_data_with_their_name(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "corpus")
+    (prefix / "a.txt").write_text("text")
+    (pair,) = find_data_sources(config(recipe="pretrain", files=[str(prefix)]))
+    (folder,) = find_data_sources(config(recipe="pretrain", files=[f"{prefix}/"]))
+    assert (pair.prepared, folder.prepared) == (True, False)
+
+
+def test_cache_of_megatron_lm_is_never_data(tmp_path: Path) -> None:
+    prefix = write_indexed(tmp_path / "text_document")
+    prefix.with_suffix(".bin").unlink()
+    for name in (f"{prefix}/", f"{prefix}/cache", f"{prefix}/**/*.txt"):
+        with pytest.raises((UsageError, MissingInput), match="no data file"):
+            find_data_sources(config(recipe="pretrain", files=[name]))
 
 
 def test_unused_columns_are_reported_early(file: Path) -> None:
