@@ -118,6 +118,24 @@ def test_megatron_lm_loads_converted_checkpoint(
     assert logits_difference <= LIMIT
 
 
+@pytest.mark.parametrize(("family", "tp"), [("gpt2", 1), ("qwen3", 2), ("mixtral", 1)])
+def test_names_of_transformer_engine_load_into_local_layers(family: str, tp: int, ids: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", family)
+    done = convert(model, tmp_path / "megatron", "torch", layout=LegacyLayout(tp=tp))
+    flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
+    assert difference(megatron_logits(ids, *flags, ranks=tp), hf_logits(ids, model)) <= LIMIT
+
+
+def test_a_checkpoint_without_tensors_of_the_model_is_refused(ids: Path, tmp_path: Path) -> None:
+    model = build_model_folder(tmp_path / "hf", "llama")
+    done = convert(model, tmp_path / "megatron", "torch")
+    flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
+    args = ("logits", MEGATRON_LM, ids, tmp_path / "out", *flags, *DATA, "--qk-layernorm")
+    run = subprocess.run([*RUN, str(DRIVER), *map(str, args)], capture_output=True, text=True)
+    assert run.returncode == 65
+    assert "without decoder.layers.0.self_attention.k_layernorm.weight" in run.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
 def test_a_config_as_arguments_builds_its_model_and_trains(
     family: str, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -179,11 +179,12 @@ def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: 
         assert ours.read_bytes() == theirs.read_bytes(), suffix
 
 
-def test_checkpoint_of_the_converter(megatron: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", ["local", "te"])
+def test_checkpoint_of_the_converter(spelling: Any, megatron: Path, tmp_path: Path) -> None:
     """tools/checkpoint/convert.py changes tp=2 to pp=2; the tensors are those of the source."""
     model = build_model_folder(tmp_path / "hf", "llama", vocab_size=VOCAB)
     saved, split = tmp_path / "legacy", tmp_path / "split"
-    flags(model, "torch", saved, layout=LegacyLayout(tp=2), spelling="local")
+    flags(model, "torch", saved, layout=LegacyLayout(tp=2), spelling=spelling)
     sizes = ["--target-tensor-parallel-size", 1, "--target-pipeline-parallel-size", 2]
     words = ["--model-type", "GPT", "--loader", "core", "--saver", "core", "--load-dir", saved, "--save-dir", split]
     run_script(megatron / "tools/checkpoint/convert.py", *words, *sizes, "--position-embedding-type", "rope")

@@ -20,6 +20,7 @@ from isthmus.engine.upstream import (
     compat,
     converter_patches,
     cpu_adapter,
+    legacy_checkpoint,
     packed_samples,
     script_flags,
 )
@@ -49,6 +50,7 @@ def install(platform: str, root: Path, say: Say) -> None:
     patch_on_import("megatron.training.arguments", functools.partial(_adapt_arguments, lacking, say))
     patch_on_import("megatron.core.dist_checkpointing.mapping", functools.partial(_numpy_product, say))
     patch_on_import(checkpoint_saver.MODULE, lambda module: checkpoint_saver.patch_module(module, say))
+    legacy_checkpoint.install(say)
     if script_flags.TE in lacking:
         patch_on_import("megatron.core.transformer.torch_norm", _norm_on_shards)
     packed_samples.install(without_te=script_flags.TE in lacking)
