@@ -17,6 +17,7 @@ from isthmus.families.family import Family
 from isthmus.families.rules.rule import Shape
 from isthmus.families.rules.shard import TensorSlice
 from isthmus.hf.peft_folder import PeftFolder
+from isthmus.hf.tensors.finite import check_cast, check_merge, is_finite
 from isthmus.hf.tensors.safetensors_format import TensorInfo, bounds_of, row_chunks
 
 Index = tuple[slice, ...]
@@ -91,9 +92,16 @@ class MergedWeights:
         tensor = self._base(name, index) if name not in self._parts else self._merged(name, index)
         # Round first, so that values do not depend on the target's dtype.
         rounded = tensor.to(self.tensors[name].dtype)
+        check_cast(name, rounded, tensor)
         return rounded if into is None else into.detach().copy_(rounded)
 
     def _merged(self, name: str, index: Index | None) -> Tensor:
+        tensor = self._scaled_sum(name, index)
+        if not is_finite(tensor):
+            check_merge(name, tensor, self._base(name, index), self._adapter)
+        return tensor
+
+    def _scaled_sum(self, name: str, index: Index | None) -> Tensor:
         tensor, part = self._sum(name, index), self._parts[name]
         magnitude = self._adapter.factors(part.linear, part.linear.expert).magnitude
         if magnitude is None:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.weight_source import TensorSpec, WeightSource
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.parallel.process_groups import sum_bytes
 from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
+from isthmus.errors import IsthmusError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Layout, local_shape, tensor_slices
 from isthmus.files.file_checksums import WrittenBlocks
+from isthmus.hf.tensors.finite import check_cast, check_merge, is_finite, narrows
 from isthmus.hf.tensors.parallel_writer import SafetensorsPlan, SafetensorsWriter
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
@@ -55,6 +58,8 @@ def read_tensor(
     for piece in tensor_slices(placement.rule, arch, layout, placement.expert):
         name, target = placement.hf[piece.part], piece.view(tensor)
         source.read(name, piece.hf, into=target)
+        if narrows(source.tensors[name].dtype, target.dtype) and not is_finite(target):
+            check_cast(name, target.cpu(), source.read(name, piece.hf))
         filled += target.numel()
         num_bytes += target.numel() * source.tensors[name].dtype.itemsize
     if placement.rule.shard == "vocab" and filled < tensor.numel():
@@ -108,13 +113,22 @@ def export_weights(
     ``written`` gets the checksums of what is written.
     """
     num_bytes = 0
+    failure: IsthmusError | None = None
     placements = iter(_placed(live, family, arch, layout))
     try:
         with SafetensorsWriter(plan, folder, written) as writer:
             for placement in placements:
-                tensor = _final(placement.canonical, live, merge)
-                for name, index, values in _local_slices(placement, tensor, arch, layout) if writes else ():
-                    num_bytes += writer.write(name, index, values)
+                tensor, merged = _merged(placement.canonical, live, merge)
+                if failure is not None or not writes:
+                    continue
+                try:
+                    check_merge(placement.canonical, merged, tensor, "its adapter")
+                    for name, index, values in _local_slices(placement, merged, arch, layout):
+                        num_bytes += writer.write(name, index, values)
+                except IsthmusError as error:  # raised below: other ranks merge the next tensors together with this one
+                    failure = error
+        if failure is not None:
+            raise failure
     finally:
         for placement in placements:  # after a failure, other ranks still wait in these all-gathers
             full_tensor(live[placement.canonical])
@@ -152,9 +166,11 @@ def full_weights(
             dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
             incomplete[name] = torch.zeros(shapes[name], dtype=dtype, device=device)
         if placement.canonical in live:
-            part = _final(placement.canonical, live, merge)
+            tensor, part = _merged(placement.canonical, live, merge)
+            check_merge(placement.canonical, part, tensor, "its adapter")
             for name, index, values in _local_slices(placement, part, arch, layout) if writes else ():
-                incomplete[name][index] = values.to(incomplete[name].dtype)
+                incomplete[name][index] = cast = values.to(incomplete[name].dtype)
+                check_cast(name, cast, values)
         for name in names:
             missing[name] -= 1
             if not missing[name]:
@@ -163,9 +179,11 @@ def full_weights(
                     yield name, tensor
 
 
-def _final(name: str, live: Mapping[str, Tensor], merge: MergeTensor | None) -> Tensor:
+def _merged(name: str, live: Mapping[str, Tensor], merge: MergeTensor | None) -> tuple[Tensor, Tensor]:
+    """The tensor, and what ``merge`` makes of it."""
     tensor = full_tensor(live[name])
-    return tensor if merge is None else merge(name, tensor)
+    merged = tensor if merge is None else merge(name, tensor)
+    return merged.new_zeros(()) if isinstance(tensor, QuantizedWeight) else tensor, merged  # codes are finite
 
 
 def _local_slices(

@@ -32,6 +32,7 @@ from isthmus.files.checked_files import RecordedFiles, recording
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
 from isthmus.hf.staged_folder import StagedFolder
+from isthmus.hf.tensors.finite import check_cast
 
 _REMOTE_CODE = "trust_remote_code=True"
 
@@ -237,7 +238,9 @@ def _transfer(plan: _Plan, staged: StagedFolder, progress: Progress) -> int:
     weights, files = plan.model.weights, plan.create_files(staged.path)
 
     def move(name: str, rows: slice) -> int:
-        chunk = weights.read(name, rows).to(plan.tensors[name].dtype)
+        values = weights.read(name, rows)
+        chunk = values.to(plan.tensors[name].dtype)
+        check_cast(name, chunk, values)
         return files.put(name, rows, chunk)
 
     towers, total = plan.model.towers, files.total_bytes

@@ -300,6 +300,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
+def _is_number(alpha: object) -> bool:
+    return isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+
+
 def _read_config(path: Path) -> AdapterConfig:
     content = read_json(path)
     if (kind := content.get("peft_type")) != "LORA":
@@ -321,15 +325,19 @@ def _read_config(path: Path) -> AdapterConfig:
     try:
         config = AdapterConfig(**values)
         ranks = [config.r, *config.rank_pattern.values()]
-        wrong = not all(type(rank) is int for rank in ranks) or not isinstance(config.lora_alpha, int | float)
+        alphas = [config.lora_alpha, *config.alpha_pattern.values()]
+        wrong = not all(type(rank) is int for rank in ranks) or not all(map(_is_number, alphas))
         for pattern in (*config.rank_pattern, *config.alpha_pattern):
             _compiled(pattern)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except (TypeError, AttributeError, re.error):
+    except (TypeError, AttributeError, OverflowError, re.error):
         wrong = True
     if wrong:
-        raise DataError(f"{path} lacks r and lora_alpha, or has settings of another type. Save the adapter again.")
+        raise DataError(
+            f"{path} lacks r and lora_alpha, or has settings of another type, such as an alpha that is not a finite "
+            "number. Save the adapter again."
+        )
     if min(ranks) < 1:
         raise UsageError(f"{path}: rank {min(ranks)} is no adapter. Use the base model without it.")
     return config

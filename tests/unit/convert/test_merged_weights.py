@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,12 @@ BAD: dict[str, tuple[dict[str, Any], type[IsthmusError], str]] = {
     "not-lora": ({"peft_type": "LOHA"}, UsageError, "peft_type is LOHA, and only LORA is supported"),
     "rank-0": ({"r": 0}, UsageError, "rank 0 is no adapter"),
     "no-alpha": ({"lora_alpha": None}, DataError, "lacks r and lora_alpha"),
+    "nan": ({"lora_alpha": math.nan}, DataError, "an alpha that is not a finite number"),
+    "infinity": ({"lora_alpha": math.inf}, DataError, "an alpha that is not a finite number"),
+    "huge": ({"lora_alpha": 1e308}, DataError, "is not finite after"),
+    "nan-of-module": ({"alpha_pattern": {"q_proj": math.nan}}, DataError, "an alpha that is not a finite number"),
+    "string": ({"alpha_pattern": "q_proj"}, DataError, "settings of another type"),
+    "string-of-module": ({"alpha_pattern": {"q_proj": "16"}}, DataError, "settings of another type"),
     "pissa": ({"init_lora_weights": "pissa"}, UsageError, "path_initial_model_for_weight_conversion"),
     "variant": ({"use_qalora": True}, UsageError, "use_qalora=True is not supported"),
     "dora": ({"use_dora": True}, DataError, "and no model.layers.0.self_attn.q_proj.lora_magnitude_vector"),

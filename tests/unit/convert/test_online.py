@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isthmus.convert.online import export_plan, export_weights, import_weights
 from isthmus.convert.towers import Towers
 from isthmus.convert.weight_source import RandomWeights
-from isthmus.errors import DataError, MissingInput
+from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
@@ -193,6 +193,50 @@ def test_live_tensors_must_match_the_family(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             import_weights(live, family, arch, RandomWeights(family, arch, seed=0), layout=layout)
+
+
+@pytest.fixture
+def llama() -> dict[str, Any]:
+    """Family, architecture and layout of a random model."""
+    config = SIZES | {"model_type": "llama"}
+    family = family_for(config)
+    return {"family": family, "arch": family.to_architecture(config), "layout": Layout(padded_vocab_size=80)}
+
+
+def export(llama: dict[str, Any], folder: Path, value: float, dtype: torch.dtype, merge: Any = None) -> None:
+    layout, arguments = llama["layout"], {key: llama[key] for key in ("family", "arch")}
+    live = {
+        name: torch.full(local_shape(placed.rule, llama["arch"], layout), value)
+        for name, placed in llama["family"].placements(llama["arch"]).items()
+    }
+    plan = export_plan(**arguments, dtypes=dtype)
+    plan.create(folder)
+    export_weights(live, **arguments, plan=plan, folder=folder, layout=layout, merge=merge)
+
+
+def test_export_beyond_a_dtype_is_refused(llama: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^model\.embed_tokens\.weight has 70000, .* of float16 is 65504"):
+        export(llama, tmp_path, 7e4, torch.float16)
+
+
+def test_export_with_an_adapter_of_nan_is_refused(llama: dict[str, Any], tmp_path: Path) -> None:
+    calls = []
+
+    def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(name)
+        return weight * float("nan") if name.endswith("linear_qkv.weight") else weight
+
+    with pytest.raises(DataError, match=r"^decoder\.layers\.0\.self_attention\.linear_qkv\.weight is not finite after"):
+        export(llama, tmp_path, 1.0, torch.bfloat16, merge)
+    assert len(calls) == len(llama["family"].placements(llama["arch"])), "other ranks wait for the next merge"
+
+
+def test_weights_beyond_the_dtype_of_the_training_are_refused(llama: dict[str, Any], tmp_path: Path) -> None:
+    export(llama, tmp_path, 7e4, torch.float32)
+    live = {"decoder.final_layernorm.weight": torch.zeros(32, dtype=torch.float16)}
+    source = ModelFolder(tmp_path, {})
+    with pytest.raises(UsageError, match=r"^model\.norm\.weight has 70000"):
+        import_weights(live, llama["family"], llama["arch"], source, layout=llama["layout"])
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)

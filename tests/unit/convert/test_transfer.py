@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from pathlib import Path
@@ -21,7 +22,16 @@ from isthmus.convert.torch_pickle import read_torch_pickle
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.engine.checkpoint.common_state import read_common_state
-from isthmus.errors import CheckFailed, DataError, IOFailure, IsthmusError, MissingInput, OutputExists, UnsafeInput
+from isthmus.errors import (
+    CheckFailed,
+    DataError,
+    IOFailure,
+    IsthmusError,
+    MissingInput,
+    OutputExists,
+    UnsafeInput,
+    UsageError,
+)
 from isthmus.files.checked_files import ChecksumVerifier, trusting
 from ranks.tiny import ARCHETYPES, SIZES, build_model_folder, without_checksums
 
@@ -83,6 +93,22 @@ def test_dtype_is_converted(qwen3: Path, tmp_path: Path) -> None:
     before, after = content(qwen3), content(tmp_path / "back")
     assert all(torch.equal(tensor.bfloat16(), after[name]) for name, tensor in before.items())
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
+def test_values_beyond_a_dtype_are_refused(to: Any, qwen3: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    change(qwen3, name, lambda weight: torch.full_like(weight, 70000.0))
+    with pytest.raises(UsageError, match="has 70000, and the largest value of float16 is 65504"):
+        convert(qwen3, tmp_path / "out", to, dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    convert(qwen3, tmp_path / "out", to, dtype=torch.bfloat16)
+
+
+def test_infinity_of_the_source_is_copied(qwen3: Path, tmp_path: Path) -> None:
+    change(qwen3, "model.norm.weight", lambda weight: torch.full_like(weight, math.inf))
+    convert(qwen3, tmp_path / "half", "hf", dtype=torch.float16)
+    assert content(tmp_path / "half")["model.norm.weight"].isinf().all()
 
 
 def test_hf_to_hf(qwen3: Path, tmp_path: Path) -> None:

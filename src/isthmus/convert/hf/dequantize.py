@@ -11,6 +11,7 @@ from torch import Tensor
 from isthmus.convert.coverage import describe_problems
 from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.errors import DataError
+from isthmus.hf.tensors.finite import is_finite
 from isthmus.hf.tensors.quantization import Quantization
 from isthmus.hf.tensors.safetensors_format import Bounds, TensorInfo, bounds_of, steps_of
 
@@ -74,7 +75,13 @@ class DequantizedWeights:
             codes, scales = (self._source.read(*pair) for pair in zip(names, indices, strict=True))
             at = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(tile, bounds, strict=True))
             # Round first, so that values do not depend on the target's dtype.
-            target[at].copy_(self._quantization.dequantize(codes, scales, tile).to(meta.dtype))
+            values = self._quantization.dequantize(codes, scales, tile).to(meta.dtype)
+            if not is_finite(values) and is_finite(codes) and is_finite(scales):
+                raise DataError(
+                    f"{name} has values beyond the range of {str(meta.dtype).removeprefix('torch.')}: "
+                    f"{names[1]} is too large. Was it changed? Fetch the whole model."
+                )
+            target[at].copy_(values)
         return target
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isthmus.errors import disk_errors
 from isthmus.files.file_checksums import WrittenBlocks
+from isthmus.hf.tensors.finite import check_cast
 from isthmus.hf.tensors.safetensors_format import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -111,8 +112,10 @@ class TensorWriter:
         self._opening = threading.Lock()
         self._cast_buffer = CastBuffer()
 
-    def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
+    def write_at(self, info: TensorInfo, index: tuple[slice, ...] | None, tensor: Tensor, name: str = "") -> int:
         """Write ``tensor`` (any dtype, device and strides) as the slice ``index`` of ``info``; returns its bytes.
+
+        UsageError with ``name`` if a finite value is beyond the range of the dtype in the file.
 
         A slice with steps is read, changed and written back; other threads must not write within its range meanwhile.
         """
@@ -120,7 +123,8 @@ class TensorWriter:
         shape = tuple(stop - start for start, stop in bounds)
         if (steps := steps_of(index)) is not None:
             around = self._around(info, bounds)
-            around[steps] = tensor.to(info.dtype)
+            around[steps] = cast = tensor.to(info.dtype)
+            check_cast(name, cast, tensor)
             tensor = around
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{info.file}: a tensor of shape {tuple(tensor.shape)} is not a slice of shape {shape}")
@@ -130,7 +134,8 @@ class TensorWriter:
             for part, rows in row_chunks(bounds, info.dtype.itemsize, buffer.limit_bytes):
                 chunk = tensor[rows] if part else tensor
                 if chunk.dtype != info.dtype or chunk.device.type != "cpu" or not chunk.is_contiguous():
-                    chunk = buffer.take(chunk.shape, info.dtype).copy_(chunk.detach())
+                    values, chunk = chunk.detach(), buffer.take(chunk.shape, info.dtype)
+                    check_cast(name, chunk.copy_(values), values)
                 self._write_runs(descriptor, info, part, byte_view(chunk))
         except OSError:
             with disk_errors(self.folder / info.file):
@@ -195,7 +200,7 @@ class SafetensorsWriter(TensorWriter):
         self.plan = plan
 
     def write(self, name: str, index: tuple[slice, ...] | None, tensor: Tensor) -> int:
-        return self.write_at(self.plan.tensors[name], index, tensor)
+        return self.write_at(self.plan.tensors[name], index, tensor, name)
 
 
 def reserve(descriptor: int, size: int) -> None:

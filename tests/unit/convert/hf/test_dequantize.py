@@ -70,6 +70,18 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dequantize, "_TILE_VALUES", request.param)
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.uint8])
+def test_scales_beyond_the_range_are_refused(codes: torch.dtype) -> None:
+    fp8_codes = codes == torch.float8_e4m3fn
+    source, _ = fp8(8, 12) if fp8_codes else mxfp4(2, 1, 4)
+    scales = source.tensors["w_scale_inv" if fp8_codes else "up_scales"]
+    scales.fill_(3e38 if fp8_codes else 254)
+    quantization: Quantization = Fp8Blocks(4, 6) if fp8_codes else Mxfp4()
+    weights = DequantizedWeights(source, quantization, torch.bfloat16)
+    with pytest.raises(DataError, match="beyond the range of bfloat16"):
+        weights.read("w" if fp8_codes else "up")
+
+
 def check_slices(weights: DequantizedWeights, name: str, values: Tensor, slices: list[Slices | None]) -> None:
     for index in slices:
         wanted = values[index or ...]
