@@ -29,6 +29,7 @@ from isthmus.families.inferred.family_file import FILE as FAMILY_FILE
 from isthmus.families.inferred.family_file import write_family
 from isthmus.families.registry import all_families
 from isthmus.files.checked_files import RecordedFiles, recording
+from isthmus.hf.companion_files import check_companions
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
 from isthmus.hf.staged_folder import StagedFolder
@@ -158,6 +159,8 @@ def convert(
     start_s = time.monotonic()
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
     plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
+    if opened.hf_folder is not None:
+        check_companions(opened.hf_folder)
     with StagedFolder(destination) as staged:
         num_bytes = _transfer(plan, staged, progress)
         with disk_errors(staged.path):

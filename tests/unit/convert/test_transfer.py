@@ -67,7 +67,7 @@ def converted(qwen3: Path, tmp_path: Path) -> Path:
 )
 def test_round_trip_keeps_all_bytes(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", family, dtype=dtype, tie_word_embeddings=tied, shards="40KB")
-    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text("{}")
     there = convert(source, tmp_path / "megatron")
     back = convert(tmp_path / "megatron", tmp_path / "back")
     assert (there.destination_format, back.destination_format) == ("torch_dist", "hf")
@@ -76,7 +76,7 @@ def test_round_trip_keeps_all_bytes(family: str, dtype: torch.dtype, tied: bool,
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name])
-    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
     assert compare_models(source, tmp_path / "back").num_tensors == len(before)
     assert compare_models(source, tmp_path / "megatron").formats == ("hf", "torch_dist")
 
@@ -149,7 +149,7 @@ def test_common_state_as_an_object(qwen3: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_required_flags_of_megatron_lm(qwen3: Path, tmp_path: Path) -> None:
-    (qwen3 / "tokenizer.json").write_text("{}")
+    (qwen3 / "tokenizer_config.json").write_text("{}")
     assert convert(qwen3, tmp_path / "out dir").megatron_flags == [
         f"--load '{tmp_path}/out dir'",
         "--use-checkpoint-args",

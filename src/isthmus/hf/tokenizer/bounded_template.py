@@ -84,6 +84,17 @@ def bounded_template(source: str) -> jinja2.Template:
     return _compiled(source, environment)
 
 
+def check_syntax(source: str) -> None:
+    """DataError if a template cannot be compiled; its limits are not checked."""
+    try:
+        _environment()[0].compile(source, raw=True)
+    except TemplateLimit:
+        pass
+    except (*_TEMPLATE_ERRORS, RecursionError) as error:
+        where = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise DataError(f"the chat template has an error{where}: {str(error).strip():.200}.") from error
+
+
 def restart_meter() -> None:
     """Begin a rendering of a compiled template."""
     _environment()[1].restart()

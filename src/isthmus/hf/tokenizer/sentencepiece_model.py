@@ -24,7 +24,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 def read_sentencepiece(file: Path) -> PreTrainedTokenizerBase | None:
     """Read ``tokenizer.model`` and the ``tokenizer_config.json`` next to it; None if it is not such a BPE model."""
-    proto = _parse(file)
+    proto = parse_sentencepiece(file)
     if proto is None:
         return None
     try:
@@ -108,8 +108,13 @@ def _named_tokens(folder: Path, proto: Any) -> dict[str, str]:
     return tokens
 
 
-def _parse(path: Path) -> Any:
-    """The protobuf message; None if the file has another format, such as tiktoken ranks."""
+def parse_sentencepiece(path: Path) -> Any:
+    """The protobuf message; None if the file has another format, such as tiktoken ranks.
+
+    Raises:
+        DataError: it is damaged.
+        UsageError: the package that reads it is not installed.
+    """
     raw = path.read_bytes()
     if not raw.startswith(b"\n"):  # field 1, the pieces, comes first in every sentencepiece model
         return None
