@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.presets import Kind, config_path
+from isthmus.config.presets import Kind, config_path, preset_of
 from isthmus.config.yaml_text import TEXT_BYTES, Key, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
@@ -40,7 +40,7 @@ class Setting:
     key: Key
     value: Any
     origin: str
-    """``file:line:column``"""
+    """``file:line:column``; of a preset, its name and where the file of the user lists it."""
 
 
 def read_settings(path: Path, on_error: Callable[[str], None], kind: Kind = "train") -> Iterator[Setting]:
@@ -56,8 +56,11 @@ def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], 
         cycle = " -> ".join(str(file) for file in (*chain, path))
         raise UsageError(f"the bases of config files form a cycle: {cycle}. Remove one of the bases.")
     values, places = _load(path, chain)
-    for base in _bases(values, path, kind):
-        yield from _read(base, (*chain, path), on_error, kind)
+    for base in _bases(values, places, path, kind):
+        # Users cannot edit a preset: its settings have the place where their own file lists it.
+        listed_at = f"{_bases_place(values, path, places)}  " if preset_of(base) and not preset_of(path) else ""
+        for setting in _read(base, (*chain, path), on_error, kind):
+            yield replace(setting, origin=f"{listed_at}{setting.origin}")
     overrides = values.pop(_OVERRIDES, None)
     for name in (*_BASES, _OVERRIDES):
         values.pop(name, None)
@@ -92,7 +95,7 @@ def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key
         raise UsageError(f"{path}{place}  {error.reason}{hint}") from error
 
 
-def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
+def _bases(values: Mapping[str, Any], places: Mapping[Key, tuple[int, int]], path: Path, kind: Kind) -> list[Path]:
     base_keys = [name for name in _BASES if values.get(name) is not None]
     if len(base_keys) > 1:
         raise UsageError(f"{path} has both bases and extends, which mean the same. Keep one of them.")
@@ -102,6 +105,8 @@ def _bases(values: Mapping[str, Any], path: Path, kind: Kind) -> list[Path]:
         raise UsageError(f"{path}  {base_keys[0]}  must be a list of files, got {listed!r}.")
     try:
         return [path.parent / os.path.expanduser(config_path(str(_filled(base)), kind)) for base in listed]
+    except UsageError as error:
+        raise UsageError(f"{_bases_place(values, path, places)}  {error}") from error
     except KeyError as unset:
         name = unset.args[0]
         raise UsageError(
@@ -131,7 +136,14 @@ def _leaves(
             on_error(f"{origin}  {'.'.join(key)}  {name} is not set; set it, or give a default: ${{{name}:...}}")
 
 
+def _bases_place(values: Mapping[str, Any], path: Path, places: Mapping[Key, tuple[int, int]]) -> str:
+    name = next(name for name in _BASES if values.get(name) is not None)
+    return f"{_place(path, places, (name,))}  {name}"
+
+
 def _place(path: Path, places: Mapping[Key, tuple[int, int]], key: Key) -> str:
+    if (preset := preset_of(path)) is not None:
+        return preset
     # Values of an alias or a merge have no position.
     position = next((places[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in places), (1, 1))
     return f"{path}:{position[0]}:{position[1]}"

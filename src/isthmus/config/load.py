@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from isthmus.config.inherit import read_settings
-from isthmus.config.presets import Kind
+from isthmus.config.presets import PREFIX, Kind
 from isthmus.config.schema import RunConfig
 from isthmus.config.setting_errors import GIVEN_BY, dotted, reason
 from isthmus.config.yaml_text import Key, Syntax, read_value, write_mapping
@@ -249,9 +249,9 @@ class _Draft:
 
 
 def _file_of(origin: str) -> str:
-    """Empty for options and overrides."""
-    place = re.fullmatch(r"(.+):\d+:\d+", origin)
-    return place[1] if place else ""
+    """The file or preset of a setting; empty for options and overrides."""
+    place = re.fullmatch(rf"(?:(.+):\d+:\d+)?(?:(?:  \w+  )?({PREFIX}.+))?", origin)
+    return (place[2] or place[1] or "") if place else ""
 
 
 def _key_of(error: Any) -> Key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ from isthmus.errors import UsageError
 
 PREFIX = "preset:"
 """Prefix of a preset's name where a file is allowed too."""
+PRESETS_PAGE = "docs/reference/presets.md"
 Kind = Literal["train", "models", "bench"]
 """A run config, a model with the keys of its ``config.json``, or a table of configs for ``isthmus bench``."""
 _FOLDER = Path(__file__).resolve().parents[1] / "presets"
@@ -19,6 +20,12 @@ _WORDS: dict[Kind, tuple[str, str]] = {
     "models": ("a model", "Use it with --model or as model.path."),
     "bench": ("a table of run configs", "Use it with `isthmus bench`."),
 }
+
+
+def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """``Did you mean a, b or c?``: the three names most similar to ``name``."""
+    near = [prefix + match for match in difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.0)]
+    return f"Did you mean {', '.join(near[:-1])} or {near[-1]}?" if len(near) > 1 else f"Did you mean {near[0]}?"
 
 
 def preset_names(kind: Kind = "train") -> list[str]:
@@ -30,15 +37,32 @@ def config_path(source: str, kind: Kind = "train") -> Path:
     """The file of a path or of ``preset:NAME``."""
     if not source.startswith(PREFIX):
         return Path(source)
+    if (reason := not_a_preset(source, kind)) is not None:
+        raise UsageError(reason)
+    return _FOLDER / kind / f"{source.removeprefix(PREFIX)}.yaml"
+
+
+def not_a_preset(source: str, kind: Kind) -> str | None:
+    """Why ``preset:NAME`` is no preset of this kind, with the three most similar names; None if it is one."""
     name = source.removeprefix(PREFIX)
-    if name not in preset_names(kind):
-        if (other := kind_of(name)) != kind and name in preset_names(other):
-            what, hint = _WORDS[other]
-            raise UsageError(f"{source} is {what}, expected {_WORDS[kind][0]}. {hint}")
-        near = difflib.get_close_matches(name, preset_names(kind), n=1)
-        guess = f"Did you mean {PREFIX}{near[0]}? " if near else ""
-        raise UsageError(f"there is no preset {name!r}. {guess}`isthmus config ls` lists them.")
-    return _FOLDER / kind / f"{name}.yaml"
+    if name in preset_names(kind):
+        return None
+    if (other := kind_of(name)) != kind and name in preset_names(other):
+        what, hint = _WORDS[other]
+        return f"{source} is {what}, expected {_WORDS[kind][0]}. {hint}"
+    guess = nearest(name, preset_names(kind), PREFIX)
+    return f"there is no preset {name!r}. {guess} `isthmus config ls WORDS` searches them, see {PRESETS_PAGE}."
+
+
+def preset_of(path: Path) -> str | None:
+    """``preset:NAME`` of a file of this package, else None."""
+    return f"{PREFIX}{path.stem}" if path.parent.parent == _FOLDER else None
+
+
+def matches(words: Sequence[str], name: str, description: str) -> bool:
+    """Whether each word is in the name or in the description of a preset, in any case."""
+    text = f"{PREFIX}{name} {description}".lower()
+    return all(word.lower() in text for word in words)
 
 
 def is_model_file(source: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import os
 import pkgutil
@@ -95,10 +96,11 @@ def family_for(hf_config: Mapping[str, Any], family_file: Path | None = None) ->
             "supported. Use transformers for it, or choose a decoder-only model."
         )
     if path is None:
-        known = ", ".join(all_families())
+        near = ", ".join(difflib.get_close_matches(name, all_families(), n=3, cutoff=0.0))
         raise UsageError(
-            f"config.json: no family has the model_type {model_type!r}. Families: {known}. "
-            "isthmus convert --learn can infer the weight mapping of an unsupported model type."
+            f"config.json: no family has the model_type {model_type!r}. The nearest are {near}; "
+            "docs/reference/families.md has all of them. isthmus convert --learn can infer the weight mapping of an "
+            "unsupported model type."
         )
     family = load_family(path, all_families)
     if family.name != name:

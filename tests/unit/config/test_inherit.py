@@ -94,6 +94,44 @@ def test_errors_in_a_base_name_its_line(tmp_path: Path) -> None:
     assert "mine.yaml:2:12  parallel.tpp" in message
 
 
+def test_an_error_about_a_preset_names_the_file_that_lists_it(tmp_path: Path) -> None:
+    """With the key, and nothing of this package."""
+    text = "bases: [preset:llama3.2-1b-sft]\nmodel: {path: m}\ndata: {files: [a.json]}\nout: o\n"
+    message = refusal(write(tmp_path / "mine.yaml", text + "optim: {schedule: constant, schedule_steps: 3}\n"))
+    assert message.startswith("mine.yaml:5:") and "presets" not in message
+    message = refusal(write(tmp_path / "mine.yaml", text), "train.global_batch_size=7", "train.micro_batch_size=2")
+    assert message.startswith("command line  train.global_batch_size")
+    message = refusal(write(tmp_path / "mine.yaml", text.replace("llama3.2-1b-sft", "deepseek-v3-lora")), "lora.rank=0")
+    assert message.startswith("command line  lora.rank")
+    message = refusal(tmp_path / "mine.yaml", "train.recompute=none", "train.recompute_layers=2", "train.steps=2")
+    assert message.startswith("command line  train.recompute_layers")
+    dora = write(tmp_path / "mine.yaml", text.replace("llama3.2-1b-sft", "deepseek-v3-lora") + "lora: {path: a}\n")
+    assert "\n  mine.yaml:1:1  bases  preset:gpt-oss-120b-lora  lora.rank  rank is that of" in refusal(dora)
+    message = refusal(write(tmp_path / "mine.yaml", "out: o\nbases:\n- preset:lama3.2-1b-sft\n"))
+    assert message.startswith("mine.yaml:2:1  bases  there is no preset 'lama3.2-1b-sft'. Did you mean preset:llama3.2")
+
+
+def test_an_unknown_model_preset_has_the_three_nearest_names() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_config("sft", None, ["model=preset:qwen3-0.7b", "data.files=[a]", "out=o"])
+    message = str(caught.value)
+    assert message.startswith(
+        "command line  model.path  there is no preset 'qwen3-0.7b'. Did you mean preset:qwen3-0.6b"
+    )
+    assert message.count("preset:") == 3 and "docs/reference/presets.md" in message
+    assert "\n" not in message
+
+
+def test_presets_are_searched_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "ls", "LORA", "qwen3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run configs" and len(lines) > 1
+    assert all("lora" in line.lower() and "qwen3" in line.lower() for line in lines[1:])
+    assert main(["config", "ls", "qwen9"]) == 2
+    printed, error = capsys.readouterr()
+    assert not printed and error.startswith("isthmus: no preset matches qwen9. Did you mean preset:qwen")
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [

@@ -157,8 +157,8 @@ def test_config_commands_accept_models(
     assert "preset:llama3.2-1b-sft " in runs and "preset:llama3.2-1b " in models
     assert main(["config", "show", "preset:llama3.1-70b", "vocab_size=9", "--origin"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    where = {row[0]: Path(row[2]).name.partition(":")[0] for row in rows if len(row) == 3}
-    assert (where["hidden_size"], where["rms_norm_eps"]) == ("llama3.1-70b.yaml", "llama3-8b.yaml")
+    where = {row[0]: row[2] for row in rows if len(row) == 3}
+    assert (where["hidden_size"], where["rms_norm_eps"]) == ("preset:llama3.1-70b", "preset:llama3-8b")
     assert ["vocab_size", "9", "command", "line"] in rows
     assert main(["config", "show", "vocab_size=9", "preset:llama3.1-70b"]) == 0
     assert "vocab_size: 9" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -298,11 +299,12 @@ def test_llama3_scaling_keeps_any_factor() -> None:
     assert arch.rotary_base == 500000.0
 
 
-def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(
-        UsageError, match=r"no family has the model_type 't5'\. Families: .*cohere, .*, llama, .*mistral"
-    ):
-        family_for({"model_type": "t5"})
+def test_an_unknown_family_has_the_three_nearest_names() -> None:
+    with pytest.raises(UsageError) as caught:
+        family_for({"model_type": "qwen4"})
+    near = re.search(r"no family has the model_type 'qwen4'. The nearest are (.*); docs", str(caught.value))
+    assert near is not None and near[1].split(", ")[0] in ("qwen2", "qwen3") and len(near[1].split(", ")) == 3
+    assert "docs/reference/families.md" in str(caught.value)
     with pytest.raises(UsageError, match="None"):
         family_for({})
     assert list(all_families()) == sorted(all_families())

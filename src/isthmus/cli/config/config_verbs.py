@@ -62,22 +62,36 @@ def show(options: ShowOptions) -> int:
     return 0
 
 
-@app.command("ls", short_help="List the shipped run configs and models.")
-def ls() -> int:
-    """List the shipped run configs, which can replace a config file, and models, for --model."""
-    from isthmus.config.presets import PREFIX, about, preset_names
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListOptions:
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="WORD", help="Only presets whose name or description contains all words."),
+    ] = None
 
-    runs, models, tables = preset_names("train"), preset_names("models"), preset_names("bench")
-    width = max(map(len, (*runs, *models, *tables)))
-    print("run configs")
-    for name in runs:
-        print(f"  {PREFIX}{name:<{width}}  {about(name)}")
-    print("models (model.init=random)")
-    for name in models:
-        print(f"  {PREFIX}{name:<{width}}  {about(name, 'models')}")
-    print("tables (isthmus bench)")
-    for name in tables:
-        print(f"  {PREFIX}{name:<{width}}  {about(name, 'bench')}")
+
+@app.command("ls", short_help="List the shipped run configs and models.")
+@verb
+def ls(options: ListOptions) -> int:
+    """List the shipped run configs, which can replace a config file, and models, for --model."""
+    from isthmus.config.presets import PREFIX, PRESETS_PAGE, Kind, about, matches, nearest, preset_names
+
+    words = options.words or []
+    titles: dict[Kind, str] = {
+        "train": "run configs",
+        "models": "models (model.init=random)",
+        "bench": "tables (isthmus bench)",
+    }
+    presets = [(kind, name, about(name, kind)) for kind in titles for name in preset_names(kind)]
+    listed = [preset for preset in presets if matches(words, *preset[1:])]
+    if not listed:
+        guess = nearest(" ".join(words), [name for _, name, _ in presets], PREFIX)
+        raise UsageError(f"no preset matches {' '.join(words)}. {guess} All presets: {PRESETS_PAGE}.")
+    width = max(len(name) for _, name, _ in listed)
+    for kind, title in titles.items():
+        rows = [f"  {PREFIX}{name:<{width}}  {text}" for of_kind, name, text in listed if of_kind == kind]
+        if rows:
+            print("\n".join([title, *rows]))
     return 0
 
 

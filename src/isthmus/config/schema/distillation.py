@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.config.presets import is_model_file
+from isthmus.config.presets import PREFIX, is_model_file, not_a_preset
 from isthmus.config.schema.section import Count, PathText, Section, refuse
 
 
@@ -33,6 +33,12 @@ class DistillConfig(Section):
 
     @model_validator(mode="after")
     def _teacher_has_weights(self) -> DistillConfig:
+        if (
+            self.teacher is not None
+            and self.teacher.startswith(PREFIX)
+            and (why := not_a_preset(self.teacher, "models"))
+        ):
+            refuse("teacher", why.removesuffix("."))
         if self.teacher is not None and is_model_file(self.teacher) and self.teacher_init != "random":
             refuse(
                 "teacher",

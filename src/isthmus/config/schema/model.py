@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.config.presets import is_model_file
+from isthmus.config.presets import PREFIX, is_model_file, not_a_preset
 from isthmus.config.schema.section import PathText, Section, lacks, refuse
 
 
@@ -29,6 +29,8 @@ class ModelConfig(Section):
     def _is_a_model(self) -> ModelConfig:
         if self.path is None and not self.config:
             lacks("path")
+        if self.path is not None and self.path.startswith(PREFIX) and (why := not_a_preset(self.path, "models")):
+            refuse("path", why.removesuffix("."))
         if self.path is None and self.init != "random":
             refuse("init", "config has no weights; set model.init=random, or give model.path")
         if self.path is not None and is_model_file(self.path) and self.init != "random":

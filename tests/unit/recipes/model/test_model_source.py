@@ -171,7 +171,6 @@ def test_model_from_a_file_or_from_the_config(tmp_path: Path) -> None:
         ({"config": {"router_aux_loss_coef": 0.1}}, r"type llama does not use router_aux_loss_coef.* under moe"),
         ({"config": {"rope_scaling": {"factor": 8.0}}}, r"rope_scaling.factor=8.0 has no effect without"),
         ({"path": None, "config": {"model_type": "lama"}}, "no family has the model_type 'lama'"),
-        ({"path": "preset:llama3-9b"}, "Did you mean preset:llama3-8b"),
     ],
 )
 def test_unused_key_is_refused(model: dict[str, Any], message: str) -> None:
