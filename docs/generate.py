@@ -22,6 +22,7 @@ import typer
 import isthmus
 from isthmus import errors
 from isthmus.cli.main import app
+from isthmus.cli.verb_help import EXAMPLES
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import PREFIX, Kind, about, config_path, opening_lines, preset_names
 from isthmus.config.schema import RunConfig
@@ -336,7 +337,12 @@ def cli_page() -> str:
         "",
         _MADE,
         "",
-        "`isthmus VERB --help` prints the text below. Training verbs take a config file, options and overrides",
+        "`isthmus VERB --help` prints the text below, for training verbs with the settings that most runs set.",
+        "`isthmus completion bash`, `zsh` or `fish` prints a script that completes verbs, options and settings:",
+        'put `eval "$(isthmus completion bash)"` into `~/.bashrc`. An option of another program, such as',
+        "`--learning_rate 1e-4`, is answered with the setting, `optim.lr=1e-4`.",
+        "",
+        "Training verbs take a config file, options and overrides",
         "`group.key=value` in any order; see [Settings](config.md). A word that ends in `.yaml` or `.yml`, or begins",
         "with `preset:`, is a config file. Values of overrides are YAML.",
         "",
@@ -371,6 +377,8 @@ def _command_section(name: str, command: Any, level: str = "##") -> list[str]:
     guide = _GUIDES.get(name.removeprefix("isthmus "))
     lines = [f"{level} {name}", "", *inspect.cleandoc(command.help or "").splitlines(), ""]
     lines += [f"See {guide}.", ""] if guide else []
+    examples = EXAMPLES.get(name.removeprefix("isthmus "), ())
+    lines += ["```text", *examples, "```", ""] if examples else []
     if hasattr(command, "commands"):
         return lines
     pieces = [

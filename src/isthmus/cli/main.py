@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from isthmus import __version__
 from isthmus.cli import (
     bench,
     chat,
+    completion,
     convert,
     data_view,
     doctor,
@@ -33,9 +34,12 @@ from isthmus.cli import (
 )
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.config.config_verbs import app as config_app
+from isthmus.cli.habits import option_answer
 from isthmus.cli.options import Debug, Json, verb
 from isthmus.cli.terminal import show
+from isthmus.cli.verb_help import VerbGroup, epilog
 from isthmus.config.recipes import RECIPE_SETTINGS
+from isthmus.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,36 +73,57 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 app = typer.Typer(
     name="isthmus",
     help="Train Hugging Face models on Megatron-Core and export Hugging Face models.",
+    cls=VerbGroup,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo", short_help="Train and export a small model on this machine, without network.")(verb(demo))
+
+
+def _add(name: str, function: Callable[..., int], short_help: str, **settings: Any) -> None:
+    app.command(name, short_help=short_help, epilog=epilog(name), **settings)(function)
+
+
+def print_version() -> int:
+    """Print the version."""
+    print(f"isthmus {__version__}")
+    return 0
+
+
+_add("demo", verb(demo), "Train and export a small model on this machine, without network.")
 for recipe, settings in RECIPE_SETTINGS.items():
-    app.command(recipe, short_help=settings.short_help)(train_verbs.train_verb(recipe))
-app.command("prepare", short_help="Tokenize data once into indexed files for many runs.")(verb(prepare.prepare))
-app.command("convert", short_help="Convert a model between Hugging Face and Megatron-Core.")(verb(convert.convert))
-app.command("merge", short_help="Merge a LoRA adapter into its base model.")(verb(convert.merge))
-app.command("verify", short_help="Compare two models bit by bit, in any formats.")(verb(verify.verify))
-app.command("doctor", short_help="Check whether this machine can train, and what slows it down.")(verb(doctor.doctor))
-app.command("plan", short_help="Print the layouts that fit a model into GPUs, with memory and step time.")(
-    verb(plan.plan)
-)
-app.command("bench", short_help="Measure the training step in a grid of settings.")(verb(bench.bench))
-app.command("report", short_help="Write curves, data and settings of runs into one HTML file.")(verb(report.report))
-app.command("eval", short_help="Run tasks of lm-evaluation-harness on a model or a checkpoint.")(
-    verb(evaluate.evaluate)
-)
-app.command("tune", short_help="Measure the matmuls of a model and layout, for faster runs.")(verb(tune.tune))
-app.command(
+    _add(recipe, train_verbs.train_verb(recipe), settings.short_help)
+_add("prepare", verb(prepare.prepare), "Tokenize data once into indexed files for many runs.")
+_add("convert", verb(convert.convert), "Convert a model between Hugging Face and Megatron-Core.")
+_add("merge", verb(convert.merge), "Merge a LoRA adapter into its base model.")
+_add("verify", verb(verify.verify), "Compare two models bit by bit, in any formats.")
+_add("doctor", verb(doctor.doctor), "Check whether this machine can train, and what slows it down.")
+_add("plan", verb(plan.plan), "Print the layouts that fit a model into GPUs, with memory and step time.")
+_add("bench", verb(bench.bench), "Measure the training step in a grid of settings.")
+_add("report", verb(report.report), "Write curves, data and settings of runs into one HTML file.")
+_add("eval", verb(evaluate.evaluate), "Run tasks of lm-evaluation-harness on a model or a checkpoint.")
+_add("tune", verb(tune.tune), "Measure the matmuls of a model and layout, for faster runs.")
+_add(
     "run",
-    short_help="Run an unmodified Megatron-LM script on any platform.",
+    verb(script.run),
+    "Run an unmodified Megatron-LM script on any platform.",
     context_settings={"allow_interspersed_args": False},
-)(verb(script.run))
-app.command("chat", short_help="Talk to a model in the terminal.")(verb(chat.chat))
-app.add_typer(data_view.app, name="data", short_help="Show samples of data files as a run reads them.")
-app.add_typer(patch.app, name="patch", short_help="Fix the async saver of Megatron-LM, for newer torch.")
-app.add_typer(config_app, name="config", short_help="Show configs and presets; translate other programs' settings.")
+)
+_add("chat", verb(chat.chat), "Talk to a model in the terminal.")
+_add("completion", verb(completion.completion), "Print the script for completion in bash, zsh or fish.")
+_add("version", print_version, "Print the version.")
+app.add_typer(
+    data_view.app, name="data", epilog=epilog("data"), short_help="Show samples of data files as a run reads them."
+)
+app.add_typer(
+    patch.app, name="patch", epilog=epilog("patch"), short_help="Fix the async saver of Megatron-LM, for newer torch."
+)
+app.add_typer(
+    config_app,
+    name="config",
+    epilog=epilog("config"),
+    short_help="Show configs and presets; translate other programs' settings.",
+)
 
 
 def _print_version(value: bool) -> None:
@@ -123,7 +148,17 @@ def parse_and_run(argv: Sequence[str]) -> int:
 
         argv = translate(argv)
     words = list(argv) if argv[:1] == ["run"] else spread_data(argv)  # a script has its own arguments
-    result: Any = app(args=words or ["--help"], prog_name="isthmus", standalone_mode=False)
+    completion.prepare_completion()
+    try:
+        result: Any = app(args=words or ["--help"], prog_name="isthmus", standalone_mode=False)
+    except Exception as error:
+        option = getattr(error, "option_name", None)  # of typer's error for an unknown option
+        if option is None or getattr(error, "possibilities", error) is error:
+            raise
+        answer = option_answer(words[0], option, words)
+        if answer is None:
+            raise
+        raise UsageError(answer) from error
     return int(result or 0)
 
 

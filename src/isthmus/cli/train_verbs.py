@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from isthmus import __version__
+from isthmus.cli.completion import complete_word
 from isthmus.cli.options import Debug, Json, Public, Push, Trust, verb
 from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.data.readers.data_names import describe_sources
@@ -30,6 +31,7 @@ Words = Annotated[
         metavar="CONFIG.yaml|KEY=VALUE",
         help="A config file or preset:NAME, and settings such as optim.lr=2e-5.",
         show_default=False,
+        autocompletion=complete_word,
     ),
 ]
 Model = Annotated[

@@ -1,0 +1,164 @@
+"""Answers to commands and options of other programs: the command or the setting of Isthmus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from isthmus.config.recipes import RECIPE_SETTINGS
+
+_TRAIN = "the training commands are sft, dpo, kto, reward, distill and pretrain, such as `isthmus sft`"
+_CHAT = "`isthmus chat MODEL` answers prompts in the terminal"
+_EXPORT = (
+    "a run exports its model to OUT/hf; `isthmus convert CHECKPOINT OUT --to hf` exports a checkpoint, and "
+    "`isthmus merge` a LoRA adapter"
+)
+_SERVE = (
+    "Isthmus has no server; the folder OUT/hf of a run is a Hugging Face model for vLLM, SGLang and others, and "
+    "`isthmus chat MODEL` answers in the terminal"
+)
+_SFT = "`isthmus sft` fine-tunes a model on chats"
+_LORA = (
+    "`isthmus sft ... lora.rank=16` trains LoRA adapters; lora.quantize=nf4 also quantizes the other weights (QLoRA)"
+)
+_PREFERENCES = "`isthmus dpo`, `isthmus kto` and `isthmus reward` train on preferences"
+COMMANDS: Mapping[str, str] = {
+    "train": _TRAIN,
+    "finetune": _SFT,
+    "fine-tune": _SFT,
+    "ft": _SFT,
+    "tuning": _SFT,
+    "lora": _LORA,
+    "qlora": _LORA,
+    "peft": _LORA,
+    "pt": "`isthmus pretrain` trains a model on text",
+    "pretraining": "`isthmus pretrain` trains a model on text",
+    "rm": "`isthmus reward` trains a reward model",
+    "rlhf": _PREFERENCES,
+    "orpo": "`isthmus dpo ... dpo.loss=orpo` is ORPO",
+    "simpo": "`isthmus dpo ... dpo.loss=simpo` is SimPO",
+    "cpo": "`isthmus dpo ... dpo.loss=cpo` is CPO",
+    "gkd": "`isthmus distill` learns the probabilities of a teacher",
+    "export": _EXPORT,
+    "save": _EXPORT,
+    "serve": _SERVE,
+    "deploy": _SERVE,
+    "api": _SERVE,
+    "vllm-serve": _SERVE,
+    "webui": _SERVE,
+    "webchat": _CHAT,
+    "infer": _CHAT,
+    "inference": _CHAT,
+    "generate": _CHAT,
+    "predict": _CHAT,
+    "evaluate": "`isthmus eval` runs tasks of lm-evaluation-harness",
+    "test": "`isthmus eval` runs tasks of lm-evaluation-harness; data.test_files gives the loss of a test set",
+    "preprocess": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
+    "tokenize": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
+    "preprocess_data": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
+    "merge-lora": "`isthmus merge` merges a LoRA adapter into its base model",
+    "merge_lora": "`isthmus merge` merges a LoRA adapter into its base model",
+    "quantize": "lora.quantize=nf4 quantizes the frozen weights of a LoRA run; exports have the dtype of the source",
+    "env": "`isthmus doctor` checks this machine; a run writes environment.json",
+    "presets": "`isthmus config ls` lists presets",
+    "models": "`isthmus config ls` lists presets, docs/reference/families.md the supported models",
+    "list": "`isthmus config ls` lists presets",
+    "ls": "`isthmus config ls` lists presets",
+    "login": "`hf auth login`, or HF_TOKEN, gives access to the Hub",
+    "download": "--model ORG/NAME downloads a model from the Hub, --data hf:ORG/NAME data",
+    "upload": "--push NAMESPACE/NAME of a run, convert or merge uploads a model",
+    "push": "--push NAMESPACE/NAME of a run, convert or merge uploads a model",
+    "resume": "the same training command with the same --out resumes from its last checkpoint",
+    "estimate": "`isthmus plan MODEL --gpus 8xH100` estimates memory and speed",
+    "torchrun": "--nproc N starts N ranks, and `torchrun ... -m isthmus` works as well",
+    "launch": "--nproc N starts N ranks; under torchrun, Slurm or Kubernetes the same command joins the others",
+}
+"""Commands of other programs, and what does the same."""
+_EXAMPLE = {"lora.rank": "16", "train.recompute": "full", "parallel.fsdp": "true", "lora.quantize": "nf4"}
+"""Values of settings that are switches in other programs."""
+_NAMES = {("logging.to", "none"): "[]", ("logging.to", "all"): "[tensorboard,wandb]"}
+"""Values of other programs, and those of Isthmus."""
+_SHORT = {
+    "lora": "lora.rank",
+    "qlora": "lora.quantize",
+    "fp8": "train.precision, =fp8",
+    "fp32": "train.precision, =fp32",
+    "batch_size": "train.global_batch_size",
+    "max_length": "data.seq_length",
+    "max_seq_len": "data.seq_length",
+    "max_seq_length": "data.seq_length",
+    "epoch": "train.epochs",
+    "resume": "checkpoint.resume",
+    "gpus": "--nproc",
+    "num_gpus": "--nproc",
+    "num_processes": "--nproc",
+    "nproc_per_node": "--nproc",
+    "dp": "no, data parallel ranks are those that parallel.tp, pp and cp leave",
+    "config": "no, name the file without an option: isthmus sft run.yaml",
+    "config_file": "no, name the file without an option: isthmus sft run.yaml",
+}
+"""Names that are not in the tables of other programs, or mean something else there."""
+
+
+def command_answer(name: str) -> str | None:
+    """The error for a command of another program; None for other words."""
+    answer = COMMANDS.get(name.lower())
+    return None if answer is None else f"isthmus has no command {name!r}: {answer}."
+
+
+def option_answer(verb: str, option: str, argv: Sequence[str]) -> str | None:
+    """The error for an unknown option of a training verb that is a setting here, or an option of another program.
+
+    ``argv`` has the value of the option: ``--lr 1e-4`` or ``--lr=1e-4``.
+    """
+    if verb not in RECIPE_SETTINGS:
+        return None
+    name = option.lstrip("-").replace("-", "_").lower()
+    answer = _setting(name, verb)
+    if answer is None:
+        return None
+    setting, _, explanation = answer.partition(", ")
+    if setting == "no":
+        return f"isthmus has no {option}: {explanation}."
+    value = _value(option, argv)
+    if explanation.startswith("="):
+        value, explanation = explanation[1:].partition(" ")[0].rstrip(","), ""
+    if explanation:
+        return f"isthmus has no {option}: see the setting {setting}, {explanation}. Settings are given as {setting}=..."
+    return f"isthmus has no {option}. Write {_written(setting, value)}"
+
+
+def _written(setting: str, value: str | None) -> str:
+    from isthmus.config.setting_errors import GIVEN_BY
+
+    option = next((option for option, key in GIVEN_BY.items() if ".".join(key) == setting), None)
+    if setting.startswith("--") or option is not None:
+        return f"{option or setting} {value or '...'} instead."
+    value = value and _NAMES.get((setting, value), value)
+    return f"{setting}={value or _EXAMPLE.get(setting, '...')}, without dashes."
+
+
+def _setting(name: str, verb: str) -> str | None:
+    """The answer to a name, as in the tables of other programs."""
+    from isthmus.config.setting_errors import dotted, other_names, settings
+
+    known = [dotted(key) for key in settings()]
+    if name in known:
+        return name
+    if (answer := _SHORT.get(name)) is not None:
+        return answer
+    same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    mine = [setting for setting in same if setting.startswith(f"{verb}.")]
+    if len(mine or same) == 1 and name not in RECIPE_SETTINGS:
+        return (mine or same)[0]
+    return other_names().get(name)
+
+
+def _value(option: str, argv: Sequence[str]) -> str | None:
+    """The word of ``--option WORD`` or ``--option=WORD``."""
+    for place, word in enumerate(argv):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option:
+            following = argv[place + 1 : place + 2]
+            return following[0] if following and not following[0].startswith("-") else None
+    return None

@@ -1,0 +1,130 @@
+"""The help of the verbs: groups, examples, and the settings that most runs use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer.core
+
+from isthmus.cli.habits import command_answer
+from isthmus.config.recipes import RECIPE_SETTINGS
+from isthmus.errors import UsageError
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Start here": ("demo", "doctor", "plan"),
+    "Training": tuple(RECIPE_SETTINGS),
+    "Data": ("prepare", "data"),
+    "Models": ("chat", "eval", "convert", "merge", "verify"),
+    "Configs and other programs": ("config", "run", "patch"),
+    "Measurements": ("report", "bench", "tune"),
+    "This command": ("completion", "version"),
+}
+"""The verbs of ``isthmus --help`` by group."""
+EXAMPLES: Mapping[str, tuple[str, str]] = {
+    "demo": ("isthmus demo", "isthmus demo --out demo --nproc 1"),
+    "doctor": ("isthmus doctor", "isthmus doctor --json"),
+    "plan": (
+        "isthmus plan Qwen/Qwen3-8B --gpus 8xH100",
+        "isthmus plan preset:llama3.1-70b --gpus 8xMI300X --nodes 2 --recipe sft",
+    ),
+    "sft": (
+        "isthmus sft --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/a",
+        "isthmus sft --model Qwen/Qwen3-8B --data chats.jsonl --out runs/b --nproc 8 lora.rank=16 parallel.tp=2",
+    ),
+    "dpo": (
+        "isthmus dpo --model Qwen/Qwen3-0.6B --data pairs.jsonl --out runs/a",
+        "isthmus dpo --model runs/sft/hf --data pairs.jsonl --out runs/b dpo.beta=0.05 optim.lr=1e-6",
+    ),
+    "kto": (
+        "isthmus kto --model Qwen/Qwen3-0.6B --data labels.jsonl --out runs/a",
+        "isthmus kto --model runs/sft/hf --data labels.jsonl --out runs/b kto.undesirable_weight=1.3",
+    ),
+    "reward": (
+        "isthmus reward --model Qwen/Qwen3-0.6B --data pairs.jsonl --out runs/a",
+        "isthmus reward --model Qwen/Qwen3-4B --data pairs.jsonl --out runs/b --nproc 4 train.epochs=2",
+    ),
+    "distill": (
+        "isthmus distill --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/a distill.teacher=Qwen/Qwen3-8B",
+        "isthmus distill --model small --data chats.jsonl --out runs/b distill.teacher=large distill.top_k=64",
+    ),
+    "pretrain": (
+        "isthmus pretrain --model preset:qwen3-0.6b --data text.jsonl --out runs/a model.init=random "
+        "tokenizer.path=Qwen/Qwen3-0.6B",
+        "isthmus pretrain --model Qwen/Qwen3-0.6B --data prepared/text --out runs/b --nproc 8 train.steps=1000",
+    ),
+    "prepare": (
+        "isthmus prepare text.jsonl prepared/text --tokenizer Qwen/Qwen3-0.6B",
+        "isthmus prepare chats.jsonl prepared/chats --kind chat --tokenizer Qwen/Qwen3-0.6B",
+    ),
+    "chat": ("isthmus chat runs/a", "isthmus chat Qwen/Qwen3-0.6B"),
+    "eval": ("isthmus eval runs/a --tasks arc_easy", "isthmus eval Qwen/Qwen3-0.6B --tasks hellaswag --limit 100"),
+    "convert": (
+        "isthmus convert Qwen/Qwen3-0.6B megatron --to torch_dist",
+        "isthmus convert megatron hf --to hf --hf-like Qwen/Qwen3-0.6B",
+    ),
+    "merge": (
+        "isthmus merge Qwen/Qwen3-0.6B runs/lora/adapter merged",
+        "isthmus merge base adapter merged --push me/merged",
+    ),
+    "verify": ("isthmus verify Qwen/Qwen3-0.6B megatron", "isthmus verify model other --logits"),
+    "run": (
+        "isthmus run Megatron-LM/pretrain_gpt.py --num-layers 2 --mock-data",
+        "isthmus run --nproc 2 Megatron-LM/pretrain_gpt.py --load checkpoint",
+    ),
+    "config": ("isthmus config ls qwen3 lora", "isthmus config show run.yaml --resolved --origin"),
+    "data": ("isthmus data view chats.jsonl --tokenizer Qwen/Qwen3-0.6B", "isthmus data view runs/a -n 5"),
+    "patch": ("isthmus patch checkpoint-saver --megatron Megatron-LM", "isthmus patch runtime --install"),
+    "report": ("isthmus report runs/a", "isthmus report runs/a runs/b"),
+    "bench": ("isthmus bench preset:rocm-table", "isthmus bench run.yaml --nproc 8"),
+    "tune": ("isthmus tune run.yaml", "isthmus tune run.yaml --out tune.json"),
+    "version": ("isthmus version", "isthmus --version"),
+    "completion": (
+        'eval "$(isthmus completion bash)"',
+        "isthmus completion fish > ~/.config/fish/completions/isthmus.fish",
+    ),
+}
+"""Two commands for each verb."""
+SETTINGS: Mapping[str, str] = {
+    "optim.lr": "peak learning rate",
+    "train.epochs": "passes over the data; or train.steps",
+    "train.global_batch_size": "sequences, pairs or answers of a step, over all ranks",
+    "train.micro_batch_size": "those of a rank in a forward pass",
+    "data.seq_length": "longest sequence in tokens",
+    "lora.rank": "train LoRA adapters of this rank",
+    "parallel.tp": "tensor parallel ranks; also pp, cp, ep and fsdp",
+    "train.recompute": "full: less memory, slower",
+    "train.eval_every": "steps between validations",
+    "checkpoint.every": "steps between checkpoints",
+}
+"""The settings that most runs set."""
+
+
+class VerbGroup(typer.core.TyperGroup):
+    """Lists its commands by group, and answers commands of other programs."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                limit = formatter.width - 6 - width
+                formatter.write_dl(
+                    [(name.ljust(width), self.commands[name].get_short_help_str(limit)) for name in names]
+                )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (answer := command_answer(args[0])) is not None:
+            raise UsageError(answer)
+        return super().resolve_command(ctx, args)
+
+
+def epilog(verb: str) -> str:
+    """Examples and, for a training verb, settings: paragraphs whose lines are not joined."""
+    lines = ["Examples:", *(f"  {command}" for command in EXAMPLES[verb])]
+    paragraphs = ["\b\n" + "\n".join(lines)]
+    if verb in RECIPE_SETTINGS:
+        width = max(map(len, SETTINGS))
+        rows = [f"  {name:<{width}}  {text}" for name, text in SETTINGS.items()]
+        paragraphs.append("\b\n" + "\n".join(["Settings of most runs, as name=value:", *rows]))
+        paragraphs.append("All settings: docs/reference/config.md, or `isthmus config schema`.")
+    return "\n\n".join(paragraphs)
