@@ -49,6 +49,18 @@ def test_single_process_reduces_loss_and_clips_some_steps(alone: dict[str, dict[
         assert len(set(run["loss_tokens"])) > 5
 
 
+@pytest.mark.thorough
+def test_gradient_norm_of_a_large_vocabulary(worlds: dict[int, RankPool], samples: Path, tmp_path: Path) -> None:
+    """The sum of squares of 2 million gradients does not depend on their shards."""
+    settings = {"vocab_size": 64_000, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    model = build_model_folder(tmp_path / "model", "qwen3", **settings)
+    norms = [
+        worlds[ranks].run("ranks.tasks.train", model=model, samples=samples, steps=2, **layout)["grad_norm"]
+        for ranks, layout in ((1, {"micro_batch_size": 2}), (2, {"tp": 2}), (2, {}), (2, {"fsdp": True}))
+    ]
+    assert max(max_relative_difference(other, norms[0]) for other in norms[1:]) < 1e-6
+
+
 BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2, "sp": False}),
     "tp2-sp": (2, {"tp": 2, "sp": True}),
