@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
-from isthmus.data.store.indexed_dataset import IndexedWriter
+from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed
 from isthmus.hf.tiny_model import build_tiny_qwen3, train_tokenizer
 from ranks.tiny import SEQ_LENGTH, build_model_folder
 from upstream.checkout_marks import needs_packages
@@ -177,6 +178,33 @@ def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: 
         ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs_text_document{suffix}"
         assert len(ours.read_bytes()) > 500
         assert ours.read_bytes() == theirs.read_bytes(), suffix
+
+
+def test_bos_of_llama_tokenizers_is_that_of_preprocess_data(megatron: Path, tmp_path: Path) -> None:
+    """With special tokens the bytes are equal; core 0.15 and 0.16 leave BOS out by default."""
+    texts = [" ".join(f"The number is {n * m % 97}." for m in range(9)) for n in range(30)]
+    tokenizer = train_tokenizer(texts, vocab_size=300, bos_token="<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["--input", file, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "hf"]
+    words += ["--workers", 1, "--append-eod", "--output-prefix"]
+    command = [sys.executable, "-m", "isthmus", "prepare", file, tmp_path / "ours", "--tokenizer", tmp_path / "hf"]
+    subprocess.run([*map(str, command), "--kind", "text"], check=True, capture_output=True)
+    ours = open_indexed(tmp_path / "ours")
+    assert (ours.tokens[ours.starts] == tokenizer.bos_token_id).all()
+    script, arguments = megatron / "tools/preprocess_data.py", (megatron / "megatron/training/arguments.py").read_text()
+    if "--tokenizer-hf-include-special-tokens" in arguments:
+        run_script(script, *words, tmp_path / "with", "--tokenizer-hf-include-special-tokens")
+        for suffix in (".bin", ".idx"):
+            theirs = tmp_path / f"with_text_document{suffix}"
+            assert theirs.read_bytes() == (tmp_path / f"ours{suffix}").read_bytes(), suffix
+    run_script(script, *words, tmp_path / "without")
+    without = open_indexed(tmp_path / "without_text_document")
+    assert without.tokens.tolist() == np.delete(ours.tokens, ours.starts).tolist()
 
 
 @pytest.mark.parametrize("spelling", ["local", "te"])
