@@ -217,7 +217,7 @@ def _run_line(config: RunConfig, ranks: int) -> str:
     data, train = config.data, config.train
     files = [*data.files, *data.sets] or ["random tokens"]
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    length = f"{train.steps} steps" if train.steps is not None else f"{train.epochs:g} epochs"
+    length = f"{train.steps} steps" if train.steps is not None else f"{train.epochs:,.10g} epochs"
     return (
         f"isthmus {__version__}  {config.recipe}  model {config.model.path or 'from model.config'}  "
         f"data {', '.join(files[:3])}{more}  {length}  {ranks} {'rank' if ranks == 1 else 'ranks'}  out {config.out}"

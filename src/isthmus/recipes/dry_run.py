@@ -15,6 +15,7 @@ from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
+from isthmus.recipes.data.data_notes import epoch_count, epochs_note
 from isthmus.recipes.data.data_sources import Report, find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
@@ -76,9 +77,11 @@ def _size(context: RunContext, report: Report) -> str:
             check(config, steps)
         except UsageError as error:
             report(f"the run may fail after it has tokenized the data: {error}")
+    for note in epochs_note(config, steps / epoch):
+        report(f"note: {note}")
     tokens_per_step = estimate.tokens / estimate.sequences * batch
     return (
-        f"training: {'' if steps_setting else 'about '}{steps} steps, about {steps / epoch:.3g} epochs, about "
+        f"training: {'' if steps_setting else 'about '}{steps} steps, about {epoch_count(steps / epoch)} epochs, about "
         f"{tokens_per_step:,.0f} tokens per step and {steps * tokens_per_step:,.0f} in all, estimated from the first "
         f"records; {parameters}"
     )

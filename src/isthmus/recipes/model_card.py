@@ -15,6 +15,7 @@ from isthmus.data.batching.batches import Batches
 from isthmus.data.readers.data_names import HUB
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
+from isthmus.recipes.data.data_notes import epoch_count
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.run_record import versions
 from isthmus.recipes.registry import recipe_of
@@ -103,7 +104,7 @@ def _data(data: Batches, step: int) -> str:
     per_sequence = data.tokens_per_step / data.global_batch_size
     lines = ["| data set | samples | epochs |", "| --- | --- | --- |"]
     epochs = data.epochs(step) if step else dict.fromkeys((share.name for share in data.shares), 0.0)
-    lines += [f"| {share.name} | {share.samples:,} | {epochs[share.name]:.3g} |" for share in data.shares]
+    lines += [f"| {share.name} | {share.samples:,} | {epoch_count(epochs[share.name])} |" for share in data.shares]
     return (
         "\n".join(lines) + f"\n\n{step:,} steps of {data.global_batch_size} sequences: {sequences:,} sequences, about "
         f"{sequences * per_sequence:,.0f} tokens."

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isthmus.data.batching.batches import Batches
+from isthmus.recipes.data.data_notes import epoch_count
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.parameter_counts import num_parameters
 from isthmus.recipes.plan.validation import RunContext
@@ -51,7 +52,7 @@ class RunResult:
 
 def describe(context: RunContext, data: RunData) -> str:
     """Steps, epochs, tokens of a step and parameters."""
-    epochs = f"{data.steps * data.train.global_batch_size / data.train.sequences_per_epoch:.3g} epochs"
+    epochs = f"{epoch_count(data.steps * data.train.global_batch_size / data.train.sequences_per_epoch)} epochs"
     return (
         f"training: {data.steps} steps, {'random tokens' if context.config.data.mock else epochs}, "
         f"{data.train.tokens_per_step:,.0f} tokens per step; {describe_parameters(context.plan)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def test_sizes_are_exact_without_tokenizing(model: Path) -> None:
     assert "trainable; 768 tokens in all" in size
     with pytest.raises(UsageError, match="needs validations during training"):
         lines_of(model, {"mock": True, "valid_fraction": 0.0}, {"steps": 3, "eval_every": 1, "early_stopping": 1})
+
+
+def test_many_epochs_are_said_before_the_data_is_tokenized(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chats.json"
+    data.write_text(json.dumps(CHATS))
+    lines = lines_of(model, {"files": [str(data)], "packing": False}, {"steps": 20_000})
+    assert any("takes each sample" in line for line in lines)
+    assert re.search(r"about 1,\d{3} epochs", lines[-1])
 
 
 def test_weights_of_the_hub_are_not_downloaded(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Remarks on the samples of a run for its log: positions that the model has not learned, repeated samples, one step."""
+"""Remarks on the samples of a run for its log: positions that the model has not learned, repeated samples, epochs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.families.architecture import Architecture
 
+_MOST_EPOCHS = 10
+"""Of fine-tuning; more memorize the samples."""
+
 
 def data_notes(config: RunConfig, architecture: Architecture, train: Batches, steps: int) -> list[str]:
     """The remarks that apply to ``steps`` steps of ``train``."""
     notes = [] if config.data.mock else _repeats(config, train, steps)
+    if not config.data.mock:
+        name, epochs = max(train.epochs(steps).items(), key=lambda pair: pair[1])
+        notes += epochs_note(config, epochs, "" if len(train.shares) == 1 else f" of data.sets.{name}")
     positions = model_positions(architecture)
     if config.data.seq_length > positions:
         lengths = train.store.lengths  # a sample has one token more than it has positions
@@ -31,6 +37,23 @@ def data_notes(config: RunConfig, architecture: Architecture, train: Batches, st
             "size, or raise train.epochs or train.steps"
         )
     return notes
+
+
+def epochs_note(config: RunConfig, epochs: float, of_set: str = "") -> list[str]:
+    """Whether a fine-tuning run repeats its data too often, in one line; ``of_set`` names the set of a mixture."""
+    if config.recipe == "pretrain" or epochs <= _MOST_EPOCHS:
+        return []
+    train = config.train
+    setting = f"train.steps={train.steps}" if train.steps is not None else f"train.epochs={train.epochs or 1:g}"
+    return [
+        f"{setting} takes each sample{of_set} {epoch_count(epochs)} times, and more than {_MOST_EPOCHS} epochs of "
+        f"fine-tuning mostly memorize the data. {'Lower its weight' if of_set else 'Set train.epochs=3'}, or add data"
+    ]
+
+
+def epoch_count(epochs: float) -> str:
+    """Three digits, and all digits of large numbers: 0.25, 12.5, 1,000."""
+    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
 
 
 def model_positions(architecture: Architecture) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings
+from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.architecture import Architecture, RopeScaling
-from isthmus.recipes.data.data_notes import data_notes, model_positions
+from isthmus.recipes.data.data_notes import data_notes, epoch_count, model_positions
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "num_query_groups": 1}
 MODEL = Architecture(
@@ -19,14 +21,23 @@ MODEL = Architecture(
 )
 
 
-def notes(lengths: list[int], taken: int, *, seq_length: int = 16, batch: int = 4, **train: Any) -> list[str]:
+def notes(
+    lengths: list[int],
+    taken: int,
+    *,
+    seq_length: int = 16,
+    batch: int = 4,
+    recipe: str = "sft",
+    shares: Sequence[MixtureSet] = (),
+    **train: Any,
+) -> list[str]:
     sizes = {"global_batch_size": batch, "micro_batch_size": 1}
     given = {"files": ["f"], "seq_length": seq_length}
     config = RunConfig.model_validate(
-        {"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": given, "train": sizes | train}
+        {"recipe": recipe, "out": "o", "model": {"path": "m"}, "data": given, "train": sizes | train}
     )
     store = SampleStore.from_samples([([1] * length, [1] * length) for length in lengths])
-    batches = Batches(store, BatchSettings(seq_length=seq_length, packing=False, **sizes))
+    batches = Batches(store, BatchSettings(seq_length=seq_length, packing=False, **sizes), shares=shares)
     return data_notes(config, MODEL, batches, taken)
 
 
@@ -50,6 +61,27 @@ def test_repeated_sequences_are_counted():
     (note,) = notes([5] * 10, 9, epochs=3)
     assert note.startswith("6 of 36 sequences are repeated: 9 steps of 4 take more than the 30 of train.epochs=3")
     assert notes([5] * 10, 9, steps=9) == []
+
+
+def test_more_than_ten_epochs_of_fine_tuning_are_reported():
+    (note,) = notes([5] * 60, 1000, batch=60, steps=1000)
+    assert note.startswith("train.steps=1000 takes each sample 1,000 times, and more than 10 epochs of fine-tuning")
+    assert notes([5] * 60, 10, batch=60, steps=10) == []
+    (note,) = notes([5] * 60, 11, batch=60, epochs=11)
+    assert note.startswith("train.epochs=11 takes each sample 11 times")
+    assert notes([5] * 60, 1000, batch=60, recipe="pretrain", steps=1000) == []
+
+
+def test_the_most_repeated_set_is_reported():
+    shares = [MixtureSet("many", 50, 1.0), MixtureSet("few", 10, 1.0)]
+    (note,) = notes([5] * 60, 8, batch=30, shares=shares, steps=8)
+    assert note.startswith("train.steps=8 takes each sample of data.sets.few 12 times")
+    assert note.endswith("Lower its weight, or add data")
+
+
+@pytest.mark.parametrize(("epochs", "text"), [(0.25, "0.25"), (12.34, "12.3"), (99.4, "99.4"), (1000, "1,000")])
+def test_large_numbers_of_epochs_have_all_digits(epochs, text):
+    assert epoch_count(epochs) == text
 
 
 def test_one_step_is_reported():
