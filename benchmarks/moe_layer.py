@@ -96,7 +96,7 @@ def contestants(
     arch = all_families()[family].to_architecture(hf_config.to_dict())
     assert arch.moe is not None
     config = transformer_config(arch, dtype=dtype, device=device)
-    modules = mlp_modules(arch, moe=True, limit=None)
+    modules = mlp_modules(arch.mlp, moe=True, limit=None)
     block = MoeBlock(
         config, modules, shared=modules, moe=arch.moe, settings=MoeConfig(), norm=lambda _: torch.nn.Identity()
     ).to(device)
@@ -105,7 +105,7 @@ def contestants(
         for parameter in block.parameters():
             parameter.normal_(std=0.05)
     _with_buffers(block)
-    modules = mlp_modules(arch, moe=True, limit=None)
+    modules = mlp_modules(arch.mlp, moe=True, limit=None)
     modules.linear_fc1, modules.linear_fc2 = ColumnParallelLinear, RowParallelLinear
     own = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection()).to(device)
     own.load_state_dict(block.experts.state_dict(), strict=False)

@@ -22,8 +22,9 @@ from typing import Any
 from certificate import certificate, publish_result
 
 from isthmus.config.schema import ParallelConfig
-from isthmus.families.architecture import Architecture, Moe
-from isthmus.families.mixer_sizes import Mla
+from isthmus.families.architecture import Architecture, from_settings
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
 from isthmus.platforms.parts import Part, part_named
 from isthmus.tools.planner.cost import kernels, layer_time
 from isthmus.tools.planner.cost.cluster import Cluster
@@ -33,10 +34,11 @@ from isthmus.tools.planner.cost.workload import Workload
 
 def model(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, **others: Any) -> Architecture:
     others = {"kv_channels": hidden // heads, "family": "published"} | others
-    return Architecture(
-        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads, num_query_groups=groups,
-        vocab_size=vocab, max_position_embeddings=1 << 17, norm_epsilon=1e-5, **others,
-    )  # fmt: skip
+    return from_settings({
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads,
+        "num_query_groups": groups, "vocab_size": vocab, "max_position_embeddings": 1 << 17, "norm_epsilon": 1e-5,
+        **others,
+    })  # fmt: skip
 
 
 def gpt(layers: int, hidden: int, heads: int) -> Architecture:
@@ -52,23 +54,25 @@ MODELS = {
     "Llama 3 8B": model(32, 4096, 14336, 32, 8, 128256),
     "Llama 3 70B": model(80, 8192, 28672, 64, 8, 128256),
     "Llama 3.1 405B": model(126, 16384, 53248, 128, 8, 128256),
-    "Mixtral 8x22B": model(56, 6144, 16384, 48, 8, 32000, moe=Moe(num_experts=8, top_k=2, ffn_hidden_size=16384)),
+    "Mixtral 8x22B": model(56, 6144, 16384, 48, 8, 32000, moe=Experts(num_experts=8, top_k=2, ffn_hidden_size=16384)),
     "Qwen3 30B-A3B": model(
         48, 2048, 6144, 32, 4, 151936, kv_channels=128, qk_norm=True,
-        moe=Moe(num_experts=128, top_k=8, ffn_hidden_size=768),
+        moe=Experts(num_experts=128, top_k=8, ffn_hidden_size=768),
     ),
     "Qwen3 235B-A22B": model(
         94, 4096, 12288, 64, 4, 151936, kv_channels=128, qk_norm=True,
-        moe=Moe(num_experts=128, top_k=8, ffn_hidden_size=1536),
+        moe=Experts(num_experts=128, top_k=8, ffn_hidden_size=1536),
     ),
     "gpt-oss 120B": model(
         36, 2880, 2880, 64, 8, 201088, kv_channels=64, attention_sinks=True, sliding_window=128,
-        full_attention_layers=tuple(range(1, 36, 2)), moe=Moe(num_experts=128, top_k=4, ffn_hidden_size=2880),
+        full_attention_layers=tuple(range(1, 36, 2)), moe=Experts(num_experts=128, top_k=4, ffn_hidden_size=2880),
     ),
     "DeepSeek-V3": model(
         61, 7168, 18432, 128, 128, 129280, kv_channels=192,
-        mla=Mla(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
-        moe=Moe(num_experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=(0, 1, 2)),
+        mla=Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
+        moe=Experts(
+            num_experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, dense_layers=(0, 1, 2),
+        ),
     ),
     "GPT 1.7B": gpt(24, 2048, 16),
     "GPT 7.1B": gpt(30, 4096, 32),
@@ -183,8 +187,8 @@ class Row:
 
 def flops_with_full_attention(a: Architecture, seq: int) -> float:
     """Per token, as Megatron-LM and the PaLM paper count them."""
-    attention = a.hidden_size * (2 * a.hidden_size + 2 * a.num_query_groups * a.kv_channels)
-    layer = attention + (3 if a.gated else 2) * a.hidden_size * a.ffn_hidden_size
+    attention = a.hidden_size * (2 * a.hidden_size + 2 * a.attention.num_query_groups * a.attention.kv_channels)
+    layer = attention + (3 if a.mlp.gated else 2) * a.hidden_size * a.mlp.ffn_hidden_size
     return 6.0 * (a.num_layers * layer + a.hidden_size * a.vocab_size) + 12.0 * a.num_layers * a.hidden_size * seq
 
 

@@ -41,12 +41,11 @@ class Part:
 
 def parts(arch: Any, tokens: int, parameters: int) -> Iterator[Part]:
     """The parts of a bf16 step of a dense decoder on one GPU; a micro batch is one sample of ``tokens`` tokens."""
-    from isthmus.train.flops import flops_per_batch, matmul_parameters
+    from isthmus.train.flops import flops_per_batch
 
-    layers = range(arch.num_layers)
-    hidden, wide, vocabulary = arch.hidden_size, arch.ffn_hidden_size, arch.vocab_size
-    heads = (arch.num_attention_heads + arch.num_query_groups) * arch.kv_channels
-    gemms = 6.0 * tokens * sum(matmul_parameters(arch, layer) for layer in layers)
+    hidden, wide, vocabulary = arch.hidden_size, arch.mlp.ffn_hidden_size, arch.vocab_size
+    heads = (arch.attention.num_attention_heads + arch.attention.num_query_groups) * arch.attention.kv_channels
+    gemms = 6.0 * tokens * sum(layer.matmul_weights for layer in arch.layers)
     loss = 6.0 * tokens * hidden * vocabulary
     yield Part("GEMMs of the layers", gemms)
     # The backward kernel computes the scores again: 5 matmuls where the count has 4.
@@ -56,7 +55,7 @@ def parts(arch: Any, tokens: int, parameters: int) -> Iterator[Part]:
     # Read twice and overwritten once; what the GEMMs write and read takes less time than their FLOPs.
     yield Part("softmax of the logits", bytes=2.0 * tokens * vocabulary * 3)
     # Elements a token: two norms and two residual sums of H, rotary embeddings, SwiGLU of 2F -> F; QK norms.
-    elements = 22 * hidden + 8 * wide + heads * (9 if arch.qk_norm else 4)
+    elements = 22 * hidden + 8 * wide + heads * (9 if arch.attention.qk_norm else 4)
     yield Part("norms, residuals, rotary embeddings, activations", bytes=2.0 * tokens * elements * arch.num_layers)
     # Norm of the gradients 4, AdamW 16 read and 12 written, bf16 weights 6, zeros for the next step 4; clipping 8 more.
     yield Part("optimizer", bytes=42.0 * parameters, once_a_step=True)
@@ -114,7 +113,7 @@ def main(arguments: list[str]) -> None:
     config = read_model(chosen.model)
     family = family_for(config)
     arch = family.to_architecture(config)
-    if arch.moe is not None or arch.mla is not None:
+    if arch.moe is not None or arch.latent is not None:
         parser.error(f"{chosen.model} has experts or latent attention, which these formulas do not count")
     found = list(parts(arch, chosen.tokens, num_parameters(family, arch)))
     rows, total_s, flops = [], 0.0, 0.0

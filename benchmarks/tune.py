@@ -27,7 +27,7 @@ from isthmus.engine.linear.matmul import use_table
 from isthmus.engine.linear.matmul_table import MatmulTable
 from isthmus.engine.linear.tuned_matmuls import TunedMatmuls, read_tuned
 from isthmus.platforms.detect import detect
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from isthmus.recipes.plan.step_matmuls import StepMatmul, step_matmuls, token_counts
 from isthmus.tools.tune import choose
 from isthmus.tools.tune.measure import Operands
@@ -75,7 +75,9 @@ def measure(precision: str, tokens: int, rounds: int, *, quick: bool) -> dict[st
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         found, path = tune_run(config, Path(folder) / "tune.json", lambda line: print(line, file=sys.stderr))
         tuned = read_tuned(path)
-    matmuls = step_matmuls(plan_model(config, world_size=1), config, precision, detect("cpu"), token_counts(config))
+    matmuls = step_matmuls(
+        plan_model(open_run_model(config), config, world_size=1), config, precision, detect("cpu"), token_counts(config)
+    )
     times: dict[str, list[float]] = {"default": [], "tuned": []}
     for number in range(rounds + 1):
         for name, run in contestants(matmuls, tuned).items():

@@ -17,7 +17,7 @@ from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.platforms.detect import detect
 from isthmus.platforms.environment import apply_env
 from isthmus.recipes.model.rank_model import join_and_build
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from isthmus.train.flops import flops_per_batch
 from sft.ceiling_process import CeilingProcess
 from sft.clock import Clock
@@ -38,7 +38,7 @@ def run(turn: Turn) -> dict[str, Any]:
             else {"rank": turn.lora_rank, "alpha": 2 * turn.lora_rank, "quantize": turn.quantize},
         }
     )
-    plan = plan_model(config)
+    plan = plan_model(open_run_model(config), config)
     platform = detect("cpu")
     apply_env(platform)
     platform.prepare_process()

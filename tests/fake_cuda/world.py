@@ -82,7 +82,7 @@ def build(
     from isthmus.engine.step import Stepper
     from isthmus.platforms.detect import detect
     from isthmus.recipes.model import rank_model
-    from isthmus.recipes.plan.model_plan import plan_model
+    from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 
     _join(rank, size)
     rank_model.RandomWeights = EmptyWeights  # type: ignore[misc, assignment]
@@ -96,7 +96,7 @@ def build(
     for name, section in (sections or {}).items():
         values[name] = values.get(name, {}) | section
     config = RunConfig.model_validate(values)
-    plan = plan_model(config, world_size=size)
+    plan = plan_model(open_run_model(config), config, world_size=size)
     built = rank_model.join_and_build(config, plan, detect(), precision)
     optimizer = build_optimizer(built.stages, config.optim, config.train, family=built.plan.family)
     return Rank(config, built, Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10)))

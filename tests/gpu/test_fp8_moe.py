@@ -27,7 +27,7 @@ from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_lin
 from isthmus.engine.moe.routed_tokens import RoutedTokens, expert_capacity
 from isthmus.engine.moe.router import route, within_capacity
 from isthmus.engine.moe.token_dispatcher import Keep, run_local
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.platforms.detect import detect
 from isthmus.platforms.torch_features import GROUPED_MM
 
@@ -77,7 +77,7 @@ def test_capacity_without_reading_the_number_of_dropped_choices(factor: float) -
 
     def run(keep: Keep) -> list[Tensor]:
         x = hidden.clone().requires_grad_()
-        weights, chosen = route(logits, None, Moe(num_experts=8, top_k=2, ffn_hidden_size=4))
+        weights, chosen = route(logits, None, Experts(num_experts=8, top_k=2, ffn_hidden_size=4))
         chosen = within_capacity(weights, chosen, 8, factor)
 
         def compute(rows: Tensor, scales: Tensor, sizes: GroupSizes) -> Tensor:

@@ -81,7 +81,9 @@ def limited_logits(
     def with_limits(*args: Any, **kwargs: Any) -> Architecture:
         arch = read(*args, **kwargs)
         assert arch.moe is not None
-        return replace(arch, swiglu_limits=tuple(others), moe=replace(arch.moe, swiglu_limits=tuple(routed)))
+        return arch.with_settings(
+            {"swiglu_limits": tuple(others), "moe": replace(arch.moe, swiglu_limits=tuple(routed))}
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Family, "to_architecture", with_limits)

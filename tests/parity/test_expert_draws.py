@@ -10,10 +10,10 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from isthmus.engine.layers.dropout import gumbel_noise
 from isthmus.engine.moe.expert_draws import ExpertDraws
 from isthmus.engine.moe.router import route
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 TOKENS, EXPERTS, JITTER = 400, 6, 0.3
-MOE = Moe(num_experts=EXPERTS, top_k=2, ffn_hidden_size=4, score="sparsemixer", score_tolerance=2 * JITTER)
+MOE = Experts(num_experts=EXPERTS, top_k=2, ffn_hidden_size=4, score="sparsemixer", score_tolerance=2 * JITTER)
 
 
 def test_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from isthmus.families.adapted_linears import adapted_linears
 from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.model.pissa import principal_part
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_adapter, build_model_folder
 
@@ -162,4 +162,4 @@ def test_refused_adapters(family: str, lora: dict[str, Any], message: str, tmp_p
         }
     )
     with pytest.raises(UsageError, match=re.escape(message)):
-        plan_model(config, world_size=1)
+        plan_model(open_run_model(config), config, world_size=1)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.recipes.model.rank_model import join_and_build
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.pool_worker import platform
 from ranks.tasks import _plain_config
 
@@ -63,7 +63,7 @@ def load_into_mamba_model(*, model: str, checkpoint_folder: str, strict: str, tp
         dtypes of ``A_log``, in Megatron-Core and here.
     """
     config = _plain_config(model, tp)
-    plan = plan_model(config)
+    plan = plan_model(open_run_model(config), config)
     wanted = live_tensors(join_and_build(config, plan, platform(), "fp32", training=False).stages)
     theirs = _mamba_model(plan.architecture, tp)
     with torch.no_grad():
@@ -133,7 +133,9 @@ def _mamba_model(arch: Any, tp: int) -> Any:
             ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, mlp_bda=add)),
         ),
     )
-    pattern = "".join(_SYMBOLS[mixers[0]] if mixers else "-" for mixers in map(arch.mixers_of, range(arch.num_layers)))
+    pattern = "".join(
+        _SYMBOLS[mixers[0]] if mixers else "-" for mixers in map(arch.pattern.mixers_of, range(arch.num_layers))
+    )
     with patch.object(mamba_block, "TENorm", WrappedTorchNorm):
         return MambaModel(
             config=_config(arch, tp),
@@ -146,14 +148,14 @@ def _mamba_model(arch: Any, tp: int) -> Any:
 
 
 def _config(arch: Any, tp: int) -> TransformerConfig:
-    two = arch.mamba2
+    two = arch.setting("mamba2")
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_query_groups,
-        kv_channels=arch.kv_channels,
+        ffn_hidden_size=arch.mlp.ffn_hidden_size,
+        num_attention_heads=arch.attention.num_attention_heads,
+        num_query_groups=arch.attention.num_query_groups,
+        kv_channels=arch.attention.kv_channels,
         add_bias_linear=False,
         normalization="RMSNorm",
         activation_func=lambda x: F.relu(x).square(),

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import join_and_build
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.tasks import _plain_config
 
 
@@ -39,7 +39,9 @@ def load_into_megatron_model(
         ``tensors``.
     """
     config = _plain_config(model, tp, pp)
-    ours = join_and_build(config, plan_model(config), detect("cpu"), "fp32", training=False).stages
+    ours = join_and_build(
+        config, plan_model(open_run_model(config), config), detect("cpu"), "fp32", training=False
+    ).stages
     wanted = live_tensors(ours)
     args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
     theirs = build_megatron_model(args, tp, pp)

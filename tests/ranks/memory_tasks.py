@@ -19,7 +19,7 @@ from isthmus.engine.optim.optimizer import build_optimizer
 from isthmus.engine.step import Stepper
 from isthmus.recipes.model import rank_model
 from isthmus.recipes.plan.memory_estimate import estimate_ranks
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.live_memory import LiveMemory
 from ranks.pool_worker import platform
 
@@ -72,7 +72,9 @@ def step_memory(
 
     weights = patch.object(rank_model, "RandomWeights", UncachedWeights)
     with LiveMemory() as live, resized(live), weights, patch.object(cross_entropy_cpu, "new_buffer", new_buffer):
-        built = rank_model.join_and_build(config, plan_model(config, world_size=world), platform(), precision)
+        built = rank_model.join_and_build(
+            config, plan_model(open_run_model(config), config, world_size=world), platform(), precision
+        )
         optimizer = build_optimizer(built.stages, config.optim, config.train, family=built.plan.family)
         stepper = Stepper(built.stages, optimizer, build_schedule(optimizer, config.optim, 10))
         batch = PackedBatch.for_training([torch.arange(seq_length + 1) % 50] * samples)

@@ -38,17 +38,18 @@ from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
+from isthmus.families.blocks.block import MicroBatch
 from isthmus.recipes.data.corpus import make_batches
 from isthmus.recipes.model.adapter_export import export_adapter
 from isthmus.recipes.model.hf_export import export_hf
 from isthmus.recipes.model.load_model import load_model, model_logits
 from isthmus.recipes.model.rank_model import RankModel, join_and_build
 from isthmus.recipes.model.teacher_model import build_teacher
+from isthmus.recipes.plan.activation_estimate import outside_bytes
 from isthmus.recipes.plan.memory_estimate import estimate_memory
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from isthmus.recipes.reference_logps import compute_reference
 from isthmus.recipes.registry import recipe_of
-from isthmus.train.activation_memory import stage_bytes
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform
 from ranks.tiny import SEQ_LENGTH, VALID_SAMPLES, open_samples
@@ -120,7 +121,7 @@ def start(
             },
         }
     )
-    built = join_and_build(config, plan := plan_model(config), platform(), precision)
+    built = join_and_build(config, plan := plan_model(open_run_model(config), config), platform(), precision)
     settings: dict[str, Any] = {
         "lr": 3e-3,
         "min_lr": 3e-4,
@@ -321,7 +322,7 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
 def export(*, model: str, destination: str, precision: str = "fp32", dtype: str | None = None, **parallel: int) -> None:
     """Load a model folder and export it unchanged, like a run."""
     config = _plain_config(model, **parallel)
-    built = join_and_build(config, plan_model(config), platform(), precision)
+    built = join_and_build(config, plan_model(open_run_model(config), config), platform(), precision)
     chosen = None if dtype is None else getattr(torch, dtype)
     export_hf(built, Path(destination), None, dtype=chosen, replace=False)
 
@@ -329,7 +330,7 @@ def export(*, model: str, destination: str, precision: str = "fp32", dtype: str 
 def export_sharded(*, model: str, destination: str, max_shard_bytes: float, tp: int = 1, pp: int = 1) -> None:
     """Like :func:`export`, with files of at most ``max_shard_bytes``."""
     config = _plain_config(model, tp, pp)
-    model_plan = plan_model(config)
+    model_plan = plan_model(open_run_model(config), config)
     built = join_and_build(config, model_plan, platform(), "fp32", training=False)
     dtypes = {name: info.dtype for name, info in model_plan.source.tensors.items()}
     plan = export_plan(model_plan.family, model_plan.architecture, dtypes, max_shard_bytes=max_shard_bytes)
@@ -429,13 +430,15 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
         ``max_difference`` from the tensors loaded from the model folder, over all ranks, and the number of ``tensors``.
     """
     config = _plain_config(model, tp, pp)
-    (live,) = join_and_build(config, plan_model(config), platform(), "fp32", training=False).stages
+    (live,) = join_and_build(
+        config, plan_model(open_run_model(config), config), platform(), "fp32", training=False
+    ).stages
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.zero_()
     # Some norms of experts and of latent attention have two names in the file; the model loads one of them.
-    two_names = live.architecture.moe is not None or live.architecture.mla is not None
+    two_names = live.architecture.moe is not None or live.architecture.latent is not None
     strict = StrictHandling.RAISE_UNEXPECTED if two_names else StrictHandling.RAISE_ALL
     state = dist_checkpointing.load({"model": live.sharded_state_dict()}, checkpoint_folder, strict=strict)
     live.load_state_dict(state["model"])
@@ -448,7 +451,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
 def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     """Load the legacy file of this rank with ``strict=True``, like Megatron-LM; see :func:`load_strictly`."""
     config = _plain_config(model, tp, pp)
-    built = join_and_build(config, plan_model(config), platform(), "fp32", training=False)
+    built = join_and_build(config, plan_model(open_run_model(config), config), platform(), "fp32", training=False)
     (live,), position = built.stages, built.position
     wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
@@ -477,7 +480,8 @@ def run_cases(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[
 def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
     """Bytes that autograd saves for one micro batch on this rank, and the estimate of the formula.
 
-    The formula is :mod:`isthmus.train.activation_memory`. Each storage counts once; weights do not count.
+    The formula is ``Layer.saved_bytes`` (families/blocks/layer.py), and ``outside_bytes`` outside of layers. Each storage
+    counts once; weights do not count.
     """
     training = start(model=model, samples=samples, **layout)
     stepper, plans = training.stepper, training.model.plan
@@ -508,18 +512,20 @@ def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, A
         with patch.object(_Recomputed, "pack", pack_in_block):
             _forward_step(iter([batch]), stage)
     settings = layout.get("more") or {}
-    expected = stage_bytes(
-        plans.architecture,
-        num_layers=plans.architecture.num_layers,
+    architecture, recompute = plans.architecture, layout.get("recompute", "none")
+    modules = settings.get("recompute_modules", ["core_attn"])
+    micro_batch = MicroBatch(
         num_tokens=batch.input_ids.numel(),
-        loss_tokens=int(batch.loss_mask.sum()),
         bytes_per_element=training.model.dtype.itemsize,
         tp=plans.parallel.tp,
         sp=plans.parallel.sequence_parallel,
-        recompute=layout.get("recompute", "none"),
-        recompute_modules=settings.get("recompute_modules", ["core_attn"]),
-        recompute_layers=settings.get("recompute_layers"),
+        recomputed=frozenset(modules if recompute == "selective" else ()),
     )
+    full = settings.get("recompute_layers", architecture.num_layers) if recompute == "full" else 0
+    inputs = full * micro_batch.outside * architecture.hidden_size * micro_batch.bytes_per_element
+    layers = sum(sum(layer.saved_bytes(micro_batch).values()) for layer in architecture.layers[full:])
+    ends = {"loss_tokens": int(batch.loss_mask.sum()), "first": True, "last": True}
+    expected = inputs + layers + outside_bytes(architecture, micro_batch, **ends)
     return {"measured": sum(storage.nbytes() for storage in saved.values()), "expected": expected}
 
 

@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 from isthmus import errors
 from isthmus.cli.main import app
 from isthmus.config.load import load_config
+from isthmus.families.architecture import SETTINGS
 from isthmus.tools.bench.bench_grid import split_values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +101,7 @@ def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
 def test_settings_in_text_are_settings() -> None:
     known = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", (ROOT / "docs/reference/config.md").read_text(), re.MULTILINE))
     groups = {name.partition(".")[0] for name in known if "." in name}
+    known |= SETTINGS.keys()  # of architectures, such as moe.top_k
     named = {
         (name, word.partition("=")[0])
         for page, name in zip(PAGES, IDS, strict=True)

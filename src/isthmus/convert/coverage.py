@@ -30,7 +30,7 @@ def check_coverage(source: WeightSource, family: Family, arch: Architecture) -> 
         )
     ignored = {name for name in present if name.endswith(family.ignorable)} | family.unused_tensors(arch)
     ignored |= family.copied_tensors(present) - expected.keys()
-    if arch.tie_embeddings:
+    if arch.head.tie_embeddings:
         ignored |= {part.name for rule in family.rules if rule.unless == "tie_embeddings" for part in rule.parts}
     both = [name for name in expected if name in present]
     problems = describe_problems(

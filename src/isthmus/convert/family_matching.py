@@ -8,6 +8,7 @@ from typing import Any
 from isthmus.convert.coverage import first_few
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.rotary import QueryScaling, RopeScaling
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families
 
@@ -52,7 +53,7 @@ def match_family(arch: Architecture, first: str | None = None) -> tuple[Family, 
 def _expressed_by(family: Family, arch: Architecture) -> Architecture | None:
     """The architecture after a round trip through the config of the family; None if it has no such config."""
     paths = (*family.keys, *family.traits, *family.derived)
-    if any(getattr(arch, path.split(".")[0]) is None for path in paths if "." in path):
+    if any(arch.setting(path.partition(".")[0]) is None for path in paths if "." in path):
         return None  # the family always has experts or latent attention
     try:
         return family.to_architecture(family.to_hf_config(arch))
@@ -73,9 +74,9 @@ def differing_fields(first: Architecture, second: Architecture) -> list[tuple[st
 
 def _flat(arch: Architecture) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, value in asdict(arch).items():
-        if isinstance(value, dict):
-            values |= {f"{name}.{inner}": number for inner, number in value.items() if number is not None}
+    for name, value in arch.settings.items():
+        if isinstance(value, RopeScaling | QueryScaling):
+            values |= {f"{name}.{inner}": number for inner, number in asdict(value).items() if number is not None}
         elif name not in ("family", "init_std") and value is not None:
             values[name] = value
     return values
@@ -92,4 +93,5 @@ def _normalized(arch: Architecture) -> Architecture:
     if moe.num_groups == 1:
         moe = replace(moe, group_top_k=1, group_score="max")
     # Without dense layers, no layer uses ffn_hidden_size.
-    return replace(arch, moe=moe, ffn_hidden_size=arch.ffn_hidden_size if moe.dense_layers else 0)
+    width = arch.mlp.ffn_hidden_size if moe.dense_layers else 0
+    return replace(arch, moe=moe, mlp=replace(arch.mlp, ffn_hidden_size=width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class MergedWeights:
         ``factor`` multiplies ``B @ A``; with 0, only ``modules_to_save`` change.
         """
         self._source, self._adapter, self._factor = source, adapter, factor
-        untied = replace(arch, tie_embeddings=False)
+        untied = arch.with_settings({"tie_embeddings": False})
         shapes = family.hf_shapes(untied)
         self._parts, self._replaced = _parts(family, untied, shapes, adapter)
         experts = _experts(arch)
@@ -77,7 +77,7 @@ class MergedWeights:
         self.notes: tuple[str, ...] = ()
         """Decisions for the user."""
         changed = {self._embedding, self._head} & (self._parts.keys() | self._replaced.keys())
-        if arch.tie_embeddings and changed and self._head is not None and not self._still_tied(changed):
+        if arch.head.tie_embeddings and changed and self._head is not None and not self._still_tied(changed):
             self.arch = untied
             self.tensors[self._head] = source.tensors[self._embedding]
             self.notes = ("embedding and output layer differ after merging: they are no longer tied",)
@@ -202,7 +202,7 @@ def linears_with_adapter(
     }
     adapted = {canonical: linears for canonical, linears in adapted.items() if linears}
     trained = {linear.module for linears in adapted.values() for linear in linears}
-    modules = {module_path(family, name) for name in family.hf_shapes(replace(arch, tie_embeddings=False))}
+    modules = {module_path(family, name) for name in family.hf_shapes(arch.with_settings({"tie_embeddings": False}))}
     if others := [module for module in adapter.modules if module in modules - trained]:
         raise UsageError(
             f"{adapter} adapts {others[0]}, which cannot have an adapter in training. Merge it first: isthmus merge "

@@ -84,7 +84,7 @@ def open_model(
     family = family or family_for(folder.config)
     opened = open_weights(folder, family, bin=bin)
     trained = None if adapter is None else PeftFolder(adapter)
-    if trained is not None and trained.has_score_head and not opened.arch.score_head:
+    if trained is not None and trained.has_score_head and not opened.arch.head.score_head:
         opened = with_score_head(opened, family, seed=0)  # the adapter replaces it
     checked = () if (line := folder.check_published(bin=bin)) is None else (line,)
     source, arch, notes = opened.source, opened.arch, (*opened.notes, *checked)

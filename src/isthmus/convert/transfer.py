@@ -197,14 +197,14 @@ def _plan(
             f"{target} has no layout and no spelling: any layout can read it. "
             "Omit --tp, --pp, --vpp, --ep, --etp and --spelling, or use --to torch."
         )
-    if target == "torch" and model.arch.score_head:
+    if target == "torch" and model.arch.head.score_head:
         raise UsageError("--to torch is a format of Megatron-LM, which has no reward models. Use --to torch_dist.")
     if hf_family is not None and hf_family != model.family.name:
         if target != "hf":
             raise UsageError(
                 f"--hf-family is for Hugging Face folders, and this writes {target}. Omit it, or use --to hf."
             )
-        if model.arch.score_head:
+        if model.arch.head.score_head:
             raise UsageError("--hf-family is for language models, and this is a reward model. Omit it.")
         if (family := all_families().get(hf_family)) is None:
             raise UsageError(f"--hf-family {hf_family} is not known. Known are {', '.join(all_families())}.")

@@ -93,7 +93,7 @@ class RandomWeights:
     def __init__(self, family: Family, arch: Architecture, seed: int, dtype: torch.dtype = torch.float32) -> None:
         self._seed = seed
         self._std = arch.init_std
-        self._gain_of_one = 0.0 if arch.norm_zero_centered else 1.0
+        self._gain_of_one = 0.0 if arch.norm.norm_zero_centered else 1.0
         self._init: dict[str, Init] = {}
         for placement in family.placements(arch).values():
             self._init |= dict.fromkeys(placement.hf, placement.rule.init)

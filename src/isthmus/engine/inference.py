@@ -83,7 +83,7 @@ class Inference:
     ) -> None:
         """``batch_tokens``: tokens of a packed sequence, unless a sample has more."""
         self._evaluator, self._parallel, self._batch_tokens = evaluator, parallel, batch_tokens
-        self._positions = architecture.max_position_embeddings if architecture.position == "learned" else None
+        self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
 
     def score(self, samples: Sequence[Sample]) -> _Scores:
         """Losses of the last tokens of each sample, and the most probable tokens in their places.

@@ -149,17 +149,18 @@ class Spelling:
 
 
 def spelling_of(arch: Architecture) -> Spelling:
-    numbers = range(arch.num_layers)
-    shares_keys = arch.key_sharing_layers or (arch.indexer is not None and arch.indexer.shared_layers)
-    hybrid = bool(arch.mixers or arch.layers_without_mlp or arch.window_attention or shares_keys)
-    blocks = [len(arch.mixers_of(layer)) + (layer not in arch.layers_without_mlp) for layer in numbers]
+    shares_keys = arch.pattern.key_sharing_layers or arch.setting("indexer.shared_layers")
+    hybrid = bool(
+        arch.pattern.mixers or arch.pattern.layers_without_mlp or arch.windows.window_attention or shares_keys
+    )
+    blocks = {len(layer.mixers) + (layer.feed_forward is not None) for layer in arch.layers}
     return Spelling(
         num_layers=arch.num_layers,
         num_experts=arch.moe.num_experts if arch.moe is not None else 0,
-        moe_layers=frozenset(layer for layer in range(arch.num_layers + arch.mtp_layers) if arch.is_moe(layer)),
-        latent=arch.mla is not None,
-        mixers=tuple(arch.mixers_of(layer) for layer in numbers) if hybrid else (),
-        single_blocks=hybrid and set(blocks) == {1},
+        moe_layers=frozenset(layer.number for layer in arch.all_layers if layer.experts is not None),
+        latent=arch.latent is not None,
+        mixers=tuple(layer.mixer_kinds for layer in arch.layers) if hybrid else (),
+        single_blocks=hybrid and blocks == {1},
     )
 
 

@@ -107,9 +107,11 @@ def adapted_linears(family: Family, arch: Architecture, targets: Sequence[str]) 
 
 def _check_within_mamba(target: str, family: Family, arch: Architecture) -> None:
     """Raise UsageError for a target that PEFT would also apply to projections of time steps, B and C."""
-    for name, placed in family.placements(arch).items() if arch.mamba is not None and target != ALL_LINEAR else ():
+    for name, placed in family.placements(arch).items() if target != ALL_LINEAR else ():
+        if not _WITHIN_MAMBA.fullmatch(name):
+            continue
         module = module_path(family, placed.hf[0])
-        if _WITHIN_MAMBA.fullmatch(name) and _matches(target, HfLinear(module, 0, 0, (), ())):
+        if _matches(target, HfLinear(module, 0, 0, (), ())):
             raise UsageError(
                 f"lora.targets: {target!r} includes {module}, and projections within Mamba-1 have no adapters: "
                 "transformers reads the weight of dt_proj alone, and with kernels also that of x_proj. Name the "

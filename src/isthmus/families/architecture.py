@@ -2,159 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
+from typing import Any, ClassVar
 
-from isthmus.errors import DataError
-from isthmus.families.mixer_sizes import (
-    DeltaNet,
-    KeyIndexer,
-    Mamba,
-    Mamba2,
-    Mla,
-    QueryScaling,
-    ShortConvolution,
-    WindowAttention,
-)
+from isthmus.families.blocks.attention import Attention, SlidingWindow, WindowAttention
+from isthmus.families.blocks.block import RESOLVED, Block, Mixer, Recurrence, check_sizes, setting_fields, settings_of
+from isthmus.families.blocks.ends import Embedding, Head
+from isthmus.families.blocks.feed_forward import Experts, Mlp
+from isthmus.families.blocks.indexer import KeyIndexer
+from isthmus.families.blocks.kinds import RECURRENCES
+from isthmus.families.blocks.latent_attention import Latent, LatentAttention
+from isthmus.families.blocks.layer import Form, Layer
+from isthmus.families.blocks.norm import Norm
+from isthmus.families.blocks.rotary import Rotary
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
-Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "mamba2", "mamba", "short_convolution"]
-"""What mixes the tokens of a sample in a layer. The Architecture has the sizes of each kind."""
-Form = Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"]
-"""Placement of the norms in a layer; ``f`` is attention or the feed-forward block:
-
-``pre``: x + f(norm(x)); ``post``: x + norm(f(x)); ``sandwich``: x + norm(f(norm(x)));
-``parallel``: x + attention(norm(x)) + mlp(norm(x)) with one norm, ``parallel_two_norms`` with one for each.
-"""
-
-MAX_INT = 2**31 - 1
-"""Largest integer of a config."""
-MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 4096, 1 << 16, 1 << 17
-"""Largest sizes of a model; experts in all its layers."""
-
-
-def check_sizes(*, layers: int, heads: int = 1, experts: int = 0) -> None:
-    """Refuse a model with more layers, heads, or experts in all layers, than can be enumerated in seconds."""
-    sizes = (
-        ("layers", layers, MAX_LAYERS),
-        ("attention heads", heads, MAX_HEADS),
-        ("experts in all layers", layers * experts, MAX_EXPERTS),
-    )
-    for name, size, most in sizes:
-        if size > most:
-            raise DataError(f"the config has {size:,} {name}; at most {most:,} are supported. Correct it.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than the original training length.
-
-    ``llama3`` divides the frequencies whose wavelength exceeds ``original_max_position_embeddings /
-    low_freq_factor`` by ``factor``, keeps those below ``... / high_freq_factor`` and interpolates in between;
-    ``linear`` divides all of them; ``yarn`` (arXiv 2309.00071) interpolates between the dimensions that rotate
-    ``beta_fast`` and ``beta_slow`` times within the original length, and scales cosines and sines; ``longrope`` (arXiv
-    2402.13753) divides each by its own factor, with one list up to the original length and another beyond it;
-    ``ntk_alpha`` multiplies the base by ``factor ** (R / (R - 2))`` for R rotated channels; ``dynamic`` does so for a
-    sample of L tokens beyond the original length C, with ``factor * L / C - (factor - 1)`` in place of ``factor``;
-    ``proportional`` divides the frequencies by ``factor`` and rotates only the first ``partial_rotary_factor`` of the
-    pairs of a head, whose frequencies are those of a head with all pairs rotated.
-    """
-
-    kind: Literal["llama3", "linear", "yarn", "longrope", "ntk_alpha", "dynamic", "proportional"]
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    """YaRN: whether the bounds of the interpolation are rounded to whole dimensions."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    """Multiplier of cosines and sines; None: derived from the factor."""
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moe:
-    """Mixture-of-experts blocks and their router."""
-
-    num_experts: int
-    top_k: int
-    ffn_hidden_size: int
-    """Width of one expert."""
-    latent_size: int | None = None
-    """Width of the inputs and outputs of routed experts, between two projections; None: the hidden size."""
-    shared_ffn_hidden_size: int = 0
-    """Total width of the shared experts; 0: none."""
-    shared_mean: bool = False
-    """With shared experts, the output is half the sum of routed and shared experts."""
-    shared_gate: bool = False
-    """Multiplies the output of the shared experts by a sigmoid gate."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, with a dense feed-forward block."""
-    score: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
-    """Score function; ``softmax_of_chosen`` is applied after top-k selection, to the selected logits only.
-    ``sparsemixer`` (arXiv 2409.12136) selects one expert after another, each with its probability among those left
-    whose logits are within ``score_tolerance`` of the best, relative to the larger one; for inference only."""
-    score_tolerance: float = 0.0
-    normalize: bool = False
-    """The weights of the selected experts are divided by their sum."""
-    normalize_min: float = 1e-20
-    """Lower bound of the divisor."""
-    normalize_offset: float = 0.0
-    """Added to the divisor."""
-    scaling_factor: float = 1.0
-    """Multiplier of the final weights."""
-    expert_bias: bool = False
-    """A float32 bias that affects the selection of experts but not their weights (arXiv 2408.15664)."""
-    num_groups: int = 1
-    group_top_k: int = 1
-    """Experts are selected from the best ``group_top_k`` of ``num_groups`` groups."""
-    group_score: Literal["max", "top2"] = "top2"
-    """Score of a group: its best expert, or the sum of its two best."""
-    router_bias: bool = False
-    router_float32: bool = False
-    """The router's weights are always float32."""
-    router_norm: bool = False
-    """The router's input is divided by its root mean square and multiplied by learned gains, and the logits are divided
-    by the root of its width."""
-    expert_gains: bool = False
-    """The final weight of each expert is multiplied by a learned number."""
-    branch_norms: bool = False
-    """Routed and shared experts have norms of their own, before and after them; the router has the input before these.
-    """
-    swiglu_limits: tuple[float | None, ...] = ()
-    """Limits of routed experts, as :attr:`Architecture.swiglu_limits`."""
-    weighs_inputs: bool = False
-    """The weight of an expert multiplies its input and not its output."""
-    expert_mlp_bias: bool = False
-    output_bias: bool = False
-    """A bias that is added to the weighted sum of the experts' outputs."""
-
-    def __post_init__(self) -> None:
-        if not any(self.swiglu_limits):
-            object.__setattr__(self, "swiglu_limits", ())
-
-    def invalid_reason(self) -> str | None:
-        if self.branch_norms and not self.shared_ffn_hidden_size:
-            return "experts with norms of their own need shared experts beside them"
-        if self.weighs_inputs and self.expert_mlp_bias:
-            return "experts with weighted inputs cannot have biases"
-        if self.num_experts % self.num_groups:
-            return f"{self.num_groups} groups do not divide {self.num_experts} experts"
-        in_group = self.num_experts // self.num_groups
-        if self.group_top_k > self.num_groups:
-            return f"group_top_k={self.group_top_k} is more than the {self.num_groups} groups"
-        if self.num_groups > 1 and self.group_score == "top2" and in_group < 2:
-            return f"groups of {in_group} experts have no two best experts"
-        if self.top_k > self.group_top_k * in_group:
-            return f"top_k={self.top_k} is more than the {self.group_top_k * in_group} experts to select from"
-        return None
+WINDOWED = "w"
+"""Suffix of the symbols of sliding-window layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,262 +34,357 @@ class Dropout:
     """Rate of the sum of token and position embeddings."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """Everything that determines the tensors and the computation of a decoder-only model."""
+@dataclass(frozen=True, kw_only=True)
+class LayerPattern:
+    """Which blocks each layer has, and how they are joined."""
 
-    family: str
+    prefix: ClassVar[str] = ""
+
     num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    """Key/value heads (``num_key_value_heads`` in Hugging Face configs)."""
-    kv_channels: int
-    """Width of one head's queries and keys (``head_dim`` in Hugging Face configs)."""
-    vocab_size: int
-    """Rows of the embedding, without tensor-parallel padding."""
-    max_position_embeddings: int
-    norm_epsilon: float
-
-    # Layer pattern.
-    mixers: tuple[tuple[Mixer, ...], ...] = ()
+    mixers: tuple[tuple[str, ...], ...] = ()
     """Mixers of each layer: one, none, or several whose outputs are added. Empty: attention in every layer."""
     layers_without_mlp: tuple[int, ...] = ()
     """Layers, counted from 0, without a feed-forward block."""
-
-    # Positions.
-    position: Literal["rope", "learned", "none"] = "rope"
-    rotary_base: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rotary_percent: float = 1.0
-    """Fraction of a head's channels that are rotated: the first ones."""
-    rotary_interleaved: bool = False
-    """Rotary pairs are adjacent channels; otherwise one channel of each half."""
-    rotary_reversed: bool = False
-    """Rotations are by the opposite angles."""
     unrotated_layers: tuple[int, ...] = ()
     """Layers, counted from 0, without rotary embedding."""
-    position_offset: int = 0
-    """Rows of the table of learned positions before that of position 0."""
-
-    # Norms.
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    norm_weight: bool = True
-    """Norms have weights; without them they have no biases either."""
-    norm_bias: bool = True
-    norm_zero_centered: bool = False
-    """Norms multiply by one plus their weight."""
-    form: Form = "pre"
-    form_without_attention: Form | None = None
-    """Form of layers whose mixers do not include attention; None: ``form``."""
-    embedding_norm: bool = False
-    """A norm of the embeddings, before the first layer."""
-
-    # Attention.
-    qkv_bias: bool = False
-    proj_bias: bool = False
-    """The output projection of attention has a bias."""
-    qk_norm: bool = False
-    qk_norm_over: Literal["head", "each_head", "projection"] = "head"
-    """Over which axis queries and keys are normalized: each head, or the whole projection. The weights of ``head`` are
-    the same for all heads; those of ``each_head`` are not, and it has no biases."""
-    qk_norm_after_rotation: bool = False
-    """Queries and keys are normalized after their rotation; otherwise before."""
-    qk_rms: bool = False
-    """Each head of queries and keys is divided by its root mean square, after the rotation; in rotated layers only."""
-    clip_qkv: float | None = None
-    """Queries, keys and values are clamped to [-clip_qkv, clip_qkv]."""
-    sliding_window: int | None = None
-    """Number of keys a query attends to, including its own; None: all preceding keys."""
-    window_kind: Literal["sliding", "chunks"] = "sliding"
-    """``chunks``: samples are cut into chunks of as many tokens, and a query attends to the keys of its chunk."""
-    full_attention_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, to which the window does not apply."""
-    window_rotary_base: float | None = None
-    """Rotary base of sliding-window layers, which have no rope scaling; None: the same as in other layers."""
-    window_attention: WindowAttention | None = None
-    """Sizes of sliding-window layers, if they differ."""
-    value_channels: int | None = None
-    """Width of one head's values; None: ``kv_channels``."""
-    value_multiplier: float = 1.0
-    value_norm: bool = False
-    """The values of each head are divided by their root mean square."""
-    values_are_keys: bool = False
-    """There is no value projection: values are the outputs of the key projection, before their norm and rotation."""
     key_sharing_layers: int = 0
     """The last layers, which have queries only: keys and values are those of the last layer before them with the same
     reach, a window or none."""
-    attention_scale: float | None = None
-    """Multiplier of attention scores; None: 1/sqrt(head dim)."""
-    query_scaling: QueryScaling | None = None
-    attention_softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap)."""
-    attention_sinks: bool = False
-    """Each head has a learned logit in the softmax that has no value."""
-    attention_gate: bool = False
-    """The output of attention is multiplied by the sigmoid of a projection as wide as the queries."""
-    head_gate: bool = False
-    """The output of each attention head is multiplied by the sigmoid of a number, a projection of the layer's input."""
-    attention_multipliers: tuple[float, float] = (1.0, 1.0)
-    """Multipliers of the input and of the output of attention."""
-    mla: Mla | None = None
-    delta_net: DeltaNet | None = None
-    """Sizes of layers with the mixer ``gated_delta_net`` or ``kimi_delta_attention``."""
-    indexer: KeyIndexer | None = None
-    """Indexer of latent attention with low-rank queries."""
-    mamba2: Mamba2 | None = None
-    mamba: Mamba | None = None
-    short_convolution: ShortConvolution | None = None
-
-    # Feed-forward block.
-    activation: Activation = "silu"
-    gated: bool = True
-    mlp_bias: bool = False
-    sharing_layers_wide: bool = False
-    """The feed-forward blocks of layers that share keys are twice as wide."""
-    swiglu_limits: tuple[float | None, ...] = ()
-    """Limit of each layer: ``silu(gate)`` is clamped to at most this, and the other factor to plus or minus this, in
-    dense feed-forward blocks and shared experts. Empty: no limits."""
-    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
-    """Multipliers of the gate before its activation, SiLU, and of the output."""
-    moe: Moe | None = None
+    form: Form = "pre"
+    form_without_attention: Form | None = None
+    """Form of layers whose mixers do not include attention; None: ``form``."""
+    residual_multiplier: float = 1.0
+    """Multiplier of the outputs of attention and feed-forward block."""
+    layer_scalars: bool = False
+    """The output of each layer, with its residual, is multiplied by a number of the layer that is not trained."""
     mtp_layers: int = 0
-    """Multi-token prediction layers (arXiv 2412.19437)."""
+    """Multi-token prediction layers (arXiv 2412.19437). They follow the last layer and have attention."""
     mtp_hidden_first: bool = False
     """In the inputs of MTP layers, the hidden state comes before the embedding of the next token."""
 
-    # Ends.
-    tie_embeddings: bool = False
-    score_head: bool = False
-    """A reward model: one score, a product of the hidden state and the only row of ``output_layer.weight``, in place of
-    logits. Multiplier and soft cap of logits do not apply."""
-    embedding_multiplier: float = 1.0
-    output_bias: bool = False
-    """The output layer has a bias, which a reward model does not have."""
-    layer_input_size: int = 0
-    """Width of a token's vector for each layer, from a table and a projection of its embedding, which the layer gates
-    and adds to its output (Gemma 3n); 0: none."""
-    layer_scalars: bool = False
-    """The output of each layer, with its residual, is multiplied by a number of the layer that is not trained."""
-    residual_multiplier: float = 1.0
-    """Multiplier of the outputs of attention and feed-forward block."""
-    logits_multiplier: float = 1.0
-    logits_softcap: float | None = None
-    init_std: float = 0.02
-
     def __post_init__(self) -> None:
-        """Refuse senseless sizes, and reset fields without effect, so that equal models compare equal."""
-        if not self.qk_norm:
-            object.__setattr__(self, "qk_norm_over", "head")
+        """Reset fields without effect, so that equal models compare equal."""
         if not self.mtp_layers:
             object.__setattr__(self, "mtp_hidden_first", False)
         if all(mixers == ("attention",) for mixers in self.mixers):
             object.__setattr__(self, "mixers", ())
-        if not any(self.swiglu_limits):
-            object.__setattr__(self, "swiglu_limits", ())
-        experts = 0 if self.moe is None else self.moe.num_experts
-        check_sizes(layers=self.num_layers + self.mtp_layers, heads=self.num_attention_heads, experts=experts)
-        if self.sliding_window is None:
-            object.__setattr__(self, "full_attention_layers", ())
-            object.__setattr__(self, "window_rotary_base", None)
-            object.__setattr__(self, "window_kind", "sliding")
 
-    def swiglu_limit(self, layer: int, *, routed: bool) -> float | None:
-        """Limit of the layer, from 0, of its routed experts or its other feed-forward blocks; None in MTP layers."""
-        limits = self.moe.swiglu_limits if routed and self.moe is not None else self.swiglu_limits
-        return limits[layer] if layer < len(limits) else None
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether the layer, counted from 0, has experts. MTP layers follow the last layer and do."""
-        return self.moe is not None and layer not in self.moe.dense_layers and layer not in self.layers_without_mlp
-
-    def mixers_of(self, layer: int) -> tuple[Mixer, ...]:
-        """The mixers of a layer, counted from 0. MTP layers follow the last layer and have attention."""
+    def mixers_of(self, layer: int) -> tuple[str, ...]:
+        """The mixers of a layer, counted from 0."""
         return self.mixers[layer] if layer < len(self.mixers) else ("attention",)
 
-    def form_of(self, layer: int) -> Form:
-        return self.form_with(self.mixers_of(layer))
-
-    def form_with(self, mixers: Sequence[Mixer]) -> Form:
+    def form_with(self, mixers: Sequence[str]) -> Form:
         """Form of a layer with these mixers."""
         other = self.form_without_attention
         return self.form if other is None or "attention" in mixers else other
 
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Everything that determines the tensors and the computation of a decoder-only model.
+
+    It has one block of each kind and the pattern of the layers, whose blocks are in :attr:`layers`. The fields of all
+    blocks are its settings, by which families and Megatron-LM's arguments name them: see :func:`from_settings`.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    family: str
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding, without tensor-parallel padding."""
+    max_position_embeddings: int
+    init_std: float = 0.02
+    pattern: LayerPattern = field(metadata=RESOLVED)
+    norm: Norm = field(metadata=RESOLVED)
+    embedding: Embedding = field(default=Embedding(), metadata=RESOLVED)
+    rotary: Rotary = field(default=Rotary(), metadata=RESOLVED)
+    attention: Attention = field(metadata=RESOLVED)
+    """Attention of layers without a window."""
+    windows: SlidingWindow = field(default=SlidingWindow(), metadata=RESOLVED)
+    recurrences: tuple[Recurrence, ...] = field(default=(), metadata=RESOLVED)
+    """A block of each kind of mixer other than attention."""
+    mlp: Mlp = field(metadata=RESOLVED)
+    moe: Experts | None = field(default=None, metadata=RESOLVED)
+    head: Head = field(default=Head(), metadata=RESOLVED)
+
+    def __post_init__(self) -> None:
+        """Refuse senseless sizes, and mixers without their block."""
+        pattern = self.pattern
+        kinds = {"attention", *(kind for block in self.recurrences for kind in block.kinds)}
+        if missing := sorted({kind for mixers in pattern.mixers for kind in mixers} - kinds):
+            raise TypeError(f"the model has {', '.join(missing)} layers, and no settings of such a block")
+        if any(block.hidden_size != self.hidden_size for block in (self.attention, self.mlp, *self.recurrences)):
+            raise TypeError("blocks have another hidden_size than the model: change it with with_settings")
+        experts = 0 if self.moe is None else self.moe.num_experts
+        heads = self.attention.num_attention_heads
+        check_sizes(layers=pattern.num_layers + pattern.mtp_layers, heads=heads, experts=experts)
+
     @property
-    def has_norms_before_blocks(self) -> bool:
-        """Whether a layer normalizes the input of a block."""
-        return any(self.form_of(layer) != "post" for layer in range(self.num_layers))
+    def num_layers(self) -> int:
+        """Layers, without MTP layers."""
+        return self.pattern.num_layers
 
-    def layer_kinds(self, layer: int) -> frozenset[str]:
-        """What rules can select layers by.
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers without MTP layers."""
+        return tuple(map(self._layer, range(self.num_layers)))
 
-        Mixers, ``moe``, ``dense`` or ``wide``, ``windowed`` or ``full`` attention, with ``_queries`` if it shares keys,
-        and ``indexed`` if it has an indexer.
-        """
-        dense = "wide" if self.mlp_width(layer) > self.ffn_hidden_size else "dense"
-        feed_forward = () if layer in self.layers_without_mlp else ("moe" if self.is_moe(layer) else dense,)
-        reach = "full" if self.window(layer) is None else "windowed"
-        reach += "" if self.key_source(layer) is None else "_queries"
-        indexed = ("indexed",) if self.is_indexed(layer) else ()
-        return frozenset((*self.mixers_of(layer), *feed_forward, reach, *indexed))
+    @functools.cached_property
+    def mtp(self) -> tuple[Layer, ...]:
+        """The MTP layers."""
+        return tuple(self._layer(self.num_layers + number) for number in range(self.pattern.mtp_layers))
 
-    def is_indexed(self, layer: int) -> bool:
-        """Whether the attention of the layer, counted from 0, has an indexer."""
-        return self.indexer is not None and layer not in self.indexer.shared_layers
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """Layers, then MTP layers."""
+        return self.layers + self.mtp
+
+    @functools.cached_property
+    def first_equals(self) -> tuple[int, ...]:
+        """For each layer, then each MTP layer, the number of the first layer that is equal to it."""
+        numbers: dict[Layer, int] = {}
+        return tuple(numbers.setdefault(layer, layer.number) for layer in self.all_layers)
+
+    @property
+    def distinct_layers(self) -> tuple[Layer, ...]:
+        """One of each kind of layer, in order."""
+        return tuple(self.all_layers[number] for number in dict.fromkeys(self.first_equals))
+
+    @functools.cached_property
+    def symbols(self) -> Mapping[str, int]:
+        """The size of each symbol in the shapes of tensor rules, see :mod:`isthmus.families.rules.rule`."""
+        sizes = {
+            "V": self.vocab_size,
+            "H": self.hidden_size,
+            "P": self.max_position_embeddings + self.embedding.position_offset,
+            "Iw": self.embedding.layer_input_size,
+            "Ia": self.embedding.layer_input_size * self.num_layers,
+            "1": 1,
+            "2": 2,
+            "4": 4,
+        }
+        full, windowed = self.attention_kinds[0], self.attention_kinds[-1]
+        sizes |= {symbol + WINDOWED: size for symbol, size in windowed.symbols().items()}
+        for block in (full, *self.recurrences, self.mlp, self.moe):
+            sizes |= {} if block is None else block.symbols()
+        return sizes
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """One of each kind of block that some layer has."""
+        blocks = (
+            block
+            for layer in self.all_layers
+            for block in (*layer.mixers, *([] if layer.feed_forward is None else [layer.feed_forward]))
+        )
+        return tuple(dict.fromkeys(blocks))
+
+    @property
+    def mixer_blocks(self) -> tuple[Mixer, ...]:
+        """One of each kind of mixer that some layer has."""
+        return tuple(block for block in self.blocks if isinstance(block, Mixer))
+
+    @functools.cached_property
+    def attention_kinds(self) -> tuple[Attention, ...]:
+        """Attention without a window and, if its sizes or its rotary embedding differ, with one."""
+        full = replace(self.attention, rotary=self.rotary)
+        return tuple(dict.fromkeys((full, replace(self._windowed, rotary=self.windows.rotary(self.rotary)))))
+
+    @property
+    def rotary_kinds(self) -> tuple[Attention, ...]:
+        """The ``attention_kinds`` whose rotary embeddings differ: one or two."""
+        first, *others = self.attention_kinds
+        differ = (kind for kind in others if (kind.rotary, kind.kv_channels) != (first.rotary, first.kv_channels))
+        return first, *differ
+
+    @property
+    def latent(self) -> Latent | None:
+        """Sizes of latent attention; None: attention is not latent."""
+        return self.attention.latent if isinstance(self.attention, LatentAttention) else None
+
+    @property
+    def _windowed(self) -> Attention:
+        sizes = self.windows.window_attention
+        return self.attention if sizes is None or self.windows.sliding_window is None else sizes.apply(self.attention)
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether some layer may have a dense feed-forward block."""
+        return self.moe is None or bool(self.moe.dense_layers)
+
+    def recurrence(self, kind: type[Any]) -> Any:
+        """The block of a kind of mixer, None if the model has none."""
+        return next((block for block in self.recurrences if isinstance(block, kind)), None)
 
     def key_source(self, layer: int) -> int | None:
         """The layer whose keys and values a layer, both from 0, attends to; None: its own."""
-        first = self.num_layers - self.key_sharing_layers
+        first = self.num_layers - self.pattern.key_sharing_layers
         if not first <= layer < self.num_layers:
             return None
-        return max(other for other in range(first) if self.window(other) == self.window(layer))
+        return max(other for other in range(first) if self.windows.of(other) == self.windows.of(layer))
 
-    def mlp_width(self, layer: int) -> int:
-        """Width of the dense feed-forward block of a layer, from 0."""
-        wide = self.sharing_layers_wide and self.key_source(layer) is not None
-        return 2 * self.ffn_hidden_size if wide else self.ffn_hidden_size
+    def _layer(self, number: int) -> Layer:
+        kinds = self.pattern.mixers_of(number)
+        return Layer(
+            number=number,
+            hidden_size=self.hidden_size,
+            form=self.pattern.form_with(kinds),
+            norm=self.norm,
+            mixers=tuple(self._attention(number) if kind == "attention" else self._mixer(kind) for kind in kinds),
+            feed_forward=None if number in self.pattern.layers_without_mlp else self._feed_forward(number),
+            input_size=self.embedding.layer_input_size,
+            is_mtp=number >= self.num_layers,
+        )
 
-    def mean_keys(self, layer: int) -> float | None:
-        """Keys of a query in a long sample, on average; None: half of the sample."""
-        window = self.window(layer)
-        return None if window is None else window / (2 if self.window_kind == "chunks" else 1)
+    def _mixer(self, kind: str) -> Mixer:
+        return next(replace(block, kind=kind) for block in self.recurrences if kind in block.kinds)
 
-    def window(self, layer: int) -> int | None:
-        """Sliding window of this layer; None: full attention."""
-        return None if layer in self.full_attention_layers else self.sliding_window
+    def _attention(self, number: int) -> Attention:
+        window = self.windows.of(number)
+        attention, rotary = self.attention, self.rotary
+        if window is not None:
+            attention, rotary = self._windowed, self.windows.rotary(rotary)
+        rotates = self.embedding.position == "rope" and number not in self.pattern.unrotated_layers
+        attention = replace(
+            attention,
+            rotary=rotary if rotates else None,
+            window=window,
+            window_kind=self.windows.window_kind,
+            key_source=self.key_source(number),
+        )
+        if isinstance(attention, LatentAttention) and (indexer := attention.indexer) is not None:
+            attention = replace(attention, has_indexer=number not in indexer.shared_layers)
+        return attention
 
-    @property
-    def value_width(self) -> int:
-        """Width of one head's values."""
-        return self.mla.v_head_dim if self.mla is not None else self.value_channels or self.kv_channels
+    def _feed_forward(self, number: int) -> Mlp | Experts:
+        limits = self.mlp.swiglu_limits
+        shares = self.mlp.sharing_layers_wide and self.key_source(number) is not None
+        mlp = replace(self.mlp, is_wide=shares, limit=limits[number] if number < len(limits) else None)
+        if self.moe is None or number in self.moe.dense_layers:
+            return mlp
+        limits = self.moe.swiglu_limits
+        return replace(self.moe, mlp=mlp, limit=limits[number] if number < len(limits) else None)
 
-    @property
-    def windowed(self) -> Architecture:
-        """This model with the attention sizes and the rotary embedding of sliding-window layers in every layer."""
-        if self.sliding_window is None or (self.window_attention is None and self.window_rotary_base is None):
-            return self
-        changed: dict[str, Any] = {"window_attention": None, "window_rotary_base": None}
-        if self.window_rotary_base is not None:
-            changed |= {"rotary_base": self.window_rotary_base, "rope_scaling": None}
-        for field in fields(WindowAttention) if self.window_attention is not None else ():
-            if (value := getattr(self.window_attention, field.name)) is not None:
-                changed[field.name] = value
-        return replace(self, **changed)
+    @functools.cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """Every setting by name; those of blocks that the model does not have are missing."""
+        settings: dict[str, Any] = {}
+        for component in (self, *self._components()):
+            prefix = f"{component.prefix}." if component.prefix else ""
+            settings |= {prefix + name: value for name, value in settings_of(component).items()}
+        return settings
 
-    def attention_of(self, layer: int) -> Architecture:
-        """This model with the attention sizes and the rotary embedding of one layer, from 0, in every layer."""
-        return self if self.window(layer) is None else self.windowed
+    def setting(self, name: str) -> Any:
+        """A setting by its name, such as ``moe.top_k``, or a block by its prefix; None if the model has no such block.
 
-    @property
-    def attention_kinds(self) -> tuple[Architecture, ...]:
-        """This model with the attention of each kind of layer: full, and sliding-window if it differs."""
-        return tuple(dict.fromkeys((self, self.windowed)))
+        Raises:
+            KeyError: there is no such setting.
+        """
+        if name in self.settings:
+            return self.settings[name]
+        if name not in SETTINGS and name not in PREFIXES:
+            raise KeyError(name)
+        block = next((part for part in self._components() if name and part.prefix == name), None)
+        return None if block is None else type(block)(**settings_of(block))
 
-    @property
-    def rotary_kinds(self) -> tuple[Architecture, ...]:
-        """The ``attention_kinds`` whose rotary embeddings differ: one or two."""
-        names = ("rotary_base", "rope_scaling", "rotary_percent", "kv_channels")
-        first, *others = self.attention_kinds
-        differ = (other for other in others if any(getattr(first, n) != getattr(other, n) for n in names))
-        return first, *differ
+    def _components(self) -> list[Any]:
+        """Whatever has settings, besides the architecture itself."""
+        components: list[Any] = [self.pattern, self.norm, self.embedding, self.rotary, self.attention, self.windows]
+        if isinstance(self.attention, LatentAttention):
+            components += filter(None, (self.attention.latent, self.attention.indexer))
+        components += filter(None, (self.windows.window_attention, *self.recurrences, self.mlp, self.moe))
+        return [*components, self.head]
+
+    def first_layers(self, layers: int) -> Architecture:
+        """The model of the first ``layers`` layers."""
+        shared = self.pattern.key_sharing_layers - (self.num_layers - layers)
+        changed: dict[str, Any] = {"num_layers": layers, "key_sharing_layers": max(0, shared)}
+        for name, value in self.settings.items():
+            if name == "mixers" or name.endswith("swiglu_limits"):  # an entry for each layer
+                changed[name] = value[:layers]
+            elif name.endswith("_layers") and isinstance(value, tuple):  # numbers of layers
+                changed[name] = tuple(layer for layer in value if layer < layers)
+        return self.with_settings(changed)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Architecture:
+        """This model with other settings; a prefix, such as ``moe``, replaces or removes the whole block."""
+        remaining = {name: value for name, value in self.settings.items() if name.partition(".")[0] not in settings}
+        return from_settings({**remaining, **settings})
+
+
+_PLAIN = (LayerPattern, Norm, Embedding, Rotary, Attention, SlidingWindow, Mlp, Head)
+_OPTIONAL = (Latent, KeyIndexer, WindowAttention, *RECURRENCES, Experts)
+
+
+COMPONENTS: tuple[Any, ...] = (Architecture, *_PLAIN, *_OPTIONAL)
+"""Every class with settings."""
+
+
+def _settings_of(component: Any) -> dict[str, Any]:
+    prefix = f"{component.prefix}." if component.prefix else ""
+    return {prefix + entry.name: entry.default for entry in setting_fields(component)}
+
+
+SETTINGS: Mapping[str, Any] = {
+    name: default for component in COMPONENTS for name, default in _settings_of(component).items()
+}
+"""Name of every setting, with its default or ``dataclasses.MISSING``."""
+PREFIXES = frozenset(name.partition(".")[0] for name in SETTINGS if "." in name)
+"""Prefixes of the settings of blocks that not every model has."""
+REQUIRED = frozenset(name for name, default in SETTINGS.items() if default is MISSING and "." not in name)
+"""Settings without a default of every model."""
+
+
+def from_settings(settings: Mapping[str, Any]) -> Architecture:
+    """Build an architecture from its settings by name, such as ``num_layers`` and ``moe.top_k``.
+
+    The prefix of a block, such as ``moe``, names all of its settings: its value is a block or None.
+
+    Raises:
+        DataError: the model has more layers, heads or experts than can be enumerated.
+        TypeError: a setting is unknown, or a required one is missing.
+    """
+    settings = dict(settings)
+    for prefix in settings.keys() & PREFIXES:
+        if (block := settings.pop(prefix)) is not None:
+            settings |= {f"{prefix}.{name}": value for name, value in settings_of(block).items()}
+    if unknown := sorted(settings.keys() - SETTINGS.keys()):
+        raise TypeError(f"unknown settings of an architecture: {', '.join(unknown)}")
+    if missing := sorted(REQUIRED - settings.keys()):
+        raise TypeError(f"an architecture needs the settings {', '.join(missing)}")
+    hidden = settings["hidden_size"]
+    parts = {component: _values(component, settings) for component in (*_PLAIN, *_OPTIONAL)}
+
+    def optional(component: type[Any], **resolved_values: Any) -> Any:
+        return component(**parts[component], **resolved_values) if parts[component] else None
+
+    if parts[KeyIndexer] and not parts[Latent]:
+        raise TypeError("an indexer (indexer.*) needs latent attention (mla.*)")
+    attention = Attention(hidden_size=hidden, **parts[Attention])
+    if (latent := optional(Latent)) is not None:
+        attention = LatentAttention(hidden_size=hidden, **parts[Attention], latent=latent, indexer=optional(KeyIndexer))
+    recurrences = (optional(kind, hidden_size=hidden) for kind in RECURRENCES)
+    return Architecture(
+        **{name: settings[name] for name in _settings_of(Architecture) if name in settings},
+        pattern=LayerPattern(**parts[LayerPattern]),
+        norm=Norm(**parts[Norm]),
+        embedding=Embedding(**parts[Embedding]),
+        rotary=Rotary(**parts[Rotary]),
+        attention=attention,
+        windows=SlidingWindow(**parts[SlidingWindow], window_attention=optional(WindowAttention)),
+        recurrences=tuple(block for block in recurrences if block is not None),
+        mlp=Mlp(hidden_size=hidden, **parts[Mlp]),
+        moe=optional(Experts, hidden_size=hidden),
+        head=Head(**parts[Head]),
+    )
+
+
+def _values(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one component, without its prefix."""
+    prefix = f"{component.prefix}." if component.prefix else ""
+    return {
+        entry.name: settings[prefix + entry.name]
+        for entry in setting_fields(component)
+        if prefix + entry.name in settings
+    }

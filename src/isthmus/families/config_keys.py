@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_INT, Architecture
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.block import MAX_INT
 
 _REQUIRED = object()
 _MAX_FLOAT = 1e38  # of float32

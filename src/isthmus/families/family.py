@@ -7,17 +7,17 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Dropout, Moe, check_sizes
+from isthmus.families.architecture import Architecture, Dropout, from_settings
+from isthmus.families.blocks.block import check_sizes
 from isthmus.families.config_keys import Derived, Fixed, Key, dropout_rate
-from isthmus.families.mixer_sizes import DeltaNet, KeyIndexer, Mamba, Mamba2, Mla, ShortConvolution, WindowAttention
 from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
-from isthmus.families.rules.rule import Rule, Shape, copy, field_of
+from isthmus.families.rules.rule import Rule, Shape, copy
 from isthmus.families.rules.sliding_window import Pattern, Window, read_window, write_window
 
 # What the file of a family imports.
@@ -57,7 +57,7 @@ class Family:
     scored_class: str | None = None
     """The class of its reward models, if it is not named like ``hf_architecture``."""
     keys: Mapping[str, Key]
-    """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Moe."""
+    """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Experts."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     dropout: Mapping[str, Key] = field(default_factory=lambda: {"attention": dropout_rate("attention_dropout")})
@@ -175,22 +175,18 @@ class Family:
                 raise UsageError(f"config.json: a classifier of {labels} labels is not a reward model, which has 1.")
         window, full = self._window(hf, values["num_layers"])
         values = {"sliding_window": window, "full_attention_layers": full} | values
-        for name, kind in _INNER.items():
-            inner = {path: values.pop(path) for path in list(values) if path.startswith(f"{name}.")}
-            if inner:
-                values[name] = kind(**{path.removeprefix(f"{name}."): value for path, value in inner.items()})
-        for sizes in (values.get("moe"), values.get("delta_net"), values.get("mamba2")):
-            if sizes is not None and (why := sizes.invalid_reason()) is not None:
+        arch = from_settings({"family": self.name, **values})
+        for block in (arch.moe, *arch.recurrences):
+            if block is not None and (why := block.invalid_reason()) is not None:
                 raise DataError(f"config.json: {why}.")
-        arch = Architecture(family=self.name, **values)
-        if tensors is None or not arch.mtp_layers:
+        if tensors is None or not arch.pattern.mtp_layers:
             return arch
         present = {
             placed.canonical.split(".")[2]
             for placed in self.placements(arch).values()
             if _layer_axis(placed.rule) == "{mtp}" and placed.hf[0] in tensors
         }
-        return replace(arch, mtp_layers=len(present))
+        return arch.with_settings({"mtp_layers": len(present)})
 
     def copied_tensors(self, names: Iterable[str]) -> set[str]:
         """Tensors of a file that are copied and not computed: of towers, or of other MTP layers."""
@@ -267,21 +263,21 @@ class Family:
         own_class = self._kept_class(arch, known)
         if own_class is None:  # the export has the tensors of the family's class in transformers
             known.pop("auto_map", None)
-        name = own_class or (self.scored_architecture if arch.score_head else self.hf_architecture)
+        name = own_class or (self.scored_architecture if arch.head.score_head else self.hf_architecture)
         config = known | {"architectures": [name], "model_type": self.name}
-        if arch.score_head:
+        if arch.head.score_head:
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         if known.get("model_type", self.name) != self.name:
             config = {key: value for key, value in config.items() if key in _SHARED_KEYS}
             known = {}
         known, config, keeps_rotary = self._respelled(arch, known, config)
         for name, key in self.keys.items():
-            value = field_of(arch, name)
+            value = arch.setting(name)
             if not known or key.read(known) != value:
                 config[key.hf] = key.write(value, arch)
                 config |= {name: config[key.hf] for name in key.aliases if name in known}
         for name, derived in self.derived.items():
-            value = field_of(arch, name)
+            value = arch.setting(name)
             if not known or derived.read(known) != value:
                 config |= derived.write(value, arch)
         if not known:
@@ -290,10 +286,10 @@ class Family:
         for name, key in self.dropout.items() if dropout is not None else ():
             if not known or key.read(known) != getattr(dropout, name):
                 config[key.hf] = getattr(dropout, name)
-        window = (arch.sliding_window, arch.full_attention_layers)
+        window = (arch.windows.sliding_window, arch.windows.full_attention_layers)
         if not known or self._window(known, self.keys["num_layers"].read(known)) != window:
             config |= write_window(self.sliding_window, *window, arch.num_layers)
-        if arch.position == "rope" and "rotary_base" not in self.traits and not keeps_rotary:
+        if arch.embedding.position == "rope" and "rotary_base" not in self.traits and not keeps_rotary:
             config = self._with_rotary(arch, known, config)
         if self.auto_map:
             config["auto_map"] = dict(self.auto_map)
@@ -330,22 +326,23 @@ class Family:
 
     def _kept_class(self, arch: Architecture, hf: Mapping[str, Any]) -> str | None:
         """The class of a config whose model keeps its code."""
-        keeps = self.own_code and not arch.score_head and hf.get("model_type") == self.name
+        keeps = self.own_code and not arch.head.score_head and hf.get("model_type") == self.name
         return _first(hf.get("architectures")) if keeps else None
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - families live as long as the process
     def placements(self, arch: Architecture) -> Mapping[str, Placement]:
         """Every tensor of the model by canonical name, in the order of the rules, layer after layer."""
         placements: dict[str, Placement] = {}
+        layers = arch.all_layers
         rules = [rule.for_heads(arch) for rule in self.rules if rule.applies(arch)]
-        if arch.score_head:
+        if arch.head.score_head:
             rules = [*(rule for rule in rules if not rule.canonical.startswith("output_layer.")), SCORE]
         for axis, group in itertools.groupby(rules, key=_layer_axis):
             axis_rules = list(group)
-            for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.mtp_layers}.get(axis, 1)):
+            for layer in range({"{layer}": arch.num_layers, "{mtp}": arch.pattern.mtp_layers}.get(axis, 1)):
                 # MTP layers are numbered from 0 in canonical names, and after the last layer in Hugging Face names.
                 hf_layer = arch.num_layers + layer
-                kinds = arch.layer_kinds(hf_layer if axis == "{mtp}" else layer)
+                kinds = layers[hf_layer if axis == "{mtp}" else layer].kinds
                 numbers = {"{layer}": layer, "{mtp}": layer, "{depth}": layer}
                 hf_numbers = {**numbers, "{mtp}": hf_layer}
                 layer_rules = [rule for rule in axis_rules if rule.applies_to_layer(kinds)]
@@ -368,7 +365,7 @@ class Family:
 
     def unused_tensors(self, arch: Architecture) -> set[str]:
         """Names of tensors that files may have and the model does not use."""
-        kinds = [arch.layer_kinds(layer) for layer in range(arch.num_layers)]
+        kinds = [layer.kinds for layer in arch.layers]
         return {
             part.name.format(layer=layer)
             for rule in self.unused
@@ -391,19 +388,10 @@ class Family:
 
 
 _SHARED_KEYS = ("architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-_INNER: Mapping[str, Callable[..., Any]] = {
-    "moe": Moe,
-    "mla": Mla,
-    "delta_net": DeltaNet,
-    "window_attention": WindowAttention,
-    "indexer": KeyIndexer,
-    **{"mamba2": Mamba2, "mamba": Mamba, "short_convolution": ShortConvolution},
-}
 
 
 def _rotary_of(arch: Architecture) -> tuple[Any, ...]:
-    windowed = arch.windowed
-    return arch.rotary_base, arch.rope_scaling, arch.rotary_percent, windowed.rotary_base, windowed.rotary_percent
+    return arch.rotary, arch.windows.rotary(arch.rotary)
 
 
 def _numbered(name: str, numbers: Mapping[str, int]) -> str:

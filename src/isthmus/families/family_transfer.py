@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import SETTINGS, Architecture
 from isthmus.families.family import Family
 
 
@@ -24,16 +24,25 @@ def transfer_architecture(arch: Architecture, source: Family, target: Family) ->
 
 
 def _config_mismatch(arch: Architecture, target: Family) -> str | None:
+    if arch.head.score_head and target.auto_map:
+        return "its modelling files have no class of reward models"
     try:
         read_back = target.to_architecture(target.to_hf_config(arch))
     except (DataError, UsageError) as error:
         return str(error).removesuffix(".")
+    names = dict.fromkeys(_named(name, arch, read_back) for name in SETTINGS)
     lost = [
-        f"{field.name}={getattr(arch, field.name)} (it would become {getattr(read_back, field.name)})"
-        for field in fields(Architecture)
-        if getattr(arch, field.name) != getattr(read_back, field.name)
+        f"{name}={arch.setting(name)} (it would become {read_back.setting(name)})"
+        for name in names
+        if arch.setting(name) != read_back.setting(name)
     ]
     return f"its config.json cannot express {', '.join(lost)}" if lost else None
+
+
+def _named(setting: str, *architectures: Architecture) -> str:
+    """The prefix of a setting whose block some architecture does not have, else its name."""
+    prefix, _, _ = setting.rpartition(".")
+    return prefix if prefix and any(arch.setting(prefix) is None for arch in architectures) else setting
 
 
 def _tensor_mismatch(arch: Architecture, source: Family, target: Family) -> str | None:

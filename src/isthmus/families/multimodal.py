@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from isthmus.families.family import Family
 from isthmus.families.nested import Nested, Tied
@@ -15,52 +14,11 @@ LLAVA_NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm
 LLAVA_MODULES = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 """These prefixes in the module paths of transformers."""
 LLAVA_TOWERS = ("vision_tower.*", "multi_modal_projector.*")
-QWEN: dict[str, Any] = {
-    "tied": False,
-    "names": {"model.": "model.language_model."},
-    "module_names": {},
-    "towers": ("model.visual.*", "mtp.*"),
-    "other_names": {},
-}
-"""Arguments of Qwen's multimodal models. transformers does not load their MTP layers, which are passed through."""
-QWEN_VL = QWEN | {"towers": ("model.visual.*",)}
-GLM_VL = QWEN_VL | {"tied": "either"}
-QWEN2_VL: dict[str, Any] = {
-    "tied": "either",
-    "names": {},
-    "module_names": {"model.": "model.language_model."},
-    "towers": ("visual.*",),
-    "other_names": {"model.language_model.": "model.", "model.visual.": "visual."},
-    "outside": ("vision_*", "image_*", "video_*", "architectures", "model_type", "transformers_version"),
-}
-"""Names of Qwen2-VL and Qwen2.5-VL, whose published files have the names and the config of the language model alone,
-with a section for the tower."""
 LLAVA_OTHER_NAMES = {
     "model.language_model.": "language_model.model.",
     "model.vision_tower.": "vision_tower.",
     "model.multi_modal_projector.": "multi_modal_projector.",
     "lm_head.": "language_model.lm_head.",
-}
-
-
-LLAVA_NEXT: dict[str, Any] = {
-    "towers": (*LLAVA_TOWERS, "image_newline"),
-    "other_names": LLAVA_OTHER_NAMES | {"model.image_newline": "image_newline"},
-}
-NATIVE: dict[str, Any] = {
-    "tied": True,
-    "names": {"model.": "model.language_model."},
-    "module_names": {},
-    "towers": ("model.vision_tower.*", "model.multi_modal_projector.*"),
-    "other_names": {},
-}
-"""Names of classes whose published files have the names in the memory of transformers."""
-IDEFICS: dict[str, Any] = {
-    "tied": False,
-    "names": {"model.": "model.text_model."},
-    "module_names": {},
-    "towers": ("model.vision_model.*", "model.connector.*"),
-    "other_names": {},
 }
 
 

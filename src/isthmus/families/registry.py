@@ -1,4 +1,4 @@
-"""Finds families: modules of ``models/``, those of programs and packages, and files of ``isthmus convert --learn``."""
+"""Finds families: those of ``models/``, those of programs and packages, and files of ``isthmus convert --learn``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families import models
 from isthmus.families.family import Family
 from isthmus.families.inferred.family_file import check_settings, load_family
+from isthmus.families.models import wrappers
 
 ENTRY_POINTS = "isthmus.families"
 """Group of entry points whose objects are families; unlike registered ones, all commands have them."""
@@ -57,14 +58,31 @@ def register_family(family: Family, *, replace: bool = False) -> Family:
     return family
 
 
+class Shipped(NamedTuple):
+    """A family of Isthmus."""
+
+    family: Family
+    about: str
+    """What it is, in one line."""
+    module: str
+    """Where it is defined."""
+
+
+@cache
+def shipped_families() -> dict[str, Shipped]:
+    """The families of Isthmus by ``model_type``: modules and folders of ``models/``, and the table of wrappers."""
+    entries = [Shipped(row.family, row.about, wrappers.__name__) for row in wrappers.TABLE]
+    for info in pkgutil.walk_packages(models.__path__, f"{models.__name__}."):
+        module = importlib.import_module(info.name)
+        if isinstance(family := getattr(module, "FAMILY", None), Family):
+            entries.append(Shipped(family, (module.__doc__ or "").partition("\n\n")[0], module.__name__))
+    return {entry.family.name: entry for entry in entries}
+
+
 @cache
 def _installed() -> dict[str, Family]:
     """The families of Isthmus, and of packages with entry points in the group ``isthmus.families``."""
-    families: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
-        family = getattr(importlib.import_module(module.name), "FAMILY", None)
-        if isinstance(family, Family):
-            families[family.name] = family
+    families = {name: entry.family for name, entry in shipped_families().items()}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         family = entry.load()
         if not isinstance(family, Family) or family.name in families:

@@ -21,7 +21,7 @@ from isthmus.engine.trace_region import trace_region
 from isthmus.errors import UsageError
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.data.data_notes import data_notes
-from isthmus.recipes.data.data_sources import Report
+from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
 from isthmus.recipes.data.first_records import check_first_records
 from isthmus.recipes.exports import Exports
 from isthmus.recipes.model.model_source import answer_end
@@ -118,11 +118,16 @@ def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:
 
 def load_data(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> RunData:
     """Tokenize what is not tokenized yet, and make the batches of this rank; a collective."""
+    config, vocab_size = context.config, context.plan.architecture.vocab_size
+    if config.data.mock:
+        reporter.log(f"data: random tokens, {config.data.seq_length} per sample")
+        return run_data(context, Corpus.mock(config, vocab_size), position, reporter.log)
     corpus = load_corpus(
-        context.config,
+        data_settings(config),
+        find_data_sources(config),
         context.run_dir.data,
         context.tokenizer,
-        vocab_size=context.plan.architecture.vocab_size,
+        vocab_size=vocab_size,
         resume=context.resume,
         stop=stop,
         report=reporter.log,
@@ -135,7 +140,7 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     config, plan = context.config, context.plan
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
     device_type = context.platform.device_type
-    end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.score_head else None
+    end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.head.score_head else None
     train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type, end=end)
     if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
         why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"

@@ -16,7 +16,7 @@ from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
 from isthmus.recipes.data.data_notes import epoch_count, epochs_note
-from isthmus.recipes.data.data_sources import Report, find_data_sources
+from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.plan.resume_check import checked_record
@@ -48,7 +48,13 @@ def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Repo
                 report(message)
         if context.resume is not None:
             if not config.data.mock:
-                compare_data(config, find_data_sources(config), context.run_dir.data, context.tokenizer, context.resume)
+                compare_data(
+                    data_settings(config),
+                    find_data_sources(config),
+                    context.run_dir.data,
+                    context.tokenizer,
+                    context.resume,
+                )
             report(f"resumes from {context.resume}")
         if (repo := config.checkpoint.push) is not None:
             check_access(repo)

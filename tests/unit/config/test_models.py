@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -97,23 +98,32 @@ def test_the_opening_comment_names_the_source(name: str) -> None:
 
 
 def test_facts_beyond_the_parameter_count() -> None:
-    def arch(name: str):  # type: ignore[no-untyped-def]
+    def settings(name: str, *names: str) -> tuple[Any, ...]:
         config = read_model(f"preset:{name}")
-        return family_for(config).to_architecture(config)
+        architecture = family_for(config).to_architecture(config)
+        return tuple(architecture.setting(setting) for setting in names)
 
-    llama, scaled, small = arch("llama3-8b"), arch("llama3.1-8b"), arch("llama3.2-1b")
-    assert llama.rope_scaling is None and llama.rotary_base == scaled.rotary_base == 500000.0
-    assert (scaled.rope_scaling.factor, small.rope_scaling.factor, small.tie_embeddings) == (8.0, 32.0, True)
-    assert scaled.rope_scaling.kind == "llama3" and scaled.rope_scaling.original_max_position_embeddings == 8192
-    assert (arch("mistral-7b-v0.1").sliding_window, arch("mistral-7b-v0.3").sliding_window) == (4096, None)
-    assert (arch("qwen2.5-7b").norm_epsilon, arch("qwen2.5-72b").norm_epsilon) == (1e-6, 1e-5)
-    assert arch("qwen2.5-7b").qkv_bias and arch("qwen3-8b").qk_norm and not arch("qwen3-8b").qkv_bias
-    lite, large = arch("deepseek-v2-lite"), arch("deepseek-v3")
-    assert (lite.mla.q_lora_rank, lite.moe.dense_layers, lite.moe.normalize) == (None, (0,), False)
-    assert (large.moe.num_groups, large.moe.group_top_k, large.moe.scaling_factor) == (8, 4, 2.5)
-    assert (lite.rope_scaling.mscale, large.rope_scaling.mscale, large.rope_scaling.factor) == (0.707, 1.0, 40.0)
-    moe = arch("gpt2-125m-moe")
-    assert (moe.position, moe.moe.top_k, moe.gated, moe.activation) == ("learned", 1, False, "gelu_tanh")
+    def scaling(name: str) -> Any:
+        return settings(name, "rope_scaling")[0]
+
+    assert settings("llama3-8b", "rope_scaling", "rotary_base") == (None, 500000.0)
+    assert settings("llama3.1-8b", "rotary_base") == (500000.0,)
+    assert (scaling("llama3.1-8b").factor, scaling("llama3.2-1b").factor) == (8.0, 32.0)
+    assert settings("llama3.2-1b", "tie_embeddings") == (True,)
+    assert scaling("llama3.1-8b").kind == "llama3"
+    assert scaling("llama3.1-8b").original_max_position_embeddings == 8192
+    assert settings("mistral-7b-v0.1", "sliding_window") == (4096,)
+    assert settings("mistral-7b-v0.3", "sliding_window") == (None,)
+    assert settings("qwen2.5-7b", "norm_epsilon", "qkv_bias") == (1e-6, True)
+    assert settings("qwen2.5-72b", "norm_epsilon") == (1e-5,)
+    assert settings("qwen3-8b", "qk_norm", "qkv_bias") == (True, False)
+    lite = settings("deepseek-v2-lite", "mla.q_lora_rank", "moe.dense_layers", "moe.normalize")
+    assert lite == (None, (0,), False)
+    assert settings("deepseek-v3", "moe.num_groups", "moe.group_top_k", "moe.scaling_factor") == (8, 4, 2.5)
+    large = scaling("deepseek-v3")
+    assert (scaling("deepseek-v2-lite").mscale, large.mscale, large.factor) == (0.707, 1.0, 40.0)
+    moe = settings("gpt2-125m-moe", "position", "moe.top_k", "gated", "activation")
+    assert moe == ("learned", 1, False, "gelu_tanh")
 
 
 def test_model_presets_and_run_presets_are_not_interchangeable() -> None:

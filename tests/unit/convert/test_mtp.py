@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from isthmus.config.schema import RunConfig
 from isthmus.convert.transfer import convert
 from isthmus.families.registry import family_for
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.tiny import build_model_folder
 
 
@@ -58,6 +58,6 @@ def test_mtp_layers_with_weights_are_trained(saved: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(saved)}, "data": {"files": ["unused"]}}
     )
-    assert plan_model(config).architecture.mtp_layers == 0
+    assert plan_model(open_run_model(config), config).architecture.pattern.mtp_layers == 0
     complete(saved)
-    assert plan_model(config).architecture.mtp_layers == 1
+    assert plan_model(open_run_model(config), config).architecture.pattern.mtp_layers == 1

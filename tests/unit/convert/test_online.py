@@ -261,7 +261,7 @@ def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str)
         for name in placed.hf:
             match placed.rule.init:
                 case "ones":
-                    assert one[name].eq(0 if arch.norm_zero_centered else 1).all()
+                    assert one[name].eq(0 if arch.norm.norm_zero_centered else 1).all()
                 case "zeros":
                     assert not one[name].any()
                 case "normal":

@@ -83,8 +83,8 @@ def test_layers_that_are_built_survive_a_round_trip(family: str, to: str, tmp_pa
 def test_layers_without_weights_are_not_counted(family: str) -> None:
     config = tiny_config(family).to_dict() | {"num_nextn_predict_layers": 1}
     found = all_families()[family]
-    assert found.to_architecture(config).mtp_layers == 1
-    assert found.to_architecture(config, ()).mtp_layers == 0
+    assert found.to_architecture(config).pattern.mtp_layers == 1
+    assert found.to_architecture(config, ()).pattern.mtp_layers == 0
 
 
 @pytest.mark.parametrize("family", PASSED)

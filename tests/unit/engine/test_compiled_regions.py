@@ -27,7 +27,8 @@ from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import from_settings
+from isthmus.families.blocks.feed_forward import Experts
 
 pytestmark = pytest.mark.processes  # the C++ compiler
 WIDTH = 24
@@ -171,12 +172,12 @@ def model_gradients(**train: Any) -> dict[str, Tensor]:
     from isthmus.engine.decoder.decoder import build_model
     from isthmus.engine.decoder.model_config import transformer_config
 
-    moe = Moe(num_experts=4, top_k=2, ffn_hidden_size=24, dense_layers=(0,), normalize=True)
-    architecture = Architecture(
-        family="qwen3_moe", num_layers=2, hidden_size=WIDTH, ffn_hidden_size=32, num_attention_heads=4,
-        num_query_groups=2, kv_channels=12, vocab_size=40, max_position_embeddings=64, norm_epsilon=1e-6,
-        rotary_percent=0.5, moe=moe,
-    )  # fmt: skip
+    moe = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, dense_layers=(0,), normalize=True)
+    architecture = from_settings({
+        "family": "qwen3_moe", "num_layers": 2, "hidden_size": WIDTH, "ffn_hidden_size": 32, "num_attention_heads": 4,
+        "num_query_groups": 2, "kv_channels": 12, "vocab_size": 40, "max_position_embeddings": 64,
+        "norm_epsilon": 1e-6, "rotary_percent": 0.5, "moe": moe,
+    })  # fmt: skip
     config = transformer_config(architecture, dtype=torch.float32, train=TrainConfig.model_validate(train))
     model = build_model(architecture, config).train()
     generator = torch.Generator().manual_seed(0)

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from isthmus.engine.tensor_names import CheckpointSlot, Spelling, live_names, spelling_of, transformer_engine_name
-from isthmus.families.architecture import Architecture
-from isthmus.families.mixer_sizes import KeyIndexer, WindowAttention
+from isthmus.families.architecture import from_settings
+from isthmus.families.blocks.attention import WindowAttention
+from isthmus.families.blocks.indexer import KeyIndexer
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.mamba2 import Mamba2
 
 DENSE = Spelling(num_layers=4)
 ALL_EXPERTS = Spelling(num_layers=4, num_experts=8, moe_layers=frozenset(range(4)))
@@ -21,6 +24,8 @@ SINGLE = Spelling(num_layers=3, mixers=(("mamba2",), (), ("attention",)), single
 """Like Nemotron-H."""
 BOTH = Spelling(num_layers=3, mixers=(("attention", "mamba2"),) * 3)
 """Like Falcon-H1."""
+MAMBA = Mamba2(num_heads=2, head_dim=4, state_size=4, num_groups=1, kernel=2)
+MLA = Latent(kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=4)
 L2, M2 = "decoder.layers.2.", "decoder.layers.2.mlp."
 EXPERT = f"{M2}experts.local_experts.5.linear_fc1.weight"
 FUSED_INPUT = "self_attention.linear_qkv.layer_norm_weight"
@@ -195,16 +200,16 @@ def test_extra_states_of_hybrid_layers() -> None:
     ("changes", "homogeneous", "single_blocks"),
     [
         ({}, True, False),
-        ({"mixers": (("mamba2",), ("attention",)) * 2}, False, False),
-        ({"mixers": (("mamba2",), ()) * 2, "layers_without_mlp": (0, 2)}, False, True),
+        ({"mixers": (("mamba2",), ("attention",)) * 2, "mamba2": MAMBA}, False, False),
+        ({"mixers": (("mamba2",), ()) * 2, "layers_without_mlp": (0, 2), "mamba2": MAMBA}, False, True),
         ({"layers_without_mlp": (0,)}, False, False),
         ({"sliding_window": 4, "window_attention": WindowAttention(kv_channels=8)}, False, False),
-        ({"indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4)}, True, False),
-        ({"indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4, shared_layers=(3,))}, False, False),
+        ({"mla": MLA, "indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4)}, True, False),
+        ({"mla": MLA, "indexer": KeyIndexer(top_k=4, num_heads=2, head_dim=4, shared_layers=(3,))}, False, False),
     ],
 )
 def test_layers_that_differ_are_not_stacked(changes: dict[str, Any], homogeneous: bool, single_blocks: bool) -> None:
     sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4}
     ends = {"vocab_size": 16, "max_position_embeddings": 8, "norm_epsilon": 1e-6}
-    found = spelling_of(Architecture(family="", num_layers=4, **sizes, **ends, **changes))
+    found = spelling_of(from_settings({"family": "", "num_layers": 4, **sizes, **ends, **changes}))
     assert (found.homogeneous, found.single_blocks) == (homogeneous, single_blocks)

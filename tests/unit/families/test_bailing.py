@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def test_exports_keep_class_and_auto_map(name: str) -> None:
     family = family_for(hf)
     arch = family.to_architecture(hf)
     assert arch.moe is not None and arch.moe.score == ("softmax" if name == FIRST else "sigmoid")
-    assert arch.moe.expert_bias == arch.qk_norm == (name == SECOND)
+    assert arch.moe.expert_bias == arch.attention.qk_norm == (name == SECOND)
     written = family.to_hf_config(arch, hf)
     assert (written["architectures"], written["auto_map"]) == ([name], CODE)
     fresh = family.to_hf_config(arch)
@@ -97,11 +96,11 @@ def test_lists_without_limits_of_swiglu() -> None:
     hf = config("bailing_hybrid", expert_swiglu_limit_list=[0.0, 0, 0, 0.0], share_expert_swiglu_limit_list=None)
     family = family_for(hf)
     arch = family.to_architecture(hf)
-    assert arch.swiglu_limits == () and arch.moe is not None and arch.moe.swiglu_limits == ()
+    assert arch.mlp.swiglu_limits == () and arch.moe is not None and arch.moe.swiglu_limits == ()
     assert family.to_hf_config(arch, hf)["expert_swiglu_limit_list"] == [0.0, 0, 0, 0.0]
     assert family.to_architecture(family.to_hf_config(arch)) == arch
     with pytest.raises(UsageError, match="has no limits of SwiGLU"):
-        family.to_hf_config(replace(arch, swiglu_limits=(None, 2.0, None, None)))
+        family.to_hf_config(arch.with_settings({"swiglu_limits": (None, 2.0, None, None)}))
 
 
 def test_what_transformers_saves_has_other_names(tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_mtp_layers_share_embedding_and_output_layer(name: str) -> None:
     hf = config(name, num_nextn_predict_layers=1)
     family = all_families()[name]
     arch = family.to_architecture(hf)
-    assert arch.mtp_layers == 1
+    assert arch.pattern.mtp_layers == 1
     names = {key for key in family.hf_shapes(arch) if key.startswith(f"model.layers.{arch.num_layers}.")}
     inner = {key.removeprefix(f"model.layers.{arch.num_layers}.") for key in names}
     assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight"} < inner

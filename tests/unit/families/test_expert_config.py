@@ -12,8 +12,10 @@ import pytest
 from transformers import AutoConfig
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Moe, RopeScaling
-from isthmus.families.mixer_sizes import Mla
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.registry import family_for
 
 _DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32}
@@ -258,8 +260,10 @@ def test_published_parameter_counts(name: str) -> None:
 
 
 def test_routing_settings() -> None:
-    assert architecture("mixtral-8x7b").moe == Moe(num_experts=8, top_k=2, ffn_hidden_size=14336, normalize=True)
-    assert architecture("deepseek-v3").moe == Moe(
+    assert architecture("mixtral-8x7b").setting("moe") == Experts(
+        num_experts=8, top_k=2, ffn_hidden_size=14336, normalize=True
+    )
+    assert architecture("deepseek-v3").setting("moe") == Experts(
         num_experts=256,
         top_k=8,
         ffn_hidden_size=2048,
@@ -272,7 +276,7 @@ def test_routing_settings() -> None:
         num_groups=8,
         group_top_k=4,
     )
-    assert architecture("deepseek-v2").moe == Moe(
+    assert architecture("deepseek-v2").setting("moe") == Experts(
         num_experts=160,
         top_k=6,
         ffn_hidden_size=1536,
@@ -295,9 +299,13 @@ def test_other_names_of_settings_are_read() -> None:
 
 def test_latent_attention_and_yarn() -> None:
     lite = architecture("deepseek-v2-lite")
-    assert lite.mla == Mla(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    assert (lite.kv_channels, lite.num_query_groups, lite.rotary_interleaved) == (192, 16, True)
-    assert lite.rope_scaling == RopeScaling(
+    assert lite.setting("mla") == Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert (lite.attention.kv_channels, lite.attention.num_query_groups, lite.rotary.rotary_interleaved) == (
+        192,
+        16,
+        True,
+    )
+    assert lite.rotary.rope_scaling == RopeScaling(
         kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707
     )
 
@@ -355,7 +363,7 @@ def test_mtp_layers_without_tensors_are_not_counted() -> None:
     config = CONFIGS["deepseek-v3"] | {"num_hidden_layers": 4, "n_routed_experts": 16, "n_group": 2, "topk_group": 2}
     family = family_for(config)
     arch = family.to_architecture(config)
-    assert arch.mtp_layers == 1
+    assert arch.pattern.mtp_layers == 1
     names = set(family.hf_shapes(arch))
     assert {"model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"} < names
     assert "model.layers.4.mlp.experts.15.down_proj.weight" in names
@@ -365,7 +373,7 @@ def test_mtp_layers_without_tensors_are_not_counted() -> None:
     )
     assert family.to_architecture(config, names) == arch
     without = family.to_architecture(config, {name for name in names if ".layers.4." not in name})
-    assert without.mtp_layers == 0
+    assert without.pattern.mtp_layers == 0
     assert family.to_hf_config(without, config)["num_nextn_predict_layers"] == 0
 
 
@@ -413,7 +421,7 @@ def test_invalid_numbers_are_named(name: str, change: dict[str, Any], message: s
 def test_model_without_moe_layers_is_not_expressible() -> None:
     arch = architecture("ernie-4.5-21b-a3b")
     assert arch.moe is not None
-    all_dense = replace(arch, moe=replace(arch.moe, dense_layers=tuple(range(arch.num_layers))))
+    all_dense = arch.with_settings({"moe": replace(arch.moe, dense_layers=tuple(range(arch.num_layers)))})
     with pytest.raises(UsageError, match="cannot express these dense layers"):
         family_for(CONFIGS["ernie-4.5-21b-a3b"]).to_hf_config(all_dense)
 

@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Dropout, RopeScaling
-from isthmus.families.mixer_sizes import DeltaNet
+from isthmus.families.architecture import Dropout
+from isthmus.families.blocks.delta_net import DeltaNet
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.registry import all_families, family_for
 
 SIZES = {
@@ -237,22 +238,24 @@ def test_architecture_is_what_transformers_reads(name: str, tmp_path: Path) -> N
     config = SIZES | CONFIGS[name]
     arch = family_for(config).to_architecture(config)
     hf = meaning(tmp_path / "source", config)
-    assert arch.num_query_groups == hf["num_key_value_heads"]
-    assert arch.kv_channels == (hf.get("head_dim") or 64 // 8)
+    assert arch.attention.num_query_groups == hf["num_key_value_heads"]
+    assert arch.attention.kv_channels == (hf.get("head_dim") or 64 // 8)
     assert arch.max_position_embeddings == hf["max_position_embeddings"]
-    assert arch.norm_epsilon == hf["rms_norm_eps"]
-    assert arch.tie_embeddings == hf["tie_word_embeddings"]
-    assert arch.rotary_base == hf["rope_parameters"]["rope_theta"]
-    assert (arch.rope_scaling.kind if arch.rope_scaling else "default") == hf["rope_parameters"]["rope_type"]
+    assert arch.norm.norm_epsilon == hf["rms_norm_eps"]
+    assert arch.head.tie_embeddings == hf["tie_word_embeddings"]
+    assert arch.rotary.rotary_base == hf["rope_parameters"]["rope_theta"]
+    assert (arch.rotary.rope_scaling.kind if arch.rotary.rope_scaling else "default") == hf["rope_parameters"][
+        "rope_type"
+    ]
     slides = "sliding_attention" in hf.get("layer_types", ["sliding_attention"] if name.startswith("mistral") else [])
-    assert arch.sliding_window == (hf["sliding_window"] if slides else None)
+    assert arch.windows.sliding_window == (hf["sliding_window"] if slides else None)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_family_specific_keys(name: str) -> None:
     config, (_, wanted) = config_of(name), OTHERS[name]
     arch = family_for(config).to_architecture(config)
-    assert {field: getattr(arch, field) for field in wanted} == wanted
+    assert {name: arch.setting(name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
@@ -267,7 +270,7 @@ def test_export_means_the_same(name: str, tmp_path: Path) -> None:
     source.pop("architectures")
     assert written == source
     theta = family.rope_names.get("rope_theta", "rope_theta")
-    assert arch.position != "rope" or {theta, "rope_scaling", "rope_parameters"} <= export.keys()
+    assert arch.embedding.position != "rope" or {theta, "rope_scaling", "rope_parameters"} <= export.keys()
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
@@ -279,10 +282,10 @@ def test_new_config_reads_back(name: str, tmp_path: Path) -> None:
     assert family.to_architecture(fresh) == arch
     hf = AutoConfig.for_model(**fresh)
     assert hf.num_hidden_layers == arch.num_layers
-    assert getattr(hf, "num_key_value_heads", hf.num_attention_heads) == arch.num_query_groups
-    if arch.position == "rope":
+    assert getattr(hf, "num_key_value_heads", hf.num_attention_heads) == arch.attention.num_query_groups
+    if arch.embedding.position == "rope":
         rope = meaning(tmp_path / "fresh", fresh)["rope_parameters"]
-        assert rope.get("full_attention", rope)["rope_theta"] == arch.rotary_base
+        assert rope.get("full_attention", rope)["rope_theta"] == arch.rotary.rotary_base
 
 
 def test_changed_numbers_replace_the_base() -> None:
@@ -295,8 +298,8 @@ def test_changed_numbers_replace_the_base() -> None:
 
 def test_llama3_scaling_keeps_any_factor() -> None:
     arch = family_for({"model_type": "llama"}).to_architecture(SIZES | CONFIGS["llama-3.2"])
-    assert arch.rope_scaling == RopeScaling(kind="llama3", **LLAMA3)
-    assert arch.rotary_base == 500000.0
+    assert arch.rotary.rope_scaling == RopeScaling(kind="llama3", **LLAMA3)
+    assert arch.rotary.rotary_base == 500000.0
 
 
 def test_an_unknown_family_has_the_three_nearest_names() -> None:

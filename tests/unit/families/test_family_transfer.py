@@ -9,27 +9,32 @@ import pytest
 
 from isthmus.errors import UsageError
 from isthmus.families import family_transfer as module
-from isthmus.families.architecture import Architecture, Moe, RopeScaling
+from isthmus.families.architecture import SETTINGS, from_settings
+from isthmus.families.blocks.ends import Head
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.family_transfer import transfer_architecture
-from isthmus.families.mixer_sizes import Mla
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import copy
 
 FAMILIES = all_families()
 ISTHMUS = FAMILIES["isthmus"]
-PLAIN = Architecture(
-    family="isthmus",
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    vocab_size=77,
-    max_position_embeddings=64,
-    norm_epsilon=1e-5,
+PLAIN = from_settings(
+    {
+        "family": "isthmus",
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "vocab_size": 77,
+        "max_position_embeddings": 64,
+        "norm_epsilon": 1e-5,
+    }
 )
-MOE = Moe(num_experts=6, top_k=2, ffn_hidden_size=12)
+MOE = Experts(num_experts=6, top_k=2, ffn_hidden_size=12)
 YARN = RopeScaling(kind="yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.8, truncate=False)
 
 
@@ -53,37 +58,37 @@ YARN = RopeScaling(kind="yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.8, trun
     ids=lambda changed: next(iter(changed)),
 )
 def test_isthmus_family_expresses_everything(changed: dict[str, Any]) -> None:
-    arch = replace(PLAIN, **changed)
+    arch = PLAIN.with_settings(changed)
     assert ISTHMUS.to_architecture(ISTHMUS.to_hf_config(arch)) == arch != PLAIN
 
 
 def test_compatible_families_exchange_models() -> None:
-    llama = replace(PLAIN, family="llama", rotary_base=5e5, tie_embeddings=True)
+    llama = PLAIN.with_settings({"family": "llama", "rotary_base": 5e5, "tie_embeddings": True})
     there = transfer_architecture(llama, FAMILIES["llama"], FAMILIES["mistral"])
     assert there == replace(llama, family="mistral")
     assert transfer_architecture(there, FAMILIES["mistral"], FAMILIES["llama"]) == llama
 
 
-LATENT = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+LATENT = Latent(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 
 
 @pytest.mark.parametrize(
     ("source", "changed", "target", "message"),
     [
-        ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "cannot express mla=Mla"),
+        ("deepseek_v3", {"mla": LATENT, "moe": MOE}, "isthmus", "cannot express mla=Latent"),
         ("deepseek_v3", {"mtp_layers": 1, "moe": MOE}, "isthmus", "cannot express mtp_layers=1 .it would become 0."),
         ("isthmus", {"form": "post"}, "llama", "cannot express form=post .it would become pre."),
         ("isthmus", {"qk_norm": True}, "llama", "cannot express qk_norm=True"),
         ("isthmus", {"activation": "clamped_swiglu"}, "starcoder2", "cannot express clamped_swiglu as hidden_act"),
         ("isthmus", {"rope_scaling": YARN, "rotary_percent": 0.5}, "llama", "cannot express rotary_percent=0.5"),
-        ("isthmus", {"moe": MOE}, "llama", "cannot express moe=Moe"),
+        ("isthmus", {"moe": MOE}, "llama", "cannot express moe=Experts"),
         ("isthmus", {}, "mixtral", "intermediate_size is missing"),
     ],
 )  # fmt: skip
 def test_inexpressible_architectures_are_rejected(
     source: str, changed: dict[str, Any], target: str, message: str
 ) -> None:
-    arch = replace(PLAIN, family=source, **changed)
+    arch = PLAIN.with_settings({"family": source, **changed})
     with pytest.raises(UsageError, match=f"this {source} model cannot be exported as {target}: .*{message}"):
         transfer_architecture(arch, FAMILIES[source], FAMILIES[target])
 
@@ -101,22 +106,17 @@ def test_tensors_of_one_family_only_are_rejected() -> None:
         transfer_architecture(PLAIN, llama, more)
 
 
-def test_new_field_is_rejected_until_the_family_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_setting_is_rejected_until_the_family_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Newer(Architecture):
+    class Newer(Head):
         dreams: bool = False
 
-    monkeypatch.setattr(module, "Architecture", Newer)
-    values = {name: getattr(PLAIN, name) for name in Architecture.__dataclass_fields__} | {"family": "llama"}
-    for dreams in (False, True):
-        newer = Newer(**values, dreams=dreams)
-        reads = {"to_architecture": lambda hf: Newer(**{**values, "family": "isthmus"})}
-        target = _Reading(ISTHMUS, **reads)
-        if dreams:
-            with pytest.raises(UsageError, match=r"cannot express dreams=True \(it would become False\)"):
-                transfer_architecture(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
-        else:
-            transfer_architecture(newer, FAMILIES["llama"], target)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "SETTINGS", {**SETTINGS, "dreams": False})
+    target: Any = _Reading(ISTHMUS, to_architecture=lambda hf: replace(PLAIN, head=Newer()))
+    llama = replace(PLAIN, family="llama", head=Newer())
+    transfer_architecture(llama, FAMILIES["llama"], target)
+    with pytest.raises(UsageError, match=r"cannot express dreams=True \(it would become False\)"):
+        transfer_architecture(replace(llama, head=Newer(dreams=True)), FAMILIES["llama"], target)
 
 
 class _Reading:

@@ -34,8 +34,10 @@ def test_both_spellings_of_layer_sizes_mean_the_same() -> None:
     published = SIZES | PUBLISHED
     family = family_for(published)
     arch = family.to_architecture(published)
-    assert (arch.kv_channels, arch.num_query_groups) == (24, 1)
-    assert (arch.windowed.kv_channels, arch.windowed.num_query_groups) == (16, 2)
+    assert (arch.attention.kv_channels, arch.attention.num_query_groups) == (24, 1)
+    windowed = arch.layers[0].attention
+    assert windowed is not None and windowed.window is not None
+    assert (windowed.kv_channels, windowed.num_query_groups) == (16, 2)
     by_layer = SIZES | {"attention_k_eq_v": True, "per_layer_config": {"1": FULL, "3": FULL}}
     assert family.to_architecture(by_layer) == arch
     assert family.to_hf_config(arch, by_layer)["per_layer_config"] == by_layer["per_layer_config"]
@@ -45,18 +47,18 @@ def test_both_spellings_of_layer_sizes_mean_the_same() -> None:
 
 def test_number_of_key_heads_without_a_window_counts_with_keys_as_values_only() -> None:
     config = SIZES | PUBLISHED | {"attention_k_eq_v": False}
-    assert family_for(config).to_architecture(config).num_query_groups == 2
+    assert family_for(config).to_architecture(config).attention.num_query_groups == 2
 
 
 def test_the_last_layer_has_no_window() -> None:
     config = SIZES | {"layer_types": ["full_attention", *["sliding_attention"] * 3]}
-    assert family_for(config).to_architecture(config).full_attention_layers == (0, 3)
+    assert family_for(config).to_architecture(config).windows.full_attention_layers == (0, 3)
 
 
 def test_no_key_sets_the_period_of_layers_without_a_window() -> None:
     config = {name: value for name, value in SIZES.items() if name != "layer_types"}
     config |= {"num_hidden_layers": 12, "sliding_window_pattern": 4}
-    assert family_for(config).to_architecture(config).full_attention_layers == (5, 11)
+    assert family_for(config).to_architecture(config).windows.full_attention_layers == (5, 11)
 
 
 @pytest.mark.parametrize(

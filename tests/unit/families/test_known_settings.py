@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -117,6 +117,8 @@ def test_absent_settings_are_what_the_class_assumes(name: str) -> None:
 
     def meaning(hf: dict[str, Any]) -> Architecture:
         found = family.to_architecture(hf)
-        return replace(found, attention_scale=found.attention_scale or found.kv_channels**-0.5)
+        return found.with_settings(
+            {"attention_scale": found.attention.attention_scale or found.attention.kv_channels**-0.5}
+        )
 
     assert meaning(config) == meaning(kind.from_dict(config).to_dict())

@@ -36,14 +36,14 @@ def test_published_config_of_gemma_3_4b() -> None:
     section |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     config = {"model_type": "gemma3", "text_config": section}
     arch = family_for(config).to_architecture(config)
-    assert (arch.num_attention_heads, arch.vocab_size) == (8, 262208)
+    assert (arch.attention.num_attention_heads, arch.vocab_size) == (8, 262208)
     assert arch == family_for(config).to_architecture(AutoConfig.for_model(**config).to_dict())
 
 
 def test_a_new_config_reads_back() -> None:
     family = family_for(mistral3())
     for tied in (True, False):
-        arch = replace(family.to_architecture(mistral3()), tie_embeddings=tied)
+        arch = family.to_architecture(mistral3()).with_settings({"tie_embeddings": tied})
         assert family.to_architecture(family.to_hf_config(arch)) == arch
 
 
@@ -55,8 +55,8 @@ def test_an_output_layer_in_the_file_is_not_tied_by_default(key: bool | None, te
     config = mistral3(tie_word_embeddings=key)
     family = family_for(config)
     arch = family.to_architecture(config, tensors)
-    assert arch.tie_embeddings == tied
-    assert family.to_architecture(family.to_hf_config(arch, config), () if tied else {HEAD}).tie_embeddings == tied
+    assert arch.head.tie_embeddings == tied
+    assert family.to_architecture(family.to_hf_config(arch, config), () if tied else {HEAD}).head.tie_embeddings == tied
     assert family.to_hf_config(arch, config)["text_config"]["tie_word_embeddings"] is False  # as before
 
 
@@ -106,7 +106,12 @@ def test_published_config_of_qwen2_5_vl_has_no_section() -> None:
     arch = family.to_architecture(config)
     theirs = AutoConfig.for_model(**config)
     assert arch == family.to_architecture(theirs.to_dict())
-    assert (arch.rotary_base, arch.rope_scaling, arch.qkv_bias, arch.kv_channels) == (1e6, None, True, 128)
+    assert (arch.rotary.rotary_base, arch.rotary.rope_scaling, arch.attention.qkv_bias, arch.attention.kv_channels) == (
+        1e6,
+        None,
+        True,
+        128,
+    )
     longer = family.to_hf_config(replace(arch, max_position_embeddings=262144), config)
     assert longer.keys() == {*around, "text_config", "dtype", "architectures"}
     assert longer["vision_config"] == around["vision_config"]
@@ -122,11 +127,11 @@ def test_either_place_ties_the_embeddings(outside: bool, inside: bool) -> None:
     config["text_config"]["tie_word_embeddings"] = inside
     family = family_for(config)
     arch = family.to_architecture(config)
-    assert arch.tie_embeddings == (outside or inside)
-    assert AutoConfig.for_model(**config).tie_word_embeddings == arch.tie_embeddings
+    assert arch.head.tie_embeddings == (outside or inside)
+    assert AutoConfig.for_model(**config).tie_word_embeddings == arch.head.tie_embeddings
     for tied in (True, False):
-        written = family.to_hf_config(replace(arch, tie_embeddings=tied), config)
-        assert family.to_architecture(written).tie_embeddings == tied
+        written = family.to_hf_config(arch.with_settings({"tie_embeddings": tied}), config)
+        assert family.to_architecture(written).head.tie_embeddings == tied
         assert AutoConfig.for_model(**written).tie_word_embeddings == tied
 
 
@@ -153,9 +158,9 @@ def test_tie_embedding_of_lfm2_vl_counts_outside_of_the_section(outside: dict[st
         config["text_config"]["tie_embedding"] = inside
     family = family_for(config)
     arch = family.to_architecture(config)
-    assert arch.tie_embeddings == AutoConfig.for_model(**copy.deepcopy(config)).tie_word_embeddings
+    assert arch.head.tie_embeddings == AutoConfig.for_model(**copy.deepcopy(config)).tie_word_embeddings
     for tied in (True, False):
-        changed = family.to_hf_config(replace(arch, tie_embeddings=tied), config)
+        changed = family.to_hf_config(arch.with_settings({"tie_embeddings": tied}), config)
         assert changed["text_config"].get("tie_embedding") == inside
-        assert family.to_architecture(changed).tie_embeddings == tied
+        assert family.to_architecture(changed).head.tie_embeddings == tied
         assert AutoConfig.for_model(**copy.deepcopy(changed)).tie_word_embeddings == tied

@@ -17,6 +17,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import UsageError
 from isthmus.families import registry
+from isthmus.families.models import wrappers
 from isthmus.families.models.llama import FAMILY as LLAMA
 from isthmus.recipes.model.model_source import open_source
 
@@ -97,3 +98,26 @@ def test_encoder_decoder_models_are_refused(verb: str, tmp_path: Path, capsys: p
 def test_encoder_decoder_checkpoints_are_refused() -> None:
     with pytest.raises(UsageError, match=r"encoder-decoder model such as T5 \(decoder_seq_length=128\)"):
         architecture_from_args({"num_layers": 2, "hidden_size": 8, "decoder_seq_length": 128})
+
+
+def test_a_folder_has_a_family_with_the_modules_of_its_own() -> None:
+    shipped = registry.shipped_families()["gemma4_text"]
+    assert shipped.module == "isthmus.families.models.gemma4.gemma4_text"
+    assert shipped.about.startswith("Gemma 4, the text model")
+
+
+def test_a_row_of_the_table_is_a_family() -> None:
+    shipped = registry.shipped_families()["llava"]
+    assert shipped.about == "LLaVA 1.5 and Pixtral: Llama, Mistral or Qwen2 behind a vision tower."
+    assert registry.all_families()["llava"] is shipped.family and shipped.family.nested is not None
+
+
+def test_no_model_type_has_two_families() -> None:
+    rows = [row.family.name for row in wrappers.TABLE]
+    assert len({*rows}) == len(rows)
+    assert {name for name, entry in registry.shipped_families().items() if entry.module == wrappers.__name__} == {*rows}
+
+
+def test_the_module_of_a_family_has_its_name() -> None:
+    modules = {name: entry.module for name, entry in registry.shipped_families().items()}
+    assert all(modules[name].endswith(f".{name}") for name in modules if modules[name] != wrappers.__name__)

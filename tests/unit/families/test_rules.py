@@ -11,31 +11,39 @@ import pytest
 import torch
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture, from_settings
+from isthmus.families.blocks.delta_net import DeltaNet
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.indexer import KeyIndexer
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.mamba import Mamba
+from isthmus.families.blocks.mamba2 import Mamba2
+from isthmus.families.blocks.short_convolution import ShortConvolution
 from isthmus.families.family import Family
-from isthmus.families.mixer_sizes import DeltaNet, KeyIndexer, Mamba, Mamba2, Mla, ShortConvolution
 from isthmus.families.registry import all_families
 from isthmus.families.rules.rule import Rule, gate_up, gated_qkv, qkv
 from isthmus.families.rules.shard import Layout, assemble, check_tp_size, local_shape, owned_slices, tensor_slices
 
-ARCH = Architecture(
-    family="llama",
-    num_layers=2,
-    hidden_size=24,
-    ffn_hidden_size=40,
-    num_attention_heads=8,
-    num_query_groups=2,
-    kv_channels=4,
-    vocab_size=77,
-    max_position_embeddings=64,
-    norm_epsilon=1e-6,
-    rotary_base=10000.0,
+ARCH = from_settings(
+    {
+        "family": "llama",
+        "num_layers": 2,
+        "hidden_size": 24,
+        "ffn_hidden_size": 40,
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "vocab_size": 77,
+        "max_position_embeddings": 64,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 10000.0,
+    }
 )
 
 
-MOE = Moe(num_experts=3, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=8, shared_gate=True)
+MOE = Experts(num_experts=3, top_k=2, ffn_hidden_size=12, shared_ffn_hidden_size=8, shared_gate=True)
 DELTA_NET = DeltaNet(num_key_heads=8, num_value_heads=16, key_head_dim=2, value_head_dim=3, conv_kernel=4)
-MLA = Mla(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, q_lora_rank=12)
+MLA = Latent(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, q_lora_rank=12)
 
 INNER = {
     **{"moe": MOE, "mla": MLA, "delta_net": DELTA_NET, "indexer": KeyIndexer(top_k=4, num_heads=3, head_dim=6)},
@@ -50,7 +58,7 @@ def sized(family: Family, **sizes: Any) -> Architecture:
     plain = {name: value for name, value in family.traits.items() if "." not in name}
     names = {*family.keys, *family.traits, *family.derived}
     inner = {name: made for name, made in INNER.items() if any(path.startswith(name) for path in names)}
-    return dataclasses.replace(ARCH, family=family.name, **{**plain, **inner, **sizes})
+    return ARCH.with_settings({"family": family.name, **{**plain, **inner, **sizes}})
 
 
 def rules() -> Iterator[tuple[str, Architecture, Rule]]:
@@ -167,14 +175,14 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
 
 def test_qkv_is_grouped_by_query_group() -> None:
     rule = qkv("qkv", "q", "k", "v")
-    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
+    arch = ARCH.with_settings({"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1})
     tensors = {"q": torch.tensor([1, 2, 3, 4]), "k": torch.tensor([10, 20]), "v": torch.tensor([100, 200])}
     assert assembled(rule, arch, tensors).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
 
 def test_sections_of_a_tensor_are_like_separate_tensors() -> None:
     rule = qkv("qkv", "qkv", "qkv", "qkv")
-    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1)
+    arch = ARCH.with_settings({"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1})
     assert rule.hf_shapes(arch) == {"qkv": (8,)}
     one = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
     assert assembled(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
@@ -182,7 +190,9 @@ def test_sections_of_a_tensor_are_like_separate_tensors() -> None:
 
 def test_sections_repeat_in_a_tensor() -> None:
     rule = gated_qkv("qkv", "q", "k", "v")
-    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=2, kv_channels=1, attention_gate=True)
+    arch = ARCH.with_settings(
+        {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1, "attention_gate": True}
+    )
     assert rule.hf_shapes(arch) == {"q": (8,), "k": (2,), "v": (2,)}
     # Query and gate of each head; in Megatron-Core, queries and gates of each group.
     q = torch.tensor([1, -1, 2, -2, 3, -3, 4, -4])
@@ -192,14 +202,14 @@ def test_sections_repeat_in_a_tensor() -> None:
 
 def test_sections_may_have_another_order() -> None:
     rule = qkv("qkv", "qkv", "qkv", "qkv", hf_order=(0, 2, 1), hf_strands="2")
-    arch = dataclasses.replace(ARCH, num_attention_heads=4, num_query_groups=4, kv_channels=1)
+    arch = ARCH.with_settings({"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 1})
     one = {"qkv": torch.tensor([1, 2, 100, 200, 10, 20, 3, 4, 300, 400, 30, 40])}
     assert assembled(rule, arch, one).tolist() == [1, 10, 100, 2, 20, 200, 3, 30, 300, 4, 40, 400]
 
 
 def test_interleaved_transposed_stacked_experts() -> None:
     rule = gate_up("experts.{expert}.fc1", "e", "e", "H", width="X", interleaved=True, transposed=True, stacked=True)
-    arch = dataclasses.replace(ARCH, hidden_size=2, moe=Moe(num_experts=2, top_k=1, ffn_hidden_size=2))
+    arch = ARCH.with_settings({"hidden_size": 2, "moe": Experts(num_experts=2, top_k=1, ffn_hidden_size=2)})
     assert rule.hf_shapes(arch) == {"e": (2, 2, 4)}
     whole = torch.arange(16).reshape(2, 2, 4)
     # Rows: the gates 0 and 2, then the ups 1 and 3, of the second expert.
@@ -230,7 +240,7 @@ def test_invalid_tp_size_is_rejected(tp: int, message: str) -> None:
 
 
 def test_tp_size_must_fit_query_groups() -> None:
-    arch = dataclasses.replace(ARCH, num_attention_heads=12, num_query_groups=6, ffn_hidden_size=48)
+    arch = ARCH.with_settings({"num_attention_heads": 12, "num_query_groups": 6, "ffn_hidden_size": 48})
     with pytest.raises(UsageError, match=r"tp=4 does not divide num_query_groups=6 \(llama\). Use 1, 2, 3, 6 or 12."):
         check_tp_size(arch, 4)
     check_tp_size(arch, 12)
@@ -240,20 +250,20 @@ def test_tp_size_must_fit_groups_of_mamba_heads() -> None:
     """A group may be shared by ranks, and a rank may have several groups."""
     sizes = Mamba2(num_heads=24, head_dim=4, state_size=8, num_groups=4, kernel=4)
     fields = {"family": "bamba", "num_attention_heads": 24, "num_query_groups": 24, "ffn_hidden_size": 48}
-    arch = dataclasses.replace(ARCH, **fields, mixers=(("mamba2",), ("attention",)), mamba2=sizes)
+    arch = ARCH.with_settings({**fields, "mixers": (("mamba2",), ("attention",)), "mamba2": sizes})
     for tp in (1, 2, 4, 8):
         check_tp_size(arch, tp)
     message = (
         "tp=6 neither divides the 4 groups of Mamba heads nor is a multiple of them (bamba). Use 1, 2, 4, 8, 12 or 24."
     )
     with pytest.raises(UsageError, match=re.escape(message)):
-        check_tp_size(dataclasses.replace(arch, mamba2=dataclasses.replace(sizes, state_size=12)), 6)
+        check_tp_size(arch.with_settings({"mamba2": dataclasses.replace(sizes, state_size=12)}), 6)
     with pytest.raises(UsageError, match="tp=3 does not divide channels of B of Mamba=32"):
         check_tp_size(arch, 3)
 
 
 def test_layers_are_counted_over_the_whole_model() -> None:
-    placements = all_families()["qwen2"].placements(dataclasses.replace(ARCH, qkv_bias=True))
+    placements = all_families()["qwen2"].placements(ARCH.with_settings({"qkv_bias": True}))
     names = list(placements)
     assert names[0] == "embedding.word_embeddings.weight"
     assert names[-1] == "output_layer.weight"

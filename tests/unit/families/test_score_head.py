@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def test_the_classes_are_those_of_transformers() -> None:
 def test_configs_and_tensors_of_every_family(name: str) -> None:
     family = all_families()[name]
     language_model = family.to_architecture(default_config(name))
-    arch = replace(language_model, score_head=True, tie_embeddings=False)
+    arch = language_model.with_settings({"score_head": True, "tie_embeddings": False})
     config = family.to_hf_config(arch, default_config(name))
     assert config["architectures"] == [NAMES[name]] and len(config["id2label"]) == 1
     assert family.to_architecture(config) == arch
@@ -48,14 +47,14 @@ def test_a_classifier_of_more_labels_is_refused() -> None:
     classifier = CONFIG | {"architectures": ["Qwen3ForSequenceClassification"]}
     with pytest.raises(UsageError, match="a classifier of 2 labels is not a reward model"):
         family_for(CONFIG).to_architecture(classifier)
-    assert family_for(CONFIG).to_architecture(classifier | {"num_labels": 1}).score_head
+    assert family_for(CONFIG).to_architecture(classifier | {"num_labels": 1}).head.score_head
 
 
 def test_a_new_head_is_random_and_the_rest_is_read() -> None:
     family = family_for(CONFIG)
     arch = family.to_architecture(CONFIG | {"tie_word_embeddings": False})
     source = RandomWeights(family, arch, seed=1)
-    scored = replace(arch, score_head=True)
+    scored = arch.with_settings({"score_head": True})
     heads = [WithScoreHead(source, family, scored, seed) for seed in (2, 2, 3)]
     first, same, other = (head.read("score.weight") for head in heads)
     assert torch.equal(first, same) and not torch.equal(first, other)

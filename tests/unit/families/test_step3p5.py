@@ -46,11 +46,14 @@ FAMILY = all_families()["step3p5"]
 def test_a_published_config_means_what_transformers_reads() -> None:
     found = FAMILY.to_architecture(PUBLISHED)
     assert found == FAMILY.to_architecture(AutoConfig.for_model(**PUBLISHED).to_dict())
-    assert found.windowed.num_attention_heads == 96 and found.windowed.rotary_percent == 1.0
-    assert (found.rotary_base, found.rotary_percent, found.window_rotary_base) == (5e6, 0.5, 1e4)
-    assert found.rope_scaling is not None and found.rope_scaling.factor == 2.0
+    windowed = found.layers[1].attention
+    assert windowed is not None and windowed.rotary is not None
+    assert windowed.num_attention_heads == 96 and windowed.rotary.rotary_percent == 1.0
+    assert (found.rotary.rotary_base, found.rotary.rotary_percent) == (5e6, 0.5)
+    assert found.windows.window_rotary_base == 1e4
+    assert found.rotary.rope_scaling is not None and found.rotary.rope_scaling.factor == 2.0
     assert found.moe is not None and found.moe.dense_layers == (0, 1, 2) and found.moe.swiglu_limits[4] == 7.0
-    assert found.swiglu_limits == (None, None, None, None, 16.0)
+    assert found.mlp.swiglu_limits == (None, None, None, None, 16.0)
 
 
 def test_exports_keep_the_spelling_of_the_source() -> None:
@@ -61,7 +64,7 @@ def test_exports_keep_the_spelling_of_the_source() -> None:
 
 
 def test_other_rotary_settings_need_the_class_of_transformers() -> None:
-    arch = replace(FAMILY.to_architecture(PUBLISHED), rotary_base=1e6)
+    arch = FAMILY.to_architecture(PUBLISHED).with_settings({"rotary_base": 1e6})
     with pytest.raises(UsageError, match="rotary settings of step3p5 cannot be changed"):
         FAMILY.to_hf_config(arch, PUBLISHED)
     whole = all_families()["step3p7"]

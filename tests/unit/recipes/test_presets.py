@@ -16,7 +16,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.families.registry import family_for
 from isthmus.recipes.plan.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
 from isthmus.recipes.plan.memory_estimate import estimate_memory
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 
 OF_ID = {
     "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
@@ -123,6 +123,9 @@ def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
     random = ModelConfig(path=model_preset(config), init="random")
     config = config.model_copy(update={"model": random})
     estimate = estimate_memory(
-        plan_model(config, world_size=world), config, config.train.precision or "bf16", gpu_bytes=capacity
+        plan_model(open_run_model(config), config, world_size=world),
+        config,
+        config.train.precision or "bf16",
+        gpu_bytes=capacity,
     )
     assert estimate.total < 0.95 * capacity, str(estimate)

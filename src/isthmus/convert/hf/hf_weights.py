@@ -87,7 +87,7 @@ def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> Opene
             f"{opened.source} is multimodal ({family.name}), and a reward model is a language model. Convert its "
             f"language model first: isthmus convert {opened.source} DIR --to hf --hf-family {text}"
         )
-    arch = replace(opened.arch, score_head=True, tie_embeddings=False)
+    arch = opened.arch.with_settings({"score_head": True, "tie_embeddings": False})
     if not opened.source.tensors:  # random weights
         return replace(opened, arch=arch)
     return replace(opened, source=WithScoreHead(opened.source, family, arch, seed), arch=arch)

@@ -162,7 +162,7 @@ class LegacyWeights(CanonicalWeights):
         if tensor.shape != expected:
             return [f"{placed.canonical} is {list(tensor.shape)} in {self._layout.folder(file)}, not {list(expected)}"]
         if placed.rule.shard == "heads":
-            tensor = in_current_order(tensor, self.source.version, self._arch.kv_channels)
+            tensor = in_current_order(tensor, self.source.version, self._arch.attention.kv_channels)
         at = 0
         for piece in tensor.pieces:
             rows = slice(at, at + piece.shape[0])

@@ -104,7 +104,7 @@ class LegacyLayout:
         """
         last = (self.pp - 1, self.vpp - 1)
         if (number := layer_of(canonical)) is None:
-            tied_output = canonical == "output_layer.weight" and arch.tie_embeddings
+            tied_output = canonical == "output_layer.weight" and arch.head.tie_embeddings
             if tied_output and self.pp == 1:
                 return []
             return [(0, 0, canonical)] if canonical.startswith("embedding.") else [(*last, canonical)]

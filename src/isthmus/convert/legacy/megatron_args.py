@@ -15,7 +15,9 @@ import torch
 
 from isthmus.config.dialects.megatron.known_args import is_default, words_of
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
-from isthmus.families.architecture import Architecture, Dropout, Moe, RopeScaling
+from isthmus.families.architecture import Architecture, Dropout
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.rotary import RopeScaling
 
 ROPE_SCALING = RopeScaling(kind="llama3", factor=8.0)
 """The scaling of ``--use-rope-scaling``; no release passes ``--rope-scaling-factor`` to the model."""
@@ -34,59 +36,101 @@ _NOT_RESTORED = (
 """Args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it looks up under its
 older name."""
 _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
-    ("score heads", lambda arch: arch.score_head),
-    ("layers of the form '{0.form}'", lambda arch: arch.form != "pre"),
-    ("layers without attention", lambda arch: bool(arch.mixers)),
-    ("a gate of attention", lambda arch: arch.attention_gate or arch.head_gate),
+    ("score heads", lambda arch: arch.head.score_head),
+    ("layers of the form '{0.pattern.form}'", lambda arch: arch.pattern.form != "pre"),
+    ("layers without attention", lambda arch: bool(arch.pattern.mixers)),
+    ("a gate of attention", lambda arch: arch.attention.attention_gate or arch.attention.head_gate),
     (
         "limits of SwiGLU",
-        lambda arch: bool(arch.swiglu_limits) or (arch.moe is not None and bool(arch.moe.swiglu_limits)),
+        lambda arch: bool(arch.mlp.swiglu_limits) or (arch.moe is not None and bool(arch.moe.swiglu_limits)),
     ),
-    ("norms without a bias", lambda arch: arch.normalization == "LayerNorm" and not arch.norm_bias),
-    ("norms without weights", lambda arch: not arch.norm_weight),
-    ("a norm of the embeddings", lambda arch: arch.embedding_norm),
-    ("a query and key norm over all heads together", lambda arch: arch.qk_norm and arch.qk_norm_over == "projection"),
-    ("query and key norms of their own for each head", lambda arch: arch.qk_norm and arch.qk_norm_over == "each_head"),
-    ("query and key norms after the rotation", lambda arch: arch.qk_norm and arch.qk_norm_after_rotation),
-    ("clip_qkv={0.clip_qkv:g}", lambda arch: arch.clip_qkv is not None),
-    ("reversed rotations", lambda arch: arch.rotary_reversed),
-    ("a table of positions with {0.position_offset} rows before the first", lambda arch: arch.position_offset != 0),
-    ("a bias of the output layer", lambda arch: arch.output_bias and not arch.score_head),
+    ("norms without a bias", lambda arch: arch.norm.normalization == "LayerNorm" and not arch.norm.norm_bias),
+    ("norms without weights", lambda arch: not arch.norm.norm_weight),
+    ("a norm of the embeddings", lambda arch: arch.embedding.embedding_norm),
+    (
+        "a query and key norm over all heads together",
+        lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_over == "projection",
+    ),
+    (
+        "query and key norms of their own for each head",
+        lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_over == "each_head",
+    ),
+    (
+        "query and key norms after the rotation",
+        lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_after_rotation,
+    ),
+    ("clip_qkv={0.attention.clip_qkv:g}", lambda arch: arch.attention.clip_qkv is not None),
+    ("reversed rotations", lambda arch: arch.rotary.rotary_reversed),
+    (
+        "a table of positions with {0.embedding.position_offset} rows before the first",
+        lambda arch: arch.embedding.position_offset != 0,
+    ),
+    ("a bias of the output layer", lambda arch: arch.head.output_bias and not arch.head.score_head),
     (
         "a different norm epsilon in latent attention",
-        lambda arch: arch.mla is not None and arch.mla.norm_epsilon != arch.norm_epsilon,
+        lambda arch: arch.latent is not None and arch.latent.norm_epsilon != arch.norm.norm_epsilon,
     ),
-    ("rotary pairs of halves in latent attention", lambda arch: arch.mla is not None and not arch.rotary_interleaved),
-    ("rope scaling '{0.rope_scaling.kind}' with these numbers", lambda arch: not _rope_is_supported(arch)),
-    ("selected keys", lambda arch: arch.indexer is not None),
-    ("other attention sizes in layers with a window", lambda arch: arch.window_attention is not None),
-    ("values of another width than keys", lambda arch: arch.mla is None and arch.value_width != arch.kv_channels),
-    ("value_multiplier={0.value_multiplier:g}", lambda arch: arch.value_multiplier != 1),
-    ("a different rotary base in layers with a window", lambda arch: arch.window_rotary_base is not None),
-    ("attention_scale={0.attention_scale:g}", lambda arch: arch.attention_scale not in (None, arch.kv_channels**-0.5)),
-    ("attention in chunks", lambda arch: arch.window_kind == "chunks"),
-    ("queries and keys divided by their root mean square", lambda arch: arch.qk_rms),
+    (
+        "rotary pairs of halves in latent attention",
+        lambda arch: arch.latent is not None and not arch.rotary.rotary_interleaved,
+    ),
+    ("rope scaling '{0.rotary.rope_scaling.kind}' with these numbers", lambda arch: not _rope_is_supported(arch)),
+    ("biases of queries in latent attention", lambda arch: arch.latent is not None and arch.attention.qkv_bias),
+    ("selected keys", lambda arch: arch.setting("indexer") is not None),
+    ("other attention sizes in layers with a window", lambda arch: arch.windows.window_attention is not None),
+    (
+        "values of another width than keys",
+        lambda arch: arch.latent is None and arch.attention.value_width != arch.attention.kv_channels,
+    ),
+    ("value_multiplier={0.attention.value_multiplier:g}", lambda arch: arch.attention.value_multiplier != 1),
+    ("a different rotary base in layers with a window", lambda arch: arch.windows.window_rotary_base is not None),
+    (
+        "attention_scale={0.attention.attention_scale:g}",
+        lambda arch: arch.attention.attention_scale not in (None, arch.attention.kv_channels**-0.5),
+    ),
+    ("attention in chunks", lambda arch: arch.windows.window_kind == "chunks"),
+    ("queries and keys divided by their root mean square", lambda arch: arch.attention.qk_rms),
     ("experts with weighted inputs", lambda arch: arch.moe is not None and arch.moe.weighs_inputs),
     ("the mean of routed and shared experts", lambda arch: arch.moe is not None and arch.moe.shared_mean),
-    ("values divided by their root mean square", lambda arch: arch.value_norm),
-    ("values that are keys", lambda arch: arch.values_are_keys),
-    ("layers that share keys", lambda arch: arch.key_sharing_layers > 0),
-    ("inputs of their own for each layer", lambda arch: arch.layer_input_size > 0),
-    ("layers with a scalar", lambda arch: arch.layer_scalars),
-    ("queries that grow with their position", lambda arch: arch.query_scaling is not None),
-    ("attention_softcap={0.attention_softcap:g}", lambda arch: arch.attention_softcap is not None),
+    ("values divided by their root mean square", lambda arch: arch.attention.value_norm),
+    ("values that are keys", lambda arch: arch.attention.values_are_keys),
+    ("layers that share keys", lambda arch: arch.pattern.key_sharing_layers > 0),
+    ("inputs of their own for each layer", lambda arch: arch.embedding.layer_input_size > 0),
+    ("layers with a scalar", lambda arch: arch.pattern.layer_scalars),
+    ("queries that grow with their position", lambda arch: arch.attention.query_scaling is not None),
+    ("attention_softcap={0.attention.attention_softcap:g}", lambda arch: arch.attention.attention_softcap is not None),
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
-    ("the activation {0.activation} in this model", lambda arch: _activation_args(arch) is None),
+    ("the activation {0.mlp.activation} in this model", lambda arch: _activation_args(arch) is None),
     ("this expert routing", lambda arch: arch.moe is not None and _routing_args(arch.moe) is None),
     ("a bias of the sum of the experts' outputs", lambda arch: arch.moe is not None and arch.moe.output_bias),
-    ("embedding_multiplier={0.embedding_multiplier:g}", lambda arch: arch.embedding_multiplier != 1),
-    ("residual_multiplier={0.residual_multiplier:g}", lambda arch: arch.residual_multiplier != 1),
-    ("logits_multiplier={0.logits_multiplier:g}", lambda arch: arch.logits_multiplier != 1),
-    ("logits_softcap={0.logits_softcap:g}", lambda arch: arch.logits_softcap is not None),
-    ("attention without positions", lambda arch: arch.position == "none"),
-    ("MTP layers whose hidden state comes first", lambda arch: arch.mtp_hidden_first),
+    (
+        "embedding_multiplier={0.embedding.embedding_multiplier:g}",
+        lambda arch: arch.embedding.embedding_multiplier != 1,
+    ),
+    ("residual_multiplier={0.pattern.residual_multiplier:g}", lambda arch: arch.pattern.residual_multiplier != 1),
+    ("logits_multiplier={0.head.logits_multiplier:g}", lambda arch: arch.head.logits_multiplier != 1),
+    ("logits_softcap={0.head.logits_softcap:g}", lambda arch: arch.head.logits_softcap is not None),
+    ("attention without positions", lambda arch: arch.embedding.position == "none"),
+    ("MTP layers whose hidden state comes first", lambda arch: arch.pattern.mtp_hidden_first),
+    ("layers without a feed-forward block", lambda arch: bool(arch.pattern.layers_without_mlp)),
+    ("multipliers of attention", lambda arch: arch.attention.attention_multipliers != (1.0, 1.0)),
+    ("multipliers of feed-forward blocks", lambda arch: arch.mlp.mlp_multipliers != (1.0, 1.0)),
+    (
+        "routed experts of another width than the hidden size",
+        lambda arch: arch.moe is not None and arch.moe.latent_size is not None,
+    ),
+    ("router weights that are always float32", lambda arch: arch.moe is not None and arch.moe.router_float32),
+    (
+        "moe.normalize_min={0.moe.normalize_min:g}",
+        lambda arch: arch.moe is not None and _lower_bound_matters(arch.moe),
+    ),
     ("an offset of the router's divisor", lambda arch: arch.moe is not None and arch.moe.normalize_offset != 0),
 )
+
+
+def _lower_bound_matters(moe: Experts) -> bool:
+    """Whether sums of scores can be as small as the lower bound, which Megatron-LM has at 1e-20."""
+    return moe.score == "sigmoid" and moe.normalize and moe.normalize_min != 1e-20
 
 
 def megatron_args(
@@ -137,43 +181,44 @@ def model_args(arch: Architecture) -> dict[str, Any]:
     """Megatron-LM's args of the model, without its ``unsupported_features``."""
     biases = bool(_has_biases(arch))
     layers = range(arch.num_layers)
-    windows = [int(arch.window(layer) is not None) for layer in layers]
+    windows = [int(arch.windows.of(layer) is not None) for layer in layers]
     args: dict[str, Any] = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.ffn_hidden_size,
-        "num_attention_heads": arch.num_attention_heads,
-        "group_query_attention": arch.mla is None and arch.num_query_groups != arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups,
-        "kv_channels": arch.kv_channels,
+        "ffn_hidden_size": arch.mlp.ffn_hidden_size,
+        "num_attention_heads": arch.attention.num_attention_heads,
+        "group_query_attention": arch.latent is None
+        and arch.attention.num_query_groups != arch.attention.num_attention_heads,
+        "num_query_groups": arch.attention.num_query_groups,
+        "kv_channels": arch.attention.kv_channels,
         "seq_length": arch.max_position_embeddings,
         "max_position_embeddings": arch.max_position_embeddings,
-        "normalization": arch.normalization,
-        "layernorm_epsilon": arch.norm_epsilon,
-        "norm_epsilon": arch.norm_epsilon,  # its name before 0.16
-        "layernorm_zero_centered_gamma": arch.norm_zero_centered,
-        "apply_layernorm_1p": arch.norm_zero_centered,  # its name before 0.16
+        "normalization": arch.norm.normalization,
+        "layernorm_epsilon": arch.norm.norm_epsilon,
+        "norm_epsilon": arch.norm.norm_epsilon,  # its name before 0.16
+        "layernorm_zero_centered_gamma": arch.norm.norm_zero_centered,
+        "apply_layernorm_1p": arch.norm.norm_zero_centered,  # its name before 0.16
         "add_bias_linear": biases,
-        "add_qkv_bias": biases or arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or arch.mla is not None,
+        "add_qkv_bias": biases or arch.attention.qkv_bias,
+        "qk_layernorm": arch.attention.qk_norm or arch.latent is not None,
         "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "softmax_type": "learnable" if arch.attention_sinks else "vanilla",
-        "window_size": None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
+        "softmax_type": "learnable" if arch.attention.attention_sinks else "vanilla",
+        "window_size": None if arch.windows.sliding_window is None else (arch.windows.sliding_window - 1, 0),
         "window_attn_skip_freq": windows if len(set(windows)) > 1 else None,
         "init_method_std": arch.init_std,
         "squared_relu": False,
         "swiglu": False,
         **(_activation_args(arch) or {}),
         **_position_args(arch),
-        "untie_embeddings_and_output_weights": not arch.tie_embeddings,
-        "mtp_num_layers": arch.mtp_layers or None,
+        "untie_embeddings_and_output_weights": not arch.head.tie_embeddings,
+        "mtp_num_layers": arch.pattern.mtp_layers or None,
         "num_experts": None,
         **_latent_args(arch),
     }
     if (moe := arch.moe) is not None:
-        moe_layers = [int(arch.is_moe(layer)) for layer in layers]
+        moe_layers = [int(layer.experts is not None) for layer in arch.layers]
         args |= {
             "num_experts": moe.num_experts,
             # With a list, each layer has separate checkpoint keys.
@@ -192,18 +237,18 @@ def model_args(arch: Architecture) -> dict[str, Any]:
 
 def _has_biases(arch: Architecture) -> bool | None:
     """True if all linear layers have biases, False if none except perhaps QKV, None otherwise."""
-    biases = {arch.proj_bias} | ({arch.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
+    biases = {arch.attention.proj_bias} | ({arch.mlp.mlp_bias} if arch.moe is None or arch.moe.dense_layers else set())
     if arch.moe is not None:
         biases |= {arch.moe.expert_mlp_bias, arch.moe.router_bias}
     if biases == {True}:
-        return True if arch.qkv_bias else None
+        return True if arch.attention.qkv_bias else None
     return False if biases == {False} else None
 
 
 def _activation_args(arch: Architecture) -> dict[str, Any] | None:
     """None if Megatron-LM has no option for the activation."""
     fused = _has_biases(arch) and arch.moe is None
-    match arch.activation, arch.gated:
+    match arch.mlp.activation, arch.mlp.gated:
         case "silu", True:
             return {"swiglu": True}
         case "clamped_swiglu", True:
@@ -216,15 +261,17 @@ def _activation_args(arch: Architecture) -> dict[str, Any] | None:
 
 
 def _position_args(arch: Architecture) -> dict[str, Any]:
-    scaling = arch.rope_scaling
-    skipped = [int(layer in arch.unrotated_layers) for layer in range(arch.num_layers)]
+    scaling = arch.rotary.rope_scaling
+    skipped = [int(layer in arch.pattern.unrotated_layers) for layer in range(arch.num_layers)]
     return {
-        "position_embedding_type": "rope" if arch.position == "rope" else "learned_absolute",
+        "position_embedding_type": "rope" if arch.embedding.position == "rope" else "learned_absolute",
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
-        "rotary_base": int(arch.rotary_base) if arch.rotary_base.is_integer() else arch.rotary_base,
-        "rotary_percent": arch.rotary_percent,
-        "rotary_interleaved": arch.rotary_interleaved and arch.mla is None,
+        "rotary_base": int(arch.rotary.rotary_base)
+        if arch.rotary.rotary_base.is_integer()
+        else arch.rotary.rotary_base,
+        "rotary_percent": arch.rotary.rotary_percent,
+        "rotary_interleaved": arch.rotary.rotary_interleaved and arch.latent is None,
         "no_rope_freq": skipped if any(skipped) else None,
         "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
         "rope_scaling_factor": scaling.factor if scaling and scaling.kind == "llama3" else ROPE_SCALING.factor,
@@ -233,9 +280,9 @@ def _position_args(arch: Architecture) -> dict[str, Any]:
 
 
 def _latent_args(arch: Architecture) -> dict[str, Any]:
-    if (mla := arch.mla) is None:
+    if (mla := arch.latent) is None:
         return {"multi_latent_attention": False}
-    scaling = arch.rope_scaling
+    scaling = arch.rotary.rope_scaling
     args: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": mla.q_lora_rank,
@@ -265,7 +312,7 @@ def _yarn_mscales(scaling: RopeScaling) -> tuple[float, float] | None:
     return None if scaling.mscale_all_dim else (1.0, 0.0)
 
 
-def _routing_args(moe: Moe) -> dict[str, Any] | None:
+def _routing_args(moe: Experts) -> dict[str, Any] | None:
     """None if Megatron-LM has no option for this routing."""
     if moe.router_norm or moe.expert_gains or moe.branch_norms:
         return None
@@ -305,9 +352,9 @@ def required_flags(arch: Architecture) -> list[str]:
 
 
 def _rope_is_supported(arch: Architecture) -> bool:
-    if (scaling := arch.rope_scaling) is None:
+    if (scaling := arch.rotary.rope_scaling) is None:
         return True
-    if arch.mla is None:
+    if arch.latent is None:
         return scaling == ROPE_SCALING
     fixed = (scaling.kind, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow)
     return fixed == ("yarn", *YARN) and scaling.truncate and _yarn_mscales(scaling) is not None

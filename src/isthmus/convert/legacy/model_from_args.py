@@ -12,8 +12,11 @@ from typing import Any
 from isthmus.convert.family_matching import match_family
 from isthmus.convert.legacy.megatron_args import CLAMPED_SWIGLU, ROPE_SCALING, YARN
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_INT, Architecture, Moe, RopeScaling, check_sizes
-from isthmus.families.mixer_sizes import Mla
+from isthmus.families.architecture import Architecture, from_settings
+from isthmus.families.blocks.block import MAX_INT, check_sizes
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.rotary import RopeScaling
 
 _MUST_BE_FALSE = (
     *("squared_relu", "use_legacy_models", "apply_residual_connection_post_layernorm", "attention_output_gate"),
@@ -67,37 +70,37 @@ def _architecture(args: Mapping[str, Any], vocab_size: int | None) -> tuple[Arch
     mla = _latent(known)
     moe = _experts(known, num_layers, biases)
     learned = known.get("position_embedding_type", "learned_absolute") == "learned_absolute"
-    arch = Architecture(
-        family="",
-        num_layers=num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=known.number("ffn_hidden_size"),
-        num_attention_heads=heads,
-        num_query_groups=groups if mla is None else heads,
-        kv_channels=(
+    settings: dict[str, Any] = {
+        "family": "",
+        "num_layers": num_layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": known.number("ffn_hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": groups if mla is None else heads,
+        "kv_channels": (
             known.number("kv_channels", hidden // heads) if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim
         ),
-        vocab_size=vocab,
-        max_position_embeddings=known.number("max_position_embeddings"),
-        norm_epsilon=known.epsilon(),
-        position="learned" if learned else "rope",
+        "vocab_size": vocab,
+        "max_position_embeddings": known.number("max_position_embeddings"),
+        "norm_epsilon": known.epsilon(),
+        "position": "learned" if learned else "rope",
         **({} if learned else _rotary(known, num_layers, latent=mla is not None)),
-        normalization=known.get("normalization", "LayerNorm"),
-        norm_zero_centered=bool(known.get("layernorm_zero_centered_gamma", known.get("apply_layernorm_1p", False))),
-        qkv_bias=mla is None and bool(biases or known.get("add_qkv_bias", False)),
-        proj_bias=biases,
-        qk_norm=mla is None and bool(known.get("qk_layernorm", False)),
+        "normalization": known.get("normalization", "LayerNorm"),
+        "norm_zero_centered": bool(known.get("layernorm_zero_centered_gamma", known.get("apply_layernorm_1p", False))),
+        "qkv_bias": mla is None and bool(biases or known.get("add_qkv_bias", False)),
+        "proj_bias": biases,
+        "qk_norm": mla is None and bool(known.get("qk_layernorm", False)),
         **_window(known, num_layers),
-        attention_sinks=known.get("softmax_type", "vanilla") == "learnable",
-        mla=mla,
+        "attention_sinks": known.get("softmax_type", "vanilla") == "learnable",
+        "mla": mla,
         **_activation(known, biased=biases, experts=moe is not None),
-        mlp_bias=biases,
-        moe=moe,
-        mtp_layers=known.get("mtp_num_layers", 0),
-        tie_embeddings=not known.get("untie_embeddings_and_output_weights", False),
-        init_std=float(known.get("init_method_std", 0.02)),
-    )
-    return arch, notes
+        "mlp_bias": biases,
+        "moe": moe,
+        "mtp_layers": known.get("mtp_num_layers", 0),
+        "tie_embeddings": not known.get("untie_embeddings_and_output_weights", False),
+        "init_std": float(known.get("init_method_std", 0.02)),
+    }
+    return from_settings(settings), notes
 
 
 def _vocabulary(args: ArgsReader, requested: int | None) -> tuple[int, list[str]]:
@@ -183,12 +186,12 @@ def _activation(args: ArgsReader, *, biased: bool, experts: bool) -> dict[str, A
     return {"activation": "gelu_tanh" if fused else "gelu", "gated": False}
 
 
-def _latent(args: ArgsReader) -> Mla | None:
+def _latent(args: ArgsReader) -> Latent | None:
     if not args.get("multi_latent_attention", False):
         return None
     if not args.get("qk_layernorm", False):
         raise not_supported("multi_latent_attention=True and qk_layernorm=False")
-    return Mla(
+    return Latent(
         kv_lora_rank=args.number("kv_lora_rank", 32),
         qk_nope_head_dim=args.number("qk_head_dim", 128),
         qk_rope_head_dim=args.number("qk_pos_emb_head_dim", 64),
@@ -198,7 +201,7 @@ def _latent(args: ArgsReader) -> Mla | None:
     )
 
 
-def _experts(args: ArgsReader, num_layers: int, biased: bool) -> Moe | None:
+def _experts(args: ArgsReader, num_layers: int, biased: bool) -> Experts | None:
     if not (number := args.get("num_experts", 0)):
         return None
     moe_layers = list(range(num_layers))
@@ -208,7 +211,7 @@ def _experts(args: ArgsReader, num_layers: int, biased: bool) -> Moe | None:
     sigmoid = args.get("moe_router_score_function", "softmax") == "sigmoid"
     pre_softmax = args.get("moe_router_pre_softmax", False)
     shared = args.get("moe_shared_expert_intermediate_size", 0)
-    return Moe(
+    return Experts(
         num_experts=number,
         top_k=top_k,
         ffn_hidden_size=args.number("moe_ffn_hidden_size", args.get("ffn_hidden_size")),

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.convert.legacy.model_from_args import ArgsReader, architecture_from_args, not_supported
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
 
 _RENAMED = {
     "model_parallel_size": "tensor_model_parallel_size",  # until 2020
@@ -58,7 +59,8 @@ def pre_core_architecture(
     known = ArgsReader(args)
     if arch.moe is None:
         # ``--openai-gelu`` wins over every other activation.
-        return (replace(arch, activation="gelu_tanh", gated=False) if known.get("openai_gelu", False) else arch), notes
+        openai_gelu = {"activation": "gelu_tanh", "gated": False}
+        return (arch.with_settings(openai_gelu) if known.get("openai_gelu", False) else arch), notes
     if any(".router.layer." in name for name in names):
         capacity = known.get("moe_capacity_factor", 0)
         if capacity > 0:
@@ -67,8 +69,9 @@ def pre_core_architecture(
                 f"training dropped tokens beyond moe_capacity_factor={capacity}; the converted model drops none.",
             ]
         gated = any(name.endswith(".v1") for name in names)
-        return replace(arch, activation="gelu_tanh", gated=gated, moe=_megablocks(arch.moe, known, names)), notes
-    tanh = not arch.gated and arch.proj_bias and known.get("bias_gelu_fusion", True)
+        experts = _megablocks(arch.moe, known, names)
+        return arch.with_settings({"activation": "gelu_tanh", "gated": gated, "moe": experts}), notes
+    tanh = not arch.mlp.gated and arch.attention.proj_bias and known.get("bias_gelu_fusion", True)
     moe = replace(
         arch.moe,
         top_k=1,
@@ -76,10 +79,10 @@ def pre_core_architecture(
         normalize=False,
         router_bias=any(name.endswith(".router.bias") for name in names),
     )
-    return replace(arch, activation="gelu_tanh" if tanh else arch.activation, moe=moe), notes
+    return arch.with_settings({"activation": "gelu_tanh" if tanh else arch.mlp.activation, "moe": moe}), notes
 
 
-def _megablocks(moe: Moe, args: ArgsReader, names: Collection[str]) -> Moe:
+def _megablocks(moe: Experts, args: ArgsReader, names: Collection[str]) -> Experts:
     norm = args.get("moe_normalize_expert_weights")
     if norm not in (None, 1):
         raise not_supported(f"moe_normalize_expert_weights={norm:g}")

@@ -71,7 +71,7 @@ def compare_logits(
 
     A UsageError if one cannot be run, the vocabulary sizes differ, or a layer does not fit into memory.
     """
-    if a.arch.score_head or b.arch.score_head:
+    if a.arch.head.score_head or b.arch.head.score_head:
         raise UsageError("a reward model has scores and no logits. Omit --logits, which still compares all tensors.")
     if a.arch.vocab_size != b.arch.vocab_size:
         raise UsageError(
@@ -125,7 +125,7 @@ def sample_lengths(
     The second is longer than any attention window or original context, if that is cheap with so many ``parameters``.
     ``tokens`` is the requested length; None is 64.
     """
-    limits = [arch.max_position_embeddings for arch in (a, b) if arch.position == "learned"]
+    limits = [arch.max_position_embeddings for arch in (a, b) if arch.embedding.position == "learned"]
     if limits and tokens is not None and tokens > min(limits):
         raise UsageError(f"--tokens {tokens}: there are {min(limits)} positions. Use {min(limits)} or fewer.")
     short = min([tokens or TOKENS, *limits])
@@ -133,7 +133,7 @@ def sample_lengths(
     long = min([span + short, *limits])
     if short > span or long == short:
         return (short, short), ""
-    scores = long * max(arch.num_attention_heads for arch in (a, b))
+    scores = long * max(arch.attention.num_attention_heads for arch in (a, b))
     if parameters * long <= _CHEAP_MULTIPLICATIONS and 4 * long * max(a.vocab_size, scores) <= _CHEAP_BYTES:
         return (short, long), ""
     return (short, short), f"; --tokens {long} would reach beyond the window or original context of {span}"
@@ -141,8 +141,8 @@ def sample_lengths(
 
 def _span(arch: Architecture) -> int:
     """The largest attention window or original context."""
-    windows = [window for layer in range(arch.num_layers) if (window := arch.window(layer)) is not None]
-    scaling = arch.rope_scaling
+    windows = [window for layer in range(arch.num_layers) if (window := arch.windows.of(layer)) is not None]
+    scaling = arch.rotary.rope_scaling
     contexts = [scaling.original_max_position_embeddings] if scaling is not None and scaling.kind != "linear" else []
     return max([*windows, *contexts], default=0)
 

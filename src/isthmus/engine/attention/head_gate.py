@@ -10,16 +10,16 @@ from torch import Tensor
 
 from isthmus.engine.layers.recompute import recompute
 from isthmus.engine.linear.linear import ColumnParallelLinear
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.attention import Attention
 
 
-def build_head_gate(config: TransformerConfig, architecture: Architecture, tp: Any) -> ColumnParallelLinear | None:
-    """The projection to the gates of this rank's heads, or None if the model has none."""
-    if not architecture.head_gate:
+def build_head_gate(config: TransformerConfig, block: Attention, tp: Any) -> ColumnParallelLinear | None:
+    """The projection to the gates of this rank's heads, or None if the layer has none."""
+    if not block.head_gate:
         return None
     return ColumnParallelLinear(
         config.hidden_size,
-        architecture.num_attention_heads,
+        block.num_attention_heads,
         config=config,
         init_method=config.init_method,
         bias=False,

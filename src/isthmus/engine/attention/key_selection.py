@@ -13,7 +13,7 @@ from isthmus.engine.attention.sparse_attention import causal_keys, query_blocks
 from isthmus.engine.layers.norm import LayerNorm
 from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.indexer import KeyIndexer
 
 _NORM_EPSILON = 1e-6
 
@@ -24,15 +24,14 @@ class Indexer(nn.Module):
     Its heads are few, and every tp rank has all of them. As in transformers no gradient reaches its weights.
     """
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture) -> None:
+    def __init__(self, config: TransformerConfig, sizes: KeyIndexer, query_rank: int, family: str) -> None:
+        """``query_rank`` is the width of low-rank queries, ``family`` the model's, for errors."""
         super().__init__()
-        sizes, mla = architecture.indexer, architecture.mla
-        assert sizes is not None and mla is not None and mla.q_lora_rank is not None
-        self.config, self.sizes, self.family = config, sizes, architecture.family
-        self.linear_wq_b = ReplicatedLinear(config, mla.q_lora_rank, sizes.num_heads * sizes.head_dim)
-        self.linear_wk = ReplicatedLinear(config, architecture.hidden_size, sizes.head_dim)
+        self.config, self.sizes, self.family = config, sizes, family
+        self.linear_wq_b = ReplicatedLinear(config, query_rank, sizes.num_heads * sizes.head_dim)
+        self.linear_wk = ReplicatedLinear(config, config.hidden_size, sizes.head_dim)
         self.k_norm = LayerNorm(config, sizes.head_dim, _NORM_EPSILON, bias=True)
-        self.linear_weights_proj = ReplicatedLinear(config, architecture.hidden_size, sizes.num_heads)
+        self.linear_weights_proj = ReplicatedLinear(config, config.hidden_size, sizes.num_heads)
         self.requires_grad_(False)
 
     @torch.no_grad()

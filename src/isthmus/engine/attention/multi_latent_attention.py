@@ -25,34 +25,34 @@ from isthmus.engine.layers.norm import RMSNorm
 from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.parallel.context_parallel import gather_sequence
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.latent_attention import LatentAttention
 
 
-def latent_scale(architecture: Architecture) -> float:
+def latent_scale(block: LatentAttention) -> float:
     """``1 / sqrt(D)``, times YaRN's ``mscale`` squared."""
-    scaling = architecture.rope_scaling
+    scaling = None if block.rotary is None else block.rotary.rope_scaling
     mscale = 1.0
     if scaling is not None and scaling.mscale_all_dim:
         mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-    return architecture.kv_channels**-0.5 * mscale**2
+    return block.kv_channels**-0.5 * mscale**2
 
 
-class LatentAttention(MegatronModule):
+class MultiLatentAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
         *,
-        architecture: Architecture,
+        block: LatentAttention,
+        family: str,
         pg_collection: Any,
         **_unused: Any,
     ) -> None:
         super().__init__(config)
-        assert architecture.mla is not None
-        self.mla = mla = architecture.mla
+        self.mla = mla = block.latent
         self.layer_number = layer_number
-        self.heads = architecture.num_attention_heads // pg_collection.tp.size()
-        all_heads, hidden = architecture.num_attention_heads, architecture.hidden_size
+        self.heads = block.num_attention_heads // pg_collection.tp.size()
+        all_heads, hidden = block.num_attention_heads, block.hidden_size
         parallel: dict[str, Any] = {
             "config": config,
             "init_method": config.init_method,
@@ -74,18 +74,19 @@ class LatentAttention(MegatronModule):
         width_kv = all_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
-        self.scale = latent_scale(architecture)
+        self.scale = latent_scale(block)
         self.core_attention = CoreAttention(
             config,
             layer_number,
-            window=architecture.window(layer_number - 1),
+            window=block.window,
             scale=self.scale,
-            softcap=architecture.attention_softcap,
-            sinks=self.heads if architecture.attention_sinks else 0,
+            softcap=block.attention_softcap,
+            sinks=self.heads if block.attention_sinks else 0,
         )
-        if architecture.is_indexed(layer_number - 1):
-            self.core_attention.indexer = Indexer(config, architecture)
-        self.linear_gate = build_head_gate(config, architecture, pg_collection.tp)
+        if (indexer := block.computed_indexer) is not None:
+            assert mla.q_lora_rank is not None
+            self.core_attention.indexer = Indexer(config, indexer, mla.q_lora_rank, family)
+        self.linear_gate = build_head_gate(config, block, pg_collection.tp)
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(

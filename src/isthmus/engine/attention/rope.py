@@ -16,7 +16,9 @@ from torch import Tensor
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.compiled import compiled_on_gpu, compiles
 from isthmus.engine.parallel.context_parallel import local_tokens
-from isthmus.families.architecture import Architecture, RopeScaling
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.attention import Attention
+from isthmus.families.blocks.rotary import RopeScaling, Rotary
 
 
 def frequency_sets(architecture: Architecture) -> Tensor:
@@ -26,37 +28,31 @@ def frequency_sets(architecture: Architecture) -> Tensor:
     (LongRoPE).
     """
     joined = torch.cat([frequencies for kind in architecture.rotary_kinds for frequencies in _sets(kind)])
-    return -joined if architecture.rotary_reversed else joined
+    return -joined if architecture.rotary.rotary_reversed else joined
 
 
-def _sets(architecture: Architecture) -> list[Tensor]:
-    scaling = architecture.rope_scaling
+def _sets(attention: Attention) -> list[Tensor]:
+    rotary, width = attention.rotary, attention.rotary_width
+    assert rotary is not None
+    scaling = rotary.rope_scaling
     if scaling is None or scaling.kind != "longrope":
-        return [inverse_frequencies(architecture)]
-    long = replace(architecture, rope_scaling=replace(scaling, short_factor=scaling.long_factor))
-    return [inverse_frequencies(architecture), inverse_frequencies(long)]
+        return [inverse_frequencies(rotary, width)]
+    long = replace(rotary, rope_scaling=replace(scaling, short_factor=scaling.long_factor))
+    return [inverse_frequencies(rotary, width), inverse_frequencies(long, width)]
 
 
-def rotary_width(architecture: Architecture) -> int:
-    """Rotated channels of a head."""
-    if architecture.mla is not None:
-        return architecture.mla.qk_rope_head_dim
-    return int(architecture.kv_channels * architecture.rotary_percent)
-
-
-def rotated_channels(architecture: Architecture, layer: int) -> slice | None:
-    """The columns of :func:`rotary_tables` for a layer, from 0; None: all."""
-    first, *windowed = map(rotary_width, architecture.rotary_kinds)
+def rotary_columns(architecture: Architecture, attention: Attention) -> slice | None:
+    """The columns of :func:`rotary_tables` for a layer with this attention; None: all."""
+    first, *windowed = (kind.rotary_width for kind in architecture.rotary_kinds)
     if not windowed:
         return None
-    return slice(first) if architecture.window(layer) is None else slice(first, None)
+    return slice(first) if attention.window is None else slice(first, None)
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Angle per position of each pair of rotated channels, float32 [R / 2]."""
-    width = rotary_width(architecture)
+def inverse_frequencies(rotary: Rotary, width: int) -> Tensor:
+    """Angle per position of each pair of ``width`` rotated channels, float32 [``width`` / 2]."""
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
-    scaling, base = architecture.rope_scaling, architecture.rotary_base
+    scaling, base = rotary.rope_scaling, rotary.rotary_base
     if scaling is not None and scaling.kind == "ntk_alpha":
         base *= scaling.factor ** (width / (width - 2))
     frequencies = 1.0 / (base**exponent)
@@ -124,11 +120,12 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotary_tables(architecture: Architecture, sets: Tensor, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
     """The :func:`rotation_table` of a packed batch, [T, R], with the :func:`frequency_sets` of the model.
 
-    The table of layers with a window comes last if they are rotated otherwise; see :func:`rotated_channels`.
+    The table of layers with a window comes last if they are rotated otherwise; see :func:`rotary_columns`.
     """
     tables = []
     for kind in architecture.rotary_kinds:
-        scaling, pairs = kind.rope_scaling, rotary_width(kind) // 2
+        assert kind.rotary is not None
+        scaling, pairs = kind.rotary.rope_scaling, kind.rotary_width // 2
         frequencies, sets = sets[:pairs], sets[pairs:]
         if scaling is not None and scaling.kind in ("longrope", "dynamic"):
             samples = torch.tensor(batch.lengths, device=batch.position_ids.device)

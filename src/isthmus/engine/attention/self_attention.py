@@ -19,14 +19,14 @@ from torch.nn.functional import rms_norm
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.backends.registry import BACKENDS
 from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
-from isthmus.engine.attention.rope import rotate, rotated_channels
+from isthmus.engine.attention.rope import rotate
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.parallel.context_parallel import gather_sequence
-from isthmus.families.architecture import Architecture
-from isthmus.families.mixer_sizes import QueryScaling
+from isthmus.families.blocks.attention import Attention
+from isthmus.families.blocks.rotary import QueryScaling
 
 
 class CoreAttention(nn.Module):
@@ -114,18 +114,22 @@ class PackedSelfAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         *,
-        architecture: Architecture,
+        block: Attention,
         pg_collection: Any,
         norm: ModuleSpec | type,
+        rotary_columns: slice | None,
+        lends_keys: bool,
         **_unused: Any,
     ) -> None:
-        """``norm`` is that of single heads."""
+        """``norm`` is that of single heads, ``lends_keys``: other layers attend to the keys of this one.
+
+        ``rotary_columns`` are those of the rotation table for the layer; None: all.
+        """
         super().__init__(config)
-        layer = layer_number - 1
-        attention = architecture.attention_of(layer)
+        attention, epsilon = block, config.layernorm_epsilon
         tp, groups, all_heads = pg_collection.tp, attention.num_query_groups, attention.num_attention_heads
-        self.rotated = architecture.position == "rope" and layer not in architecture.unrotated_layers
-        self.channels = rotated_channels(architecture, layer)
+        self.rotated = attention.rotary is not None
+        self.channels = rotary_columns
         self.ranks_per_group = max(1, tp.size() // groups)
         self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
         """With several ranks for each group: this rank's group, and its part of the group's queries."""
@@ -136,16 +140,14 @@ class PackedSelfAttention(MegatronModule):
         """Of a group's queries, its gates, its keys and its values."""
         self.values_are_keys, self.value_multiplier = attention.values_are_keys, attention.value_multiplier
         self.value_norm = (
-            RMSNorm(config, attention.value_width, attention.norm_epsilon, weight=False)
-            if attention.value_norm
-            else None
+            RMSNorm(config, attention.value_width, epsilon, weight=False) if attention.value_norm else None
         )
         self.clip = attention.clip_qkv
         self.norms_rotated = attention.qk_norm_after_rotation
-        self.rms_epsilon = attention.norm_epsilon if attention.qk_rms and self.rotated else None
+        self.rms_epsilon = epsilon if attention.qk_rms and self.rotated else None
         scaling = attention.query_scaling
         self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
-        window, cuts = architecture.window(layer), architecture.window_kind == "chunks"
+        window, cuts = attention.window, attention.window_kind == "chunks"
         self.core_attention = CoreAttention(
             config,
             layer_number,
@@ -169,7 +171,7 @@ class PackedSelfAttention(MegatronModule):
             skip_bias_add=True,
             **parallel,
         )
-        self.shares_keys, self.lends_keys = _key_sharing(architecture, layer)
+        self.shares_keys, self.lends_keys = attention.key_source is not None, lends_keys
         self.keys_to_share: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
         name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
@@ -286,12 +288,6 @@ class PackedSelfAttention(MegatronModule):
         return self.q_layernorm(q), self.k_layernorm(k)
 
 
-def _key_sharing(architecture: Architecture, layer: int) -> tuple[bool, bool]:
-    """Whether a layer, from 0, attends to the keys of another one, and whether another one attends to its keys."""
-    sources = {architecture.key_source(other) for other in range(architecture.num_layers)}
-    return architecture.key_source(layer) is not None, layer in sources
-
-
 def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:
     """The factor of each query, float32 [T, 1, 1, 1]; None if all are 1, which the host knows."""
     if sum(batch.lengths) + scaling.first <= scaling.period:
@@ -300,13 +296,11 @@ def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:
     return (1 + scaling.rate * torch.log1p(periods.float()))[:, None, None, None]
 
 
-def _qk_norm(
-    config: TransformerConfig, architecture: Architecture, norm: ModuleSpec | type, heads: int, tp: Any
-) -> nn.Module:
+def _qk_norm(config: TransformerConfig, block: Attention, norm: ModuleSpec | type, heads: int, tp: Any) -> nn.Module:
     """The norm of queries or of keys; ``heads`` are those of all ranks."""
-    width, eps = architecture.kv_channels, architecture.norm_epsilon
-    if architecture.qk_norm_over != "head":
-        kind = ProjectionNorm if architecture.qk_norm_over == "projection" else EachHeadNorm
+    width, eps = block.kv_channels, config.layernorm_epsilon
+    if block.qk_norm_over != "head":
+        kind = ProjectionNorm if block.qk_norm_over == "projection" else EachHeadNorm
         return kind(config, heads, width, eps, rank=tp.rank(), ranks=tp.size())
     built: nn.Module = build_module(norm, config=config, hidden_size=width, eps=eps)
     return built

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCK_QUERIES = 256
-"""Queries whose scores are in memory at a time."""
+from isthmus.families.blocks.indexer import BLOCK_QUERIES
 
 
 def query_blocks(length: int) -> Iterator[slice]:

@@ -91,15 +91,15 @@ class Decoder(MegatronModule):
         self.architecture, self.vp_stage = architecture, vp_stage
         self.pre_process, self.post_process = first, last
         self.mtp_process = last and config.mtp_num_layers is not None
-        self.share_embeddings_and_output_weights = architecture.tie_embeddings
+        self.share_embeddings_and_output_weights = architecture.head.tie_embeddings
         rows = config.vocab_rows or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
         if first or self.mtp_process:
-            positions = architecture.max_position_embeddings + architecture.position_offset
-            kind: Any = "learned_absolute" if architecture.position == "learned" else "none"
+            positions = architecture.max_position_embeddings + architecture.embedding.position_offset
+            kind: Any = "learned_absolute" if architecture.embedding.position == "learned" else "none"
             self.embedding = LanguageModelEmbedding(config, rows, positions, kind)
-            if architecture.layer_input_size:
+            if architecture.embedding.layer_input_size:
                 self.embedding.layer_inputs = LayerInputs(config, architecture, rows)
-        has_norm = first and architecture.embedding_norm
+        has_norm = first and architecture.embedding.embedding_norm
         self.embedding_norm = build_norm(architecture, config) if has_norm else None
         self.decoder = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
         if self.mtp_process:
@@ -120,19 +120,19 @@ class Decoder(MegatronModule):
 
     def _build_output_layer(self, rows: int) -> nn.Module:
         config = self.config
-        if self.architecture.score_head:
+        if self.architecture.head.score_head:
             return nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         shared = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         kwargs = {"config": config, "init_method": config.init_method, "skip_weight_param_allocation": shared}
         layer = ColumnParallelLinear(config.hidden_size, rows, bias=False, **kwargs)
-        if self.architecture.output_bias:
+        if self.architecture.head.output_bias:
             layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
         return layer
 
     def _mark_embedding(self) -> None:
         """Attributes for the data-parallel wrapper and the gradient norm: stages may have copies of the embedding."""
-        if self.pre_process and self.architecture.position == "learned":
+        if self.pre_process and self.architecture.embedding.position == "learned":
             positions = self.embedding.position_embeddings.to(self.config.params_dtype).weight
             # Read by finalize_model_grads: each rank looks up only its part of the sequence.
             positions.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
@@ -218,18 +218,18 @@ class Decoder(MegatronModule):
             return output(self, states)
         if loss_positions is None:
             return self.logits(states)
-        method = self.token_values if self.architecture.score_head else self.loss_sum
+        method = self.token_values if self.architecture.head.score_head else self.loss_sum
         return method(states, loss_positions)
 
     def logits(self, states: LastStates) -> Tensor:
         """Logits [T, V] of all positions, or scores [T, 1] of a reward model."""
-        if self.architecture.score_head:
+        if self.architecture.head.score_head:
             return self._rewards(states.hidden, None)
         logits, _ = self.output_layer(
             self._scaled(states.hidden), weight=self._projection(), runtime_gather_output=True
         )
         logits = logits[:, 0, : self.architecture.vocab_size]
-        cap = self.architecture.logits_softcap
+        cap = self.architecture.head.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def loss_sum(self, states: LastStates, positions: Tensor, mtp_positions: Sequence[Tensor] = ()) -> Tensor:
@@ -257,7 +257,7 @@ class Decoder(MegatronModule):
 
     def token_values(self, states: LastStates, positions: Tensor) -> Tensor:
         """Cross entropies of int64 [n] positions, float32 [n], or the scores of a reward model; without MTP layers."""
-        if self.architecture.score_head:
+        if self.architecture.head.score_head:
             return self._rewards(states.hidden, positions)
         return token_cross_entropies(*self._loss_inputs(states.hidden, positions, states.labels[positions]))
 
@@ -274,28 +274,28 @@ class Decoder(MegatronModule):
         return self._loss_inputs(states.hidden, positions, states.labels[positions])[0]
 
     def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
-        if self.architecture.position != "rope":
+        if self.architecture.embedding.position != "rope":
             return None
         return rotary_tables(self.architecture, self.frequencies, batch, self.config.params_dtype)
 
     def _layer_arguments(self, hidden: Tensor | None, batch: PackedBatch) -> dict[str, Any]:
         """Inputs of layers besides the hidden states; models that have them have one stage."""
         arguments: dict[str, Any] = {}
-        if self.architecture.layer_input_size:
+        if self.architecture.embedding.layer_input_size:
             layer_inputs = self.embedding.layer_inputs(hidden, batch.input_ids, packed_seq_params=batch)
             arguments["layer_inputs"] = layer_inputs.unbind()
-        if self.architecture.key_sharing_layers:
+        if self.architecture.pattern.key_sharing_layers:
             arguments["key_sources"] = {n: self.architecture.key_source(n) for n in range(self.architecture.num_layers)}
         return arguments
 
     def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
         sequence_parallel = self.config.sequence_parallel
         hidden = embed(self.embedding.word_embeddings, batch.input_ids, sequence_parallel=sequence_parallel)
-        if self.architecture.embedding_multiplier != 1:
+        if self.architecture.embedding.embedding_multiplier != 1:
             # Rounded to the model's dtype first, as transformers does.
-            hidden = hidden * torch.tensor(self.architecture.embedding_multiplier, dtype=hidden.dtype)
-        if self.architecture.position == "learned":
-            rows = batch.position_ids + self.architecture.position_offset
+            hidden = hidden * torch.tensor(self.architecture.embedding.embedding_multiplier, dtype=hidden.dtype)
+        if self.architecture.embedding.position == "learned":
+            rows = batch.position_ids + self.architecture.embedding.position_offset
             hidden = hidden + embed_positions(
                 self.embedding.position_embeddings.weight, rows, sequence_parallel=sequence_parallel
             )
@@ -330,7 +330,7 @@ class Decoder(MegatronModule):
         return hidden[:, 0].index_select(0, positions).float() @ weight[0]
 
     def _projection(self) -> Tensor:
-        weight = self.shared_embedding_or_output_weight() if self.architecture.tie_embeddings else None
+        weight = self.shared_embedding_or_output_weight() if self.architecture.head.tie_embeddings else None
         return self.output_layer.weight if weight is None else weight
 
     def _loss(self, hidden: Tensor, positions: Tensor, labels: Tensor, *, weight: float | None = None) -> Tensor:
@@ -357,8 +357,8 @@ class Decoder(MegatronModule):
         rows = max(0, min(weight.size(0), self.architecture.vocab_size - start))
         rate, vocab_size = self.config.label_smoothing if self.training else 0.0, self.architecture.vocab_size
         smoothing = Smoothing(rate, rate / vocab_size) if rate else None
-        bias = self.output_layer.bias if self.architecture.output_bias else None
-        return weight, VocabShard(start, rows, group, self.architecture.logits_softcap, smoothing, bias)
+        bias = self.output_layer.bias if self.architecture.head.output_bias else None
+        return weight, VocabShard(start, rows, group, self.architecture.head.logits_softcap, smoothing, bias)
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
         """Gradient of a loss: its weight times the float16 loss scale; None means 1."""
@@ -369,7 +369,7 @@ class Decoder(MegatronModule):
         return loss_scale(torch.ones((), device=device) if scale is None else scale).view(())
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        multiplier = self.architecture.logits_multiplier
+        multiplier = self.architecture.head.logits_multiplier
         return hidden if multiplier == 1 else hidden * multiplier
 
 

@@ -21,7 +21,7 @@ from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, hidden_dropout
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.lora.input_dropout import with_this_batch
-from isthmus.families.architecture import Form
+from isthmus.families.blocks.layer import Form
 
 
 class DenseMlp(MLP):

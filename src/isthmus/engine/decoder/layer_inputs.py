@@ -23,13 +23,13 @@ class LayerInputs(MegatronModule):
     def __init__(self, config: DecoderConfig, architecture: Architecture, rows: int) -> None:
         """``rows`` are those of the table, with padding."""
         super().__init__(config)
-        self.width = architecture.layer_input_size
+        self.width = architecture.embedding.layer_input_size
         channels = architecture.num_layers * self.width
         self.word_embeddings = VocabParallelEmbedding(
             rows, channels, init_method=config.init_method, reduce_scatter_embeddings=False, config=config
         )
         self.linear_down_proj = ReplicatedLinear(config, config.hidden_size, channels)
-        self.layernorm = RMSNorm(config, self.width, architecture.norm_epsilon)
+        self.layernorm = RMSNorm(config, self.width, architecture.norm.norm_epsilon)
 
     def forward(self, hidden: Tensor, input_ids: Tensor, *, packed_seq_params: PackedBatch) -> Tensor:
         """[layers, T, 1, width] of embeddings ``hidden`` [T, 1, H] and int64 [T] tokens.

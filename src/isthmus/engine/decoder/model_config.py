@@ -15,6 +15,7 @@ from isthmus.engine.attention.backends.selection import select_backend
 from isthmus.engine.decoder_config import BackendName, DecoderConfig
 from isthmus.engine.parallel.pipeline_layout import pipeline_layout
 from isthmus.families.architecture import Architecture, Dropout
+from isthmus.families.blocks.attention import Attention
 
 _DEFAULTS = (ParallelConfig(), TrainConfig(), MoeConfig(), Dropout())
 _CPU = torch.device("cpu")
@@ -46,13 +47,13 @@ def transformer_config(
         device=device,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        normalization=architecture.normalization,
-        layernorm_epsilon=architecture.norm_epsilon,
-        layernorm_zero_centered_gamma=architecture.norm_zero_centered,
+        ffn_hidden_size=architecture.mlp.ffn_hidden_size,
+        normalization=architecture.norm.normalization,
+        layernorm_epsilon=architecture.norm.norm_epsilon,
+        layernorm_zero_centered_gamma=architecture.norm.norm_zero_centered,
         add_bias_linear=False,  # set by each spec
-        gated_linear_unit=architecture.gated,
-        activation_func=F.silu if architecture.activation == "silu" else F.gelu,
+        gated_linear_unit=architecture.mlp.gated,
+        activation_func=F.silu if architecture.mlp.activation == "silu" else F.gelu,
         use_te_activation_func=True,  # lets a spec choose its activation module; does not need TransformerEngine
         attention_dropout=dropout.attention,
         hidden_dropout=dropout.hidden,
@@ -71,7 +72,7 @@ def transformer_config(
         perform_initialization=False,
         **_attention_settings(architecture),
         **_expert_settings(architecture),
-        **_parallel_settings(architecture, parallel, architecture.mtp_layers if mtp else 0, train),
+        **_parallel_settings(architecture, parallel, architecture.pattern.mtp_layers if mtp else 0, train),
         **_recompute_settings(train),
     )
 
@@ -81,46 +82,42 @@ def attention_needs(
 ) -> tuple[AttentionNeeds, ...]:
     """What the attention backend of a rank has to compute, in each kind of layer."""
 
-    def needs(kind: Architecture) -> AttentionNeeds:
-        return _needs_of(kind, parallel, dtype=dtype, device=device, dropout=dropout)
+    def needs(attention: Attention) -> AttentionNeeds:
+        heads = attention.num_attention_heads // parallel.tp
+        groups = max(1, attention.kernel_groups // parallel.tp)
+        return AttentionNeeds(
+            device="cpu" if device.type == "cpu" else "cuda",
+            dtype=dtype,
+            groups=groups,
+            repeat=heads // groups,
+            key_width=attention.kv_channels,
+            value_width=attention.value_width,
+            scale=attention.attention_scale,
+            window=architecture.windows.sliding_window is not None,
+            softcap=attention.attention_softcap,
+            sinks=attention.attention_sinks,
+            dropout=dropout.attention > 0,
+            cp=parallel.cp > 1,
+        )
 
     return tuple(dict.fromkeys(map(needs, architecture.attention_kinds)))
 
 
-def _needs_of(
-    architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, device: torch.device, dropout: Dropout
-) -> AttentionNeeds:
-    heads, mla = architecture.num_attention_heads // parallel.tp, architecture.mla
-    groups = max(1, architecture.num_query_groups // parallel.tp) if mla is None else heads
-    return AttentionNeeds(
-        device="cpu" if device.type == "cpu" else "cuda",
-        dtype=dtype,
-        groups=groups,
-        repeat=heads // groups,
-        key_width=architecture.kv_channels,
-        value_width=architecture.value_width,
-        scale=architecture.attention_scale,
-        window=architecture.sliding_window is not None,
-        softcap=architecture.attention_softcap,
-        sinks=architecture.attention_sinks,
-        dropout=dropout.attention > 0,
-        cp=parallel.cp > 1,
-    )
-
-
 def _attention_settings(architecture: Architecture) -> dict[str, Any]:
     return {
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
-        "rotary_interleaved": architecture.rotary_interleaved,
-        "qk_layernorm": architecture.qk_norm,
-        "add_qkv_bias": architecture.qkv_bias,
-        "softmax_scale": architecture.attention_scale,
-        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
-        "window_size": None if architecture.sliding_window is None else (architecture.sliding_window - 1, 0),
+        "num_attention_heads": architecture.attention.num_attention_heads,
+        "num_query_groups": architecture.attention.num_query_groups,
+        "kv_channels": architecture.attention.kv_channels,
+        "rotary_interleaved": architecture.rotary.rotary_interleaved,
+        "qk_layernorm": architecture.attention.qk_norm,
+        "add_qkv_bias": architecture.attention.qkv_bias,
+        "softmax_scale": architecture.attention.attention_scale,
+        "softmax_type": "learnable" if architecture.attention.attention_sinks else "vanilla",
+        "window_size": None
+        if architecture.windows.sliding_window is None
+        else (architecture.windows.sliding_window - 1, 0),
         "window_attn_skip_freq": [
-            int(architecture.window(layer) is not None) for layer in range(architecture.num_layers)
+            int(architecture.windows.of(layer) is not None) for layer in range(architecture.num_layers)
         ],
     }
 
@@ -129,7 +126,7 @@ def _expert_settings(architecture: Architecture) -> dict[str, Any]:
     """Settings of Megatron-Core's modules and checkpoints for a model with experts. Isthmus has its own router."""
     if (moe := architecture.moe) is None:
         return {}
-    layers = [int(architecture.is_moe(layer)) for layer in range(architecture.num_layers)]
+    layers = [int(layer.experts is not None) for layer in architecture.layers]
     return {
         "samples_experts": moe.score == "sparsemixer",
         "num_moe_experts": moe.num_experts,

@@ -44,7 +44,7 @@ class MtpLayer(MegatronModule):
         )
         self.transformer_layer = build_layer(architecture, config, architecture.num_layers + depth - 1)
         self.final_layernorm = build_norm(architecture, config)
-        self._hidden_first = architecture.mtp_hidden_first
+        self._hidden_first = architecture.pattern.mtp_hidden_first
 
     @property
     def mtp_model_layer(self) -> Any:

@@ -63,7 +63,7 @@ class SingleProcessModel:
         for name, _ in self.module.named_parameters():
             layer = layer_of(name)
             groups[1 + layer if layer is not None else 0 if name.startswith("embedding.") else -1].append(name)
-        if self.module.architecture.tie_embeddings:
+        if self.module.architecture.head.tie_embeddings:
             groups[-1].append(_EMBEDDING)
         return groups
 

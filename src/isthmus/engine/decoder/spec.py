@@ -10,7 +10,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import nn
 
 from isthmus.config.schema.moe import MoeConfig
-from isthmus.engine.attention.multi_latent_attention import LatentAttention
+from isthmus.engine.attention.multi_latent_attention import MultiLatentAttention
+from isthmus.engine.attention.rope import rotary_columns
 from isthmus.engine.attention.self_attention import PackedSelfAttention
 from isthmus.engine.decoder.layer import DecoderLayer, DenseMlp, LayerSpec
 from isthmus.engine.decoder.layer_inputs import LayerInputBlock
@@ -26,9 +27,14 @@ from isthmus.engine.mixers.mamba_mixer import MambaMixer
 from isthmus.engine.mixers.short_convolution import ShortConvolutionMixer
 from isthmus.engine.moe.moe_layer import MoeBlock
 from isthmus.engine.tensor_names import fused_norms
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.attention import Attention
+from isthmus.families.blocks.block import Mixer
+from isthmus.families.blocks.feed_forward import Experts, Mlp
+from isthmus.families.blocks.latent_attention import LatentAttention
+from isthmus.families.blocks.layer import Layer
 
-MIXERS: dict[Mixer, tuple[str, type]] = {
+MIXERS: dict[str, tuple[str, type]] = {
     "gated_delta_net": ("self_attention", GatedDeltaNet),
     "kimi_delta_attention": ("self_attention", KimiDeltaAttention),
     "mamba2": ("mixer", Mamba2Mixer),
@@ -40,7 +46,7 @@ MIXERS: dict[Mixer, tuple[str, type]] = {
 
 def build_layer(architecture: Architecture, config: DecoderConfig, layer: int) -> DecoderLayer:
     """``layer`` counts from 0 in the whole model; MTP layers follow the last layer."""
-    spec = layer_spec(architecture, layer, config.experts)
+    spec = layer_spec(architecture, architecture.all_layers[layer], config.experts)
     return DecoderLayer(config, spec, layer + 1, ProcessGroupCollection.use_mpu_process_groups())
 
 
@@ -52,88 +58,88 @@ def build_norm(architecture: Architecture, config: DecoderConfig) -> nn.Module:
 
 
 def norm_spec(architecture: Architecture) -> ModuleSpec | type:
-    with_weight = architecture.norm_weight
-    if architecture.normalization == "RMSNorm":
+    with_weight = architecture.norm.norm_weight
+    if architecture.norm.normalization == "RMSNorm":
         return RMSNorm if with_weight else ModuleSpec(module=RMSNorm, params={"weight": False})
-    params = {"bias": architecture.norm_bias and with_weight, "weight": with_weight}
+    params = {"bias": architecture.norm.norm_bias and with_weight, "weight": with_weight}
     return ModuleSpec(module=LayerNorm, params=params)
 
 
-def layer_spec(architecture: Architecture, layer: int, settings: MoeConfig) -> LayerSpec:
-    mixers, moe, norm = architecture.mixers_of(layer), architecture.is_moe(layer), partial(build_norm, architecture)
-    modules = partial(mlp_modules, architecture, moe=moe)
-    shared = modules(limit=architecture.swiglu_limit(layer, routed=False))
-    experts = {"moe": architecture.moe, "settings": settings, "layer": layer, "norm": norm, "shared": shared}
-    width = architecture.mlp_width(layer)
-    mlp = ModuleSpec(
-        module=MoeBlock if moe else multiplied(DenseMlp, 1.0, architecture.mlp_multipliers[1]),
-        params=experts if moe else {"width": width} if width != architecture.ffn_hidden_size else {},
-        submodules=modules(limit=architecture.swiglu_limit(layer, routed=True)) if moe else shared,
-    )
-    mlp_has_norms = moe and architecture.moe is not None and architecture.moe.branch_norms
+def layer_spec(architecture: Architecture, layer: Layer, settings: MoeConfig) -> LayerSpec:
+    experts = layer.experts
     return LayerSpec(
-        form=architecture.form_of(layer),
-        norm=norm,
-        mixers=dict(mixer_spec(mixer, architecture) for mixer in mixers),
-        mlp=None if layer in architecture.layers_without_mlp else mlp,
-        residual_multiplier=architecture.residual_multiplier,
+        form=layer.form,
+        norm=partial(build_norm, architecture),
+        mixers=dict(mixer_spec(mixer, layer, architecture) for mixer in layer.mixers),
+        mlp=feed_forward_spec(architecture, layer, settings),
+        residual_multiplier=architecture.pattern.residual_multiplier,
         # Checkpoint keys follow TransformerEngine's fused modules, so that every spec can load them.
-        fused_norms=fused_norms(mixers, latent=architecture.mla is not None, moe=moe),
-        mlp_has_norms=mlp_has_norms,
-        scalar=architecture.layer_scalars,
+        fused_norms=fused_norms(layer.mixer_kinds, latent=architecture.latent is not None, moe=experts is not None),
+        mlp_has_norms=experts is not None and experts.branch_norms,
+        scalar=architecture.pattern.layer_scalars,
         input=layer_input_spec(architecture),
     )
 
 
+def feed_forward_spec(architecture: Architecture, layer: Layer, settings: MoeConfig) -> ModuleSpec | None:
+    block = layer.feed_forward
+    if isinstance(block, Experts):
+        norm, mlp = partial(build_norm, architecture), block.in_layer
+        shared = mlp_modules(mlp, moe=True, limit=mlp.limit)
+        params = {"moe": block, "settings": settings, "layer": layer.number, "norm": norm, "shared": shared}
+        return ModuleSpec(module=MoeBlock, params=params, submodules=mlp_modules(mlp, moe=True, limit=block.limit))
+    if block is None:
+        return None
+    params = {"width": block.width} if block.width != architecture.mlp.ffn_hidden_size else {}
+    module = multiplied(DenseMlp, 1.0, block.mlp_multipliers[1])
+    return ModuleSpec(module=module, params=params, submodules=mlp_modules(block, moe=False, limit=block.limit))
+
+
 def layer_input_spec(architecture: Architecture) -> ModuleSpec | None:
     """What adds a layer's own input of each token; None if layers have none."""
-    if not architecture.layer_input_size:
+    if not architecture.embedding.layer_input_size:
         return None
-    function = activation_function(architecture.activation, gated=False)
-    params = {"width": architecture.layer_input_size, "activation": function}
+    function = activation_function(architecture.mlp.activation, gated=False)
+    params = {"width": architecture.embedding.layer_input_size, "activation": function}
     return ModuleSpec(module=LayerInputBlock, params=params | {"norm": partial(build_norm, architecture)})
 
 
-def mixer_spec(kind: Mixer, architecture: Architecture) -> tuple[str, ModuleSpec]:
+def mixer_spec(block: Mixer, layer: Layer, architecture: Architecture) -> tuple[str, ModuleSpec]:
     """The attribute of the layer, as Megatron-Core names it, and the module.
 
-    Modules take the arguments ``(config, layer_number, *, architecture, pg_collection)`` and are called as
+    Modules take the arguments ``(config, layer_number, *, block, pg_collection)`` and are called as
     ``(hidden_states, *, rotary_pos_emb, packed_seq_params)``; they return an output and a bias to add, or None.
     ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
     """
-    if kind == "attention":
-        return "self_attention", attention_spec(architecture)
-    attribute, module = MIXERS[kind]
-    if kind == "mamba2" and architecture.mamba2 is not None:
-        module = multiplied(module, *architecture.mamba2.multipliers)
-    return attribute, ModuleSpec(module=module, params={"architecture": architecture})
+    if isinstance(block, Attention):
+        return "self_attention", attention_spec(block, layer, architecture)
+    attribute, module = MIXERS[block.kind]
+    return attribute, ModuleSpec(
+        module=multiplied(module, *block.input_and_output_multipliers), params={"block": block}
+    )
 
 
-def attention_spec(architecture: Architecture) -> ModuleSpec:
-    if architecture.mla is not None:
-        return ModuleSpec(module=LatentAttention, params={"architecture": architecture})
-    params = {"architecture": architecture, "norm": norm_spec(architecture)}
-    return ModuleSpec(module=multiplied(PackedSelfAttention, *architecture.attention_multipliers), params=params)
+def attention_spec(block: Attention, layer: Layer, architecture: Architecture) -> ModuleSpec:
+    if isinstance(block, LatentAttention):
+        return ModuleSpec(module=MultiLatentAttention, params={"block": block, "family": architecture.family})
+    params = {
+        "block": block,
+        "norm": norm_spec(architecture),
+        "rotary_columns": rotary_columns(architecture, block),
+        "lends_keys": layer.number in {other.attention.key_source for other in architecture.layers if other.attention},
+    }
+    return ModuleSpec(module=multiplied(PackedSelfAttention, *block.input_and_output_multipliers), params=params)
 
 
-def mlp_modules(architecture: Architecture, *, moe: bool, limit: float | None) -> MLPSubmodules:
+def mlp_modules(mlp: Mlp, *, moe: bool, limit: float | None) -> MLPSubmodules:
     """``MoeBlock`` configures the biases of experts; ``limit`` is that of SwiGLU in the layer."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    fc1, fc2 = kinds if moe else (with_bias(kind, architecture.mlp_bias) for kind in kinds)
-    return MLPSubmodules(
-        linear_fc1=fc1,
-        linear_fc2=fc2,
-        activation_func=activation_spec(architecture, limit),
-    )
+    fc1, fc2 = kinds if moe else (with_bias(kind, mlp.mlp_bias) for kind in kinds)
+    return MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2, activation_func=activation_spec(mlp, limit))
 
 
-def activation_spec(architecture: Architecture, limit: float | None) -> ModuleSpec | type:
-    if architecture.activation == "xielu":
+def activation_spec(mlp: Mlp, limit: float | None) -> ModuleSpec | type:
+    if mlp.activation == "xielu":
         return Xielu
-    function = activation_function(
-        architecture.activation,
-        gated=architecture.gated,
-        multiplier=architecture.mlp_multipliers[0],
-        limit=limit,
-    )
+    function = activation_function(mlp.activation, gated=mlp.gated, multiplier=mlp.mlp_multipliers[0], limit=limit)
     return ModuleSpec(module=Activation, params={"function": function})

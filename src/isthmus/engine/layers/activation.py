@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from isthmus.engine.compiled import compiled_on_gpu, compiles
-from isthmus.families.architecture import Activation as ActivationName
+from isthmus.families.blocks.feed_forward import Activation as ActivationName
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.recompute import recompute
 from isthmus.engine.mixers.delta_rule import gated_delta_rule
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.delta_net import DeltaNet
 
 Rule = Callable[..., Tensor]
 """With the arguments of :func:`gated_delta_rule`."""
@@ -47,12 +47,11 @@ class GatedDeltaNet(ShardedMixer):
         config: DecoderConfig,
         layer_number: int,
         *,
-        architecture: Architecture,
+        block: DeltaNet,
         pg_collection: Any,
         **_unused: Any,
     ) -> None:
-        assert architecture.delta_net is not None
-        self.sizes = sizes = architecture.delta_net
+        self.sizes = sizes = block
         self.layer_number, self.tp = layer_number, pg_collection.tp.size()
         rows = self.projected_widths()
         super().__init__(config, pg_collection, rows=sum(rows), width=sizes.value_width, biases=(False, False))

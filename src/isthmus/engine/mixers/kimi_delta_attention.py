@@ -15,7 +15,7 @@ from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.engine.mixers.gated_delta_net import GatedDeltaNet, wide
 from isthmus.engine.mixers.sharded_mixer import recurrence_parameter
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.delta_net import DeltaNet
 
 
 class KimiDeltaAttention(GatedDeltaNet):
@@ -23,12 +23,12 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     channel_decay = True
 
-    def __init__(self, config: Any, layer_number: int, *, architecture: Architecture, **kwargs: Any) -> None:
-        super().__init__(config, layer_number, architecture=architecture, **kwargs)
+    def __init__(self, config: Any, layer_number: int, *, block: DeltaNet, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, block=block, **kwargs)
         self.low_rank = self.sizes.low_rank_gates
         if not self.low_rank:
             return
-        hidden, rank = architecture.hidden_size, self.sizes.value_head_dim
+        hidden, rank = block.hidden_size, self.sizes.value_head_dim
         self.linear_decay_down_proj = ReplicatedLinear(config, hidden, rank)
         self.linear_decay_up_proj = self.projection(rank, self.sizes.key_width)
         self.linear_gate_down_proj = ReplicatedLinear(config, hidden, rank)

@@ -15,7 +15,7 @@ from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
 from isthmus.engine.mixers.state_space_scan import state_space_scan
 from isthmus.engine.tensor_names import MAMBA2_SECTIONS
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.mamba2 import Mamba2
 
 
 class Mamba2Mixer(ShardedMixer):
@@ -25,12 +25,9 @@ class Mamba2Mixer(ShardedMixer):
     compute: Callable[..., Tensor] = staticmethod(state_space_scan)
     """Set by :func:`isthmus.engine.mixers.mamba_kernels.choose_mamba_kernels`."""
 
-    def __init__(
-        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
-    ) -> None:
-        assert architecture.mamba2 is not None
+    def __init__(self, config: DecoderConfig, layer_number: int, *, block: Mamba2, pg_collection: Any) -> None:
         self.layer_number = layer_number
-        sizes = architecture.mamba2
+        sizes = block
         inner, groups = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.state_size
         rows, biases = 2 * (inner + groups) + sizes.num_heads, (sizes.in_bias, sizes.out_bias)
         super().__init__(config, pg_collection, rows=rows, width=inner, biases=biases)
@@ -47,7 +44,7 @@ class Mamba2Mixer(ShardedMixer):
         if sizes.norm is not None:
             gate_first = sizes.norm == "after_gate"
             self.norm = GatedNorm(
-                inner // ranks, self.groups, architecture.norm_epsilon, gate_first=gate_first, dtype=dtype
+                inner // ranks, self.groups, config.layernorm_epsilon, gate_first=gate_first, dtype=dtype
             )
 
     def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:

@@ -23,7 +23,7 @@ from isthmus.engine.mixers.sharded_mixer import (
     recurrence_parameter,
     sharded_parameter,
 )
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.mamba import Mamba
 
 
 class _Projection(nn.Module):
@@ -58,12 +58,9 @@ class MambaMixer(ShardedMixer):
     compute: Callable[..., Tensor] = staticmethod(selective_scan)
     """Set by :func:`isthmus.engine.mixers.mamba_kernels.choose_mamba_kernels`."""
 
-    def __init__(
-        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
-    ) -> None:
-        assert architecture.mamba is not None
+    def __init__(self, config: DecoderConfig, layer_number: int, *, block: Mamba, pg_collection: Any) -> None:
         self.layer_number = layer_number
-        self.sizes = sizes = architecture.mamba
+        self.sizes = sizes = block
         rows, biases = 2 * sizes.inner_size, (sizes.proj_bias, sizes.proj_bias)
         super().__init__(config, pg_collection, rows=rows, width=sizes.inner_size, biases=biases)
         channels, dtype = sizes.inner_size // self.tp_group.size(), config.params_dtype
@@ -76,7 +73,7 @@ class MambaMixer(ShardedMixer):
         self.D = recurrence_parameter(channels, config=config)
         self.norms = sizes.norms
         if sizes.norms:
-            epsilon = architecture.norm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
+            epsilon = config.layernorm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
             self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
                 _SmallNorm(width, epsilon, dtype, weight=sizes.norm_weights) for width in self.widths.values()
             )

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer
-from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.short_convolution import ShortConvolution
 
 
 class ShortConvolutionMixer(ShardedMixer):
     """The rows of ``in_proj`` are B, C and x; channels are sharded over the tensor-parallel ranks."""
 
     def __init__(
-        self, config: DecoderConfig, layer_number: int, *, architecture: Architecture, pg_collection: Any
+        self, config: DecoderConfig, layer_number: int, *, block: ShortConvolution, pg_collection: Any
     ) -> None:
-        assert architecture.short_convolution is not None
         self.layer_number = layer_number
-        sizes, hidden = architecture.short_convolution, architecture.hidden_size
+        sizes, hidden = block, block.hidden_size
         super().__init__(config, pg_collection, rows=3 * hidden, width=hidden, biases=(sizes.bias, sizes.bias))
         channels = hidden // self.tp_group.size()
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (channels, channels, channels))

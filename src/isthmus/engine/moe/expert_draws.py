@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import EXPERTS, gumbel_noise, token_keys
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 _WHOLE, _THIRD = 1.0, 0.3333
 """Factors of weights; the second is the number of the published code."""
@@ -40,7 +40,7 @@ class ExpertDraws:
         return weight + weight.detach() * (torch.where(whole, _WHOLE, _THIRD) - 1).to(weight.dtype)
 
 
-def draw_experts(hidden: Tensor, batch: PackedBatch, moe: Moe, layer: int) -> ExpertDraws:
+def draw_experts(hidden: Tensor, batch: PackedBatch, moe: Experts, layer: int) -> ExpertDraws:
     """The draws of this rank's tokens ``hidden`` [T, H]; those of a token are the same in every layout."""
     keys = token_keys(hidden, batch, layer=layer, place=EXPERTS)
     noise = gumbel_noise(keys, 0, moe.top_k * (moe.num_experts + 1))

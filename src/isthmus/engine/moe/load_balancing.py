@@ -19,7 +19,7 @@ from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.moe.routed_tokens import count
 from isthmus.engine.parallel.context_parallel import local_tokens
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 
 def token_groups(batch: PackedBatch, rank: int, ranks: int, device: torch.device) -> tuple[TokenGroups, TokenGroups]:
@@ -39,7 +39,7 @@ def token_groups(batch: PackedBatch, rank: int, ranks: int, device: torch.device
     return TokenGroups(token_samples, sizes[0, :number], sizes[1, :number]), all_tokens
 
 
-def balance_scores(logits: Tensor, moe: Moe) -> Tensor:
+def balance_scores(logits: Tensor, moe: Experts) -> Tensor:
     """Rows of [T, E] that sum to 1: softmax, or normalized sigmoids (arXiv 2412.19437)."""
     if moe.score == "sigmoid":
         scores = logits.sigmoid()

@@ -30,7 +30,7 @@ from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_lin
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
 from isthmus.engine.parallel.ddp import mark_expert_parameter
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 
 class GroupedExperts(SequentialMLP):
@@ -118,7 +118,7 @@ class MoeBlock(MegatronModule):
         submodules: MLPSubmodules,
         *,
         shared: MLPSubmodules,
-        moe: Moe,
+        moe: Experts,
         settings: MoeConfig,
         norm: Callable[[DecoderConfig], nn.Module],
         layer: int = 0,

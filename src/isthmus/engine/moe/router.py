@@ -17,14 +17,16 @@ from isthmus.engine.layers.norm import rms_norm_of_float32
 from isthmus.engine.moe.expert_draws import ExpertDraws, draw_experts
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 
 class TopKRouter(MegatronModule):
     fsdp_unit = "float32"
     """It computes in float32 in any precision."""
 
-    def __init__(self, config: TransformerConfig, moe: Moe, settings: MoeConfig, groups: Any, layer: int = 0) -> None:
+    def __init__(
+        self, config: TransformerConfig, moe: Experts, settings: MoeConfig, groups: Any, layer: int = 0
+    ) -> None:
         super().__init__(config)
         self.moe, self.settings, self.groups, self.layer = moe, settings, groups, layer
         self.stats = RouterStats(moe.num_experts)
@@ -92,7 +94,7 @@ class TopKRouter(MegatronModule):
 
 
 def route(
-    logits: Tensor, expert_bias: Tensor | None, moe: Moe, draws: ExpertDraws | None = None
+    logits: Tensor, expert_bias: Tensor | None, moe: Experts, draws: ExpertDraws | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose ``moe.top_k`` experts per token; ``expert_bias`` [E] affects the selection but not the weights.
 
@@ -115,7 +117,7 @@ def route(
     return weights * moe.scaling_factor, chosen
 
 
-def _one_after_another(logits: Tensor, moe: Moe, draws: ExpertDraws | None) -> tuple[Tensor, Tensor]:
+def _one_after_another(logits: Tensor, moe: Experts, draws: ExpertDraws | None) -> tuple[Tensor, Tensor]:
     """The selection of ``sparsemixer``; it is not one of :meth:`torch.topk` because each choice has its own softmax."""
     weights, chosen, remaining = [], [], logits
     for number in range(moe.top_k):
@@ -148,7 +150,7 @@ def within_capacity(weights: Tensor, chosen: Tensor, num_experts: int, factor: f
     return chosen.masked_fill(dropped.view_as(chosen), num_experts)
 
 
-def _best_groups(selection: Tensor, moe: Moe) -> Tensor:
+def _best_groups(selection: Tensor, moe: Experts) -> Tensor:
     """Scores ``selection`` [T, E], with minus infinity for the experts outside the best groups."""
     groups = selection.unflatten(-1, (moe.num_groups, -1))
     group_scores = groups.amax(-1) if moe.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)

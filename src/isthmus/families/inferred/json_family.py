@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import MAX_LAYERS, Architecture, Mixer, Moe
+from isthmus.families.architecture import REQUIRED, SETTINGS
+from isthmus.families.blocks.block import MAX_LAYERS
+from isthmus.families.blocks.kinds import MIXER_KINDS
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import expert_tensors
 from isthmus.families.rules.common_settings import METADATA, ROPE, WINDOW
@@ -33,15 +35,15 @@ _CONVERSIONS: Mapping[str, tuple[Callable[[Any], float], Callable[[Any], float]]
 _RULE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "shard": get_args(Shard),
     "init": ("normal", "ones", "zeros"),
-    "layers": ("all", "dense", "moe", *get_args(Mixer)),
+    "layers": ("all", "dense", "moe", *MIXER_KINDS),
     "dtype": ("float32",),
     "strands": ("1", "G", "N"),
     "when": ("tie_embeddings", "moe.shared_ffn_hidden_size"),
     "unless": ("tie_embeddings",),
     **dict.fromkeys(("interleaved", "transposed", "stacked", "alias"), (True, False)),
 }
-_FIELDS = (*(field.name for field in fields(Architecture)), *(f"moe.{field.name}" for field in fields(Moe)))
-_REQUIRED = {field.name for field in fields(Architecture) if field.default is MISSING} - {"family"}
+_FIELDS = tuple(name for name in SETTINGS if "." not in name or name.startswith("moe."))
+_REQUIRED = REQUIRED - {"family"}
 _NO_SETTINGS: Mapping[str, Any] = {}
 WHERE_UNKNOWN = (
     "the family was inferred, and inference does not show where the dropout applies; set it to 0 with model.config, "

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder, delta_net, expert_tensors, mla, mtp
 from isthmus.families.rules.decoder import HF_LAYER, flag, number
 from isthmus.families.rules.delta_net import FULL, LINEAR
 from isthmus.families.rules.rule import in_layers, renamed
 
-_KIND: Mixer = "kimi_delta_attention"
+_KIND: str = "kimi_delta_attention"
 _HF = HF_LAYER + "attention."
 _NAMES = {".self_attn.o_proj.": ".attention.dense.", ".self_attn.": ".attention."}
 _BIAS = {"e_score_correction_bias": "expert_bias"}

@@ -3,20 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import in_layers, renamed
 
 
-def _read_mixers(hf: Mapping[str, Any]) -> tuple[tuple[Mixer, ...], ...]:
+def _read_mixers(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     attention = Key("attn_layer_indices", kind=list, default=None, null=lambda _: []).read(hf)
     layers = range(Key("num_hidden_layers", default=32).read(hf))
     return tuple(("attention",) if layer in attention else ("mamba2",) for layer in layers)
 
 
-def _write_mixers(_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+def _write_mixers(_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
     kinds = state_space.single_mixers(arch, "attention", "mamba2")
     return {"attn_layer_indices": [layer for layer, kind in enumerate(kinds) if kind == "attention"]}
 

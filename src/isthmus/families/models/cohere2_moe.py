@@ -23,7 +23,7 @@ def _normalization(hf: Mapping[str, Any]) -> str:
 
 
 def _write_norms(_value: Any, arch: Architecture) -> dict[str, Any]:
-    return {"rms_norm_eps": None, _EPSILONS[arch.normalization].hf: arch.norm_epsilon}
+    return {"rms_norm_eps": None, _EPSILONS[arch.norm.normalization].hf: arch.norm.norm_epsilon}
 
 
 def _unrotated(hf: Mapping[str, Any]) -> tuple[int, ...]:
@@ -35,7 +35,9 @@ def _unrotated(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _write_unrotated(unrotated: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
-    full = arch.full_attention_layers if arch.sliding_window is not None else tuple(range(arch.num_layers))
+    full = (
+        arch.windows.full_attention_layers if arch.windows.sliding_window is not None else tuple(range(arch.num_layers))
+    )
     dense = () if arch.moe is None else arch.moe.dense_layers
     for pattern, rotated in ((1, dense), (_EVERY, ())):
         if unrotated == tuple(layer for layer in full if layer not in rotated):

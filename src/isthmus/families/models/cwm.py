@@ -18,7 +18,7 @@ FAMILY = Family(
     fixed=decoder.FIXED,
     sliding_window="pattern",
     sliding_window_default=8192,
-    sliding_window_pattern=lambda layer: layer % 4 == 0,
+    sliding_window_pattern=lambda _hf, layers: range(0, layers, 4),
     rope_defaults={
         "rope_theta": 1000000.0,
         "rope_parameters": {

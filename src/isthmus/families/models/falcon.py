@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, Form
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.layer import Form
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, in_layer, layer_norm, number
@@ -36,7 +37,7 @@ def _form(hf: Mapping[str, Any]) -> Form:
 
 
 def _write_form(form: Form, arch: Architecture) -> dict[str, Any]:
-    new = form == "parallel_two_norms" or arch.num_query_groups not in (1, arch.num_attention_heads)
+    new = form == "parallel_two_norms" or arch.attention.num_query_groups not in (1, arch.attention.num_attention_heads)
     return {
         _NEW: new,
         _PARALLEL: form != "pre",

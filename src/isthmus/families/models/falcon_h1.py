@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import flag, number
@@ -52,16 +52,16 @@ def _read_scale(hf: Mapping[str, Any]) -> float:
 
 
 def _write_scale(scale: float | None, arch: Architecture) -> dict[str, Any]:
-    return {"key_multiplier": 1.0 if scale is None else scale * arch.kv_channels**0.5}
+    return {"key_multiplier": 1.0 if scale is None else scale * arch.attention.kv_channels**0.5}
 
 
-def _write_mixers(mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+def _write_mixers(mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
     if any(each != _BOTH for each in mixers) or len(mixers) != arch.num_layers:
         raise UsageError(f"{arch.family}: every layer must have attention and Mamba-2.")
     return {}
 
 
-_BOTH: tuple[Mixer, ...] = ("attention", "mamba2")
+_BOTH: tuple[str, ...] = ("attention", "mamba2")
 _SECTIONS = _numbers("ssm_multipliers", 5)
 _WIDTH = Key("mamba_d_ssm", default=1024, null=state_space.EXPANSION.read)
 FAMILY = Family(

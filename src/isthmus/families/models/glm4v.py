@@ -1,10 +1,9 @@
-"""GLM-4.1V: GLM-4 beside a vision tower, with biases on query, key and value."""
+"""The language model of GLM-4.1V: GLM-4 with biases on query, key and value."""
 
 from dataclasses import replace
 
 from isthmus.families.family import Key
 from isthmus.families.models import glm4
-from isthmus.families.multimodal import GLM_VL, multimodal
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import number
 
@@ -19,4 +18,3 @@ TEXT = replace(
     traits={**glm4.FAMILY.traits, "qkv_bias": True},
     rope_defaults={"partial_rotary_factor": 1.0, "mrope_section": None},
 )
-FAMILY = multimodal("glm4v", "Glm4vForConditionalGeneration", TEXT, aliases=("glm4v_text",), **GLM_VL)

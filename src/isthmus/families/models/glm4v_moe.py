@@ -1,10 +1,9 @@
-"""GLM-4.5V and 4.6V: GLM-4.5 beside a vision tower, without QK norms."""
+"""The language model of GLM-4.5V and 4.6V: GLM-4.5 without QK norms."""
 
 from dataclasses import replace
 
 from isthmus.families.family import Fixed, Key
 from isthmus.families.models import glm4_moe
-from isthmus.families.multimodal import GLM_VL, multimodal
 from isthmus.families.rules import mtp
 from isthmus.families.rules.decoder import flag
 
@@ -19,4 +18,3 @@ TEXT = replace(
     fixed={**glm4_moe.FAMILY.fixed, "use_qk_norm": Fixed((False,), "the class has no QK norms")},
     rope_defaults={"partial_rotary_factor": 0.5, "mrope_section": None},
 )
-FAMILY = multimodal("glm4v_moe", "Glm4vMoeForConditionalGeneration", TEXT, aliases=("glm4v_moe_text",), **GLM_VL)

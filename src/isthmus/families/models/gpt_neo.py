@@ -39,7 +39,7 @@ def _full(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _write(_full: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
-    kinds = [_GLOBAL if arch.window(layer) is None else _LOCAL for layer in range(arch.num_layers)]
+    kinds = [_GLOBAL if arch.windows.of(layer) is None else _LOCAL for layer in range(arch.num_layers)]
     return {"attention_types": [[kinds, 1]], "attention_layers": kinds}
 
 

@@ -30,7 +30,7 @@ def _share(hf: Mapping[str, Any]) -> float:
 
 
 def _rotated(share: float, arch: Architecture) -> dict[str, Any]:
-    return {"rotary_dim": int(arch.kv_channels * share)}
+    return {"rotary_dim": int(arch.attention.kv_channels * share)}
 
 
 FAMILY = Family(

@@ -27,7 +27,9 @@ def _unrotated(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _bases(unrotated: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
-    return {"layer_rope_theta": [0 if layer in unrotated else arch.rotary_base for layer in range(arch.num_layers)]}
+    return {
+        "layer_rope_theta": [0 if layer in unrotated else arch.rotary.rotary_base for layer in range(arch.num_layers)]
+    }
 
 
 SINKS = in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "N", shard="rows")
@@ -47,6 +49,6 @@ FAMILY = Family(
     traits={"attention_sinks": True},
     sliding_window="pattern",
     sliding_window_default=128,
-    sliding_window_pattern=lambda layer: layer % 4 == 0,
+    sliding_window_pattern=lambda _hf, layers: range(0, layers, 4),
     rules=(*decoder.RULES, SINKS),
 )

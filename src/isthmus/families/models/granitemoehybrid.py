@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.models import granite, granitemoe, granitemoeshared
 from isthmus.families.rules import decoder, state_space
@@ -19,11 +20,11 @@ _DENSE = in_layers(
 _WIDTH = Key("shared_intermediate_size", default=1024)
 
 
-def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
+def _read_moe(hf: Mapping[str, Any]) -> Experts | None:
     if not (experts := Key("num_local_experts", default=8, least=0).read(hf)):
         return None
     top_k, width = Key("num_experts_per_tok", default=2).read(hf), Key("intermediate_size").read(hf)
-    return Moe(
+    return Experts(
         num_experts=experts,
         top_k=top_k,
         ffn_hidden_size=width,
@@ -32,9 +33,9 @@ def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
     )
 
 
-def _write_moe(moe: Moe | None, arch: Architecture) -> dict[str, Any]:
+def _write_moe(moe: Experts | None, arch: Architecture) -> dict[str, Any]:
     if moe is None:
-        return {"num_local_experts": 0, "intermediate_size": arch.ffn_hidden_size}
+        return {"num_local_experts": 0, "intermediate_size": arch.mlp.ffn_hidden_size}
     keys = {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k}
     return keys | {"intermediate_size": moe.ffn_hidden_size, "shared_intermediate_size": moe.shared_ffn_hidden_size}
 

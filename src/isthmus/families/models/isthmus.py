@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, layer_norm, number
@@ -56,13 +57,13 @@ _MOE = {
 _DENSE_LAYERS = _layers("mlp_only_layers")
 
 
-def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
+def _read_moe(hf: Mapping[str, Any]) -> Experts | None:
     if not hf.get("num_experts"):
         return None
-    return Moe(dense_layers=_DENSE_LAYERS.read(hf), **{name: key.read(hf) for name, key in _MOE.items()})
+    return Experts(dense_layers=_DENSE_LAYERS.read(hf), **{name: key.read(hf) for name, key in _MOE.items()})
 
 
-def _write_moe(moe: Moe | None, arch: Architecture) -> Mapping[str, Any]:
+def _write_moe(moe: Experts | None, arch: Architecture) -> Mapping[str, Any]:
     if moe is None:
         return {"num_experts": 0}
     keys = {key.hf: key.write(getattr(moe, name), arch) for name, key in _MOE.items()}

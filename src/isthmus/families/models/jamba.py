@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules import decoder, expert_tensors, state_space
 from isthmus.families.rules.decoder import flag
@@ -30,32 +31,32 @@ def _written(layers: set[int], name: str, arch: Architecture) -> dict[str, Any]:
     raise UsageError(f"{arch.family}: config.json cannot express {sorted(layers)}, which are no every nth layers.")
 
 
-def _read_mixers(hf: Mapping[str, Any]) -> tuple[tuple[Mixer, ...], ...]:
+def _read_mixers(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     attention = _chosen(hf, "attn_layer", 8, 4)
     return tuple(
         ("attention",) if layer in attention else ("mamba",) for layer in range(Key("num_hidden_layers").read(hf))
     )
 
 
-def _write_mixers(_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+def _write_mixers(_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
     kinds = state_space.single_mixers(arch, "attention", "mamba")
     return _written({layer for layer, kind in enumerate(kinds) if kind == "attention"}, "attn_layer", arch)
 
 
-def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
+def _read_moe(hf: Mapping[str, Any]) -> Experts | None:
     if (experts := Key("num_experts", default=16).read(hf)) == 1:
         return None
     top_k, width = Key("num_experts_per_tok", default=2).read(hf), decoder.KEYS["ffn_hidden_size"].read(hf)
     every = range(Key("num_hidden_layers").read(hf))
     chosen = _chosen(hf, "expert_layer", 2, 1)
     dense = tuple(layer for layer in every if layer not in chosen)
-    return Moe(num_experts=experts, top_k=top_k, ffn_hidden_size=width, dense_layers=dense)
+    return Experts(num_experts=experts, top_k=top_k, ffn_hidden_size=width, dense_layers=dense)
 
 
-def _write_moe(moe: Moe | None, arch: Architecture) -> dict[str, Any]:
+def _write_moe(moe: Experts | None, arch: Architecture) -> dict[str, Any]:
     if moe is None:
         return {"num_experts": 1}
-    if moe.ffn_hidden_size != arch.ffn_hidden_size:
+    if moe.ffn_hidden_size != arch.mlp.ffn_hidden_size:
         raise UsageError(f"{arch.family}: experts are as wide as dense feed-forward blocks.")
     layers = set(range(arch.num_layers)).difference(moe.dense_layers)
     return {

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.models.mixtral import NAMES
 from isthmus.families.rules import decoder, delta_net, expert_tensors, mla
@@ -13,7 +13,7 @@ from isthmus.families.rules.decoder import HF_LAYER, flag, number
 from isthmus.families.rules.delta_net import FULL, LINEAR
 from isthmus.families.rules.rule import in_layers, renamed
 
-_KIND: Mixer = "kimi_delta_attention"
+_KIND: str = "kimi_delta_attention"
 _HF, _SECTION = HF_LAYER + "self_attn.", "linear_attn_config"
 _BLOCK = {".mlp.": NAMES[".mlp."]}
 _PROJECTION = delta_net.in_proj(

@@ -5,8 +5,7 @@ from typing import Any
 
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Key
-from isthmus.families.rules import decoder
-from isthmus.families.rules import short_convolution_rules as short_convolution
+from isthmus.families.rules import decoder, short_convolution
 from isthmus.families.rules.decoder import flag, number
 
 

@@ -1,8 +1,7 @@
 """LFM2 with experts: a sigmoid router with a selection bias, after some dense layers."""
 
 from isthmus.families.family import Family, Key
-from isthmus.families.rules import expert_tensors
-from isthmus.families.rules import short_convolution_rules as short_convolution
+from isthmus.families.rules import expert_tensors, short_convolution
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.rotary import QueryScaling
 from isthmus.families.family import Derived, Family, Key
-from isthmus.families.mixer_sizes import QueryScaling
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import copy, gate_up, renamed
-from isthmus.families.rules.unrotated_layers import read_unrotated, write_unrotated
+from isthmus.families.rules.unrotated import read_unrotated, write_unrotated
 
 _FC1, _FC2 = (f"{decoder.LAYER}mlp.experts.local_experts.{{expert}}.linear_{name}.weight" for name in ("fc1", "fc2"))
 _GATE_UP, _DOWN = (f"{decoder.HF_LAYER}feed_forward.experts.{name}_proj" for name in ("gate_up", "down"))
@@ -82,6 +82,7 @@ FAMILY = Family(
     },
     sliding_window="chunks",
     sliding_window_default=8192,
+    sliding_window_pattern=lambda hf, _layers: read_unrotated(hf),
     rope_defaults={"rope_theta": 500000.0},
     swapped_experts=True,
     rules=decoder.pre_norm_rules(mlp=_MLP),

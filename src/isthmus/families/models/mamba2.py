@@ -23,11 +23,11 @@ def _read_width(hf: Mapping[str, Any]) -> int:
 
 
 def _write_width(width: int, arch: Architecture) -> dict[str, Any]:
-    assert arch.mamba2 is not None
-    expand, rest = divmod(width * arch.mamba2.num_heads, arch.hidden_size)
+    channels = width * arch.setting("mamba2.num_heads")
+    expand, rest = divmod(channels, arch.hidden_size)
     if rest:
         raise UsageError(
-            f"{arch.family}: config.json cannot express {width * arch.mamba2.num_heads} channels, which are no "
+            f"{arch.family}: config.json cannot express {channels} channels, which are no "
             f"multiple of the hidden size {arch.hidden_size}."
         )
     return {"head_dim": width, "expand": expand}

@@ -23,7 +23,7 @@ FAMILY = Family(
     derived={"moe.dense_layers": expert_tensors.mlp_layer_types(dense=0)},
     sliding_window="pattern",
     sliding_window_default=1024,
-    sliding_window_pattern=lambda _: True,
+    sliding_window_pattern=lambda _hf, layers: range(layers),
     rope_defaults={"rope_theta": 500000.0, "rope_local_base_freq": 10000.0},
     flat_rope=False,
     passed_through=("mtp.*",),

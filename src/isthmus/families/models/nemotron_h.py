@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder, expert_tensors, mtp, state_space
 from isthmus.families.rules.decoder import flag, layer_norm, number
 from isthmus.families.rules.rule import in_layers, renamed
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_MIXERS: dict[str, tuple[Mixer, ...]] = {
+_MIXERS: dict[str, tuple[str, ...]] = {
     "linear_attention": ("mamba2",),
     "full_attention": ("attention",),
     "mlp": (),
@@ -46,11 +47,11 @@ def _types(hf: Mapping[str, Any]) -> list[str]:
 def _write_types(_value: Any, arch: Architecture) -> dict[str, Any]:
     found = []
     for layer in range(arch.num_layers):
-        mixers, has_mlp = arch.mixers_of(layer), layer not in arch.layers_without_mlp
+        mixers, has_mlp = arch.pattern.mixers_of(layer), layer not in arch.pattern.layers_without_mlp
         if mixers not in _MIXERS.values() or bool(mixers) == has_mlp:
             raise UsageError(f"{arch.family}: layer {layer} must be one block: Mamba-2, attention, an MLP or experts.")
         block = next(name for name, kind in _MIXERS.items() if kind == mixers)
-        found.append(block if mixers else "moe" if arch.is_moe(layer) else "mlp")
+        found.append(block if mixers else "moe" if arch.layers[layer].experts else "mlp")
     return {"layers_block_type": found, "num_hidden_layers": len(found)}
 
 
@@ -71,14 +72,14 @@ _MOE = {
 }
 
 
-def _read_moe(hf: Mapping[str, Any]) -> Moe | None:
+def _read_moe(hf: Mapping[str, Any]) -> Experts | None:
     if not _with(hf, "moe"):
         return None
     values = {name: key.read(hf) for name, key in _MOE.items()}
-    return Moe(**values, dense_layers=_with(hf, "mlp"), score="sigmoid", expert_bias=True)
+    return Experts(**values, dense_layers=_with(hf, "mlp"), score="sigmoid", expert_bias=True)
 
 
-def _write_moe(moe: Moe | None, arch: Architecture) -> dict[str, Any]:
+def _write_moe(moe: Experts | None, arch: Architecture) -> dict[str, Any]:
     if moe is None:
         return {}
     return {key.hf: key.write(getattr(moe, name), arch) for name, key in _MOE.items()}

@@ -12,7 +12,7 @@ FAMILY = Family(
     traits=olmo2.FAMILY.traits,
     sliding_window="pattern",
     sliding_window_default=4096,
-    sliding_window_pattern=lambda layer: (layer + 1) % 4 == 0,
+    sliding_window_pattern=lambda _hf, layers: range(3, layers, 4),
     rope_defaults={"rope_theta": 500000.0, "rope_local_base_freq": None},
     rules=olmo2.RULES,
 )

@@ -20,6 +20,6 @@ FAMILY = Family(
     },
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"moe.shared_gate": True},
-    derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
+    derived={"moe.dense_layers": expert_tensors.sparse_step()},
     rules=decoder.pre_norm_rules(mlp=expert_tensors.GATED_SHARED_MLP),
 )

@@ -1,9 +1,8 @@
-"""Qwen2-VL: Qwen2 beside a vision tower."""
+"""The language model of Qwen2-VL and Qwen2.5-VL: Qwen2 with positions in three sections."""
 
 from dataclasses import replace
 
 from isthmus.families.models import qwen2
-from isthmus.families.multimodal import QWEN2_VL, multimodal
 from isthmus.families.rules import decoder
 
 TEXT = replace(
@@ -16,4 +15,3 @@ TEXT = replace(
     sliding_window_pattern=80,
     rope_defaults={"rope_theta": 1000000.0, "mrope_section": None},
 )
-FAMILY = multimodal("qwen2_vl", "Qwen2VLForConditionalGeneration", TEXT, aliases=("qwen2_vl_text",), **QWEN2_VL)

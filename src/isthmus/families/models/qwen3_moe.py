@@ -19,6 +19,6 @@ FAMILY = Family(
     },
     fixed=decoder.FIXED | {"use_sliding_window": Fixed((False,), "sliding windows are not supported for this family")},
     traits={"qk_norm": True},
-    derived={"moe.dense_layers": expert_tensors.SPARSE_STEP},
+    derived={"moe.dense_layers": expert_tensors.sparse_step()},
     rules=expert_tensors.RULES,
 )

@@ -28,7 +28,7 @@ FAMILY = Family(
     },
     fixed=decoder.FIXED | delta_net.QWEN_FIXED,
     traits=delta_net.QWEN_TRAITS | {"moe.shared_gate": True},
-    derived={"moe.dense_layers": expert_tensors.SPARSE_STEP, "mixers": delta_net.mixers("gated_delta_net")},
+    derived={"moe.dense_layers": expert_tensors.sparse_step(), "mixers": delta_net.mixers("gated_delta_net")},
     rope_defaults=delta_net.QWEN_ROPE,
     passed_through=("mtp.*",),
     rules=decoder.pre_norm_rules(attention=delta_net.qwen_mixers(_PROJECTION), mlp=expert_tensors.GATED_SHARED_MLP),

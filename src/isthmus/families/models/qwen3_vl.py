@@ -1,10 +1,9 @@
-"""Qwen3-VL: Qwen3 beside a vision tower."""
+"""The language model of Qwen3-VL: Qwen3 with positions in three sections."""
 
 from dataclasses import replace
 
 from isthmus.families.family import Key
 from isthmus.families.models import qwen3
-from isthmus.families.multimodal import QWEN_VL, multimodal
 
 TEXT = replace(
     qwen3.FAMILY,
@@ -12,4 +11,3 @@ TEXT = replace(
     sliding_window="never",
     rope_defaults={"rope_theta": 500000.0, "mrope_section": None},
 )
-FAMILY = multimodal("qwen3_vl", "Qwen3VLForConditionalGeneration", TEXT, aliases=("qwen3_vl_text",), **QWEN_VL)

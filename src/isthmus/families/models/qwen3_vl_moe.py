@@ -1,4 +1,4 @@
-"""Qwen3-VL with experts (30B-A3B, 235B-A22B): Qwen3's beside a vision tower, stacked in one tensor and transposed."""
+"""The language model of Qwen3-VL with experts, which are stacked in one tensor and transposed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +7,6 @@ from typing import Any
 from isthmus.errors import UsageError
 from isthmus.families.family import Fixed, Key
 from isthmus.families.models import qwen3_moe
-from isthmus.families.multimodal import QWEN_VL, multimodal
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.rule import copy, gate_up
 
@@ -47,7 +46,4 @@ TEXT = replace(
             copy(_FC2, _DOWN, "H", "X", shard="cols", **_STACKED),
         )
     ),
-)
-FAMILY = multimodal(
-    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", TEXT, aliases=("qwen3_vl_moe_text",), **QWEN_VL
 )

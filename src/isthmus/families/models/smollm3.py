@@ -3,7 +3,7 @@
 from isthmus.families.family import Derived, Family, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
-from isthmus.families.rules.unrotated_layers import read_unrotated, write_unrotated
+from isthmus.families.rules.unrotated import read_unrotated, write_unrotated
 
 FAMILY = Family(
     name="smollm3",

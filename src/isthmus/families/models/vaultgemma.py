@@ -14,7 +14,7 @@ FAMILY = Family(
     traits={"norm_zero_centered": True},
     sliding_window="pattern",
     sliding_window_default=4096,
-    sliding_window_pattern=lambda layer: layer % 2 == 1,
+    sliding_window_pattern=lambda _hf, layers: range(1, layers, 2),
     rules=(
         *decoder.EMBEDDING,
         *decoder.INPUT_NORM,

@@ -7,10 +7,11 @@ if the other norms are, and this one never is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.kinds import MIXER_KINDS
 from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
@@ -21,7 +22,7 @@ HF_MIXER = HF_LAYER + "linear_attn."
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-def in_proj(*parts: tuple[str, str], kind: Mixer = "gated_delta_net", hf: str = HF_MIXER, **fields: Any) -> Rule:
+def in_proj(*parts: tuple[str, str], kind: str = "gated_delta_net", hf: str = HF_MIXER, **fields: Any) -> Rule:
     """The fused projection of the input; each part is a module of transformers and a symbol for its rows."""
     tensors = tuple(HfPart(f"{hf}{module}.weight", (rows, "H")) for module, rows in parts)
     return Rule(canonical=f"{MIXER}in_proj.weight", parts=tensors, shard="parts", layers=kind, **fields)
@@ -33,7 +34,7 @@ def mixer_rules(
     norm: str,
     out: str,
     time_step: Init,
-    kind: Mixer = "gated_delta_net",
+    kind: str = "gated_delta_net",
     hf: str = HF_MIXER,
     convolutions: tuple[str, str, str] = ("conv1d",) * 3,
     low_rank: bool = True,
@@ -111,11 +112,11 @@ def every_nth(hf: Mapping[str, Any]) -> list[str]:
     return [LINEAR if (layer + 1) % interval else FULL for layer in layers]
 
 
-def mixers(kind: Mixer, default: Callable[[Mapping[str, Any]], list[str]] = every_nth) -> Derived:
+def mixers(kind: str, default: Callable[[Mapping[str, Any]], list[str]] = every_nth) -> Derived:
     """``layer_types``, or ``default`` of the config if it has none."""
-    assert kind in get_args(Mixer)
+    assert kind in MIXER_KINDS
 
-    def read(hf: Mapping[str, Any]) -> tuple[tuple[Mixer, ...], ...]:
+    def read(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
         types, number = hf.get("layer_types") or default(hf), Key("num_hidden_layers").read(hf)
         if not isinstance(types, Sequence) or len(types) != number:
             raise DataError(
@@ -125,7 +126,7 @@ def mixers(kind: Mixer, default: Callable[[Mapping[str, Any]], list[str]] = ever
             raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {LINEAR} and {FULL} are.")
         return tuple((kind,) if kind_name == LINEAR else ("attention",) for kind_name in types)
 
-    def write(layer_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+    def write(layer_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
         if other := {kind_name for kind_name in layer_mixers if kind_name not in ((kind,), ("attention",))}:
             raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
         layer_mixers = layer_mixers or (("attention",),) * arch.num_layers

@@ -134,18 +134,20 @@ def first_dense(*, default: int, key: str = "first_k_dense_replace") -> Key:
     )
 
 
-def _read_sparse_step(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    listed, step = hf.get("mlp_only_layers") or (), _int(hf, "decoder_sparse_step", 1)
-    if not isinstance(listed, list | tuple) or step < 1:
-        raise DataError("config.json: mlp_only_layers must be a list and decoder_sparse_step a positive integer.")
-    return tuple(layer for layer in range(_int(hf, "num_hidden_layers")) if layer in listed or (layer + 1) % step)
+def sparse_step(*, step: int = 1, dense: Sequence[int] = ()) -> Derived:
+    """Every nth layer has experts, ``decoder_sparse_step``, except those listed in ``mlp_only_layers``.
 
+    ``step`` and ``dense`` are their defaults.
+    """
 
-SPARSE_STEP = Derived(
-    read=_read_sparse_step,
-    write=lambda dense, arch: {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)},
-)
-"""Every nth layer has experts, except the listed ones."""
+    def read(hf: Mapping[str, Any]) -> tuple[int, ...]:
+        listed, every = hf.get("mlp_only_layers"), _int(hf, "decoder_sparse_step", step)
+        listed = dense if listed is None else listed
+        if not isinstance(listed, list | tuple) or every < 1:
+            raise DataError("config.json: mlp_only_layers must be a list and decoder_sparse_step a positive integer.")
+        return tuple(layer for layer in range(_int(hf, "num_hidden_layers")) if layer in listed or (layer + 1) % every)
+
+    return Derived(read, lambda layers, _arch: {"decoder_sparse_step": 1, "mlp_only_layers": list(layers)})
 
 
 def mlp_layer_types(dense: int, key: str | None = None) -> Derived:

@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, RopeScaling
-from isthmus.families.mixer_sizes import QueryScaling
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.rotary import QueryScaling, RopeScaling
 
 _DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e38
@@ -230,22 +230,22 @@ def write_rotary(
     if _OF_IMAGES[0] in defaults:
         earlier = {**(plain.get("rope_scaling") or {}), **(plain.get("rope_parameters") or {})}
         settings["rope_parameters"] |= {name: earlier[name] for name in _OF_IMAGES if name in earlier}
-    is_default = arch.rotary_percent == defaults.get(_SHARE) == 1
+    is_default = arch.rotary.rotary_percent == defaults.get(_SHARE) == 1
     if defaults.get(_SHARE) is not None and not (
         is_default and _SHARE not in (plain.get("rope_parameters") or defaults)
     ):
-        settings["rope_parameters"][_SHARE] = arch.rotary_percent
-        if arch.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
-            settings[_SHARE] = arch.rotary_percent
-    if _CONTEXT in defaults and arch.rope_scaling is not None:
-        settings[_CONTEXT] = arch.rope_scaling.original_max_position_embeddings
+        settings["rope_parameters"][_SHARE] = arch.rotary.rotary_percent
+        if arch.rotary.rotary_percent != _first(plain.get(_SHARE), defaults[_SHARE]):
+            settings[_SHARE] = arch.rotary.rotary_percent
+    if _CONTEXT in defaults and arch.rotary.rope_scaling is not None:
+        settings[_CONTEXT] = arch.rotary.rope_scaling.original_max_position_embeddings
     if _WINDOW_THETA in defaults:
-        theta = _first(arch.window_rotary_base, defaults[_WINDOW_THETA], defaults["rope_theta"])
+        theta = _first(arch.windows.window_rotary_base, defaults[_WINDOW_THETA], defaults["rope_theta"])
         windowed = {"rope_type": "default", "rope_theta": theta}
-        windowed |= {_SHARE: arch.windowed.rotary_percent} if _SHARE in defaults else {}
+        windowed |= {_SHARE: arch.windows.rotary(arch.rotary).rotary_percent} if _SHARE in defaults else {}
         settings["rope_parameters"] = dict(zip(_LAYERED, (settings["rope_parameters"], windowed), strict=True))
         settings |= {} if defaults[_WINDOW_THETA] is None else {_WINDOW_THETA: theta}
-    if _QUERY_RATE in defaults and (growth := arch.query_scaling) is not None:
+    if _QUERY_RATE in defaults and (growth := arch.attention.query_scaling) is not None:
         for written in filter(None, (settings["rope_parameters"], settings["rope_scaling"])):
             written |= {_QUERY_RATE: growth.rate, _CONTEXT: growth.period}
     return {names.get(key, key): value for key, value in settings.items()}
@@ -254,8 +254,8 @@ def write_rotary(
 def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that ``_read_rope`` reads, old and new."""
     scaling: dict[str, Any] | None = None
-    if (rope := arch.rope_scaling) is not None:
-        scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary_base, rope) else {}
+    if (rope := arch.rotary.rope_scaling) is not None:
+        scaling = _flat_settings(base, {}) if _read_rope(base, defaults) == (arch.rotary.rotary_base, rope) else {}
         for key in ("rope_theta", _SHARE) if rope.kind != _PROPORTIONAL else ("rope_theta",):
             scaling.pop(key, None)
         if not scaling:
@@ -268,8 +268,8 @@ def _write_rope(arch: Architecture, base: Mapping[str, Any], defaults: Mapping[s
             scaling |= {"rope_type": "dynamic", _ALPHA: rope.factor, "factor": 1.0}
         else:
             scaling |= {"rope_type": rope.kind}
-    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": arch.rotary_base}
-    return {"rope_parameters": parameters, "rope_theta": arch.rotary_base, "rope_scaling": scaling}
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": arch.rotary.rotary_base}
+    return {"rope_parameters": parameters, "rope_theta": arch.rotary.rotary_base, "rope_scaling": scaling}
 
 
 def _flat_settings(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,18 @@ strand is plain concatenation (a copy, or gate and up projection); one strand pe
 tensor-parallel shard is an intersection of row ranges.
 
 Parts with the same name are sections of one Hugging Face tensor, which may repeat (``hf_strands``). Shapes are tuples
-of symbols, see :func:`symbol_sizes`; ``N*D`` is a product.
+of symbols, ``N*D`` is a product:
+
+    V vocabulary, H hidden size, F feed-forward width, P rows of learned positions, N heads, G query groups, D head
+    dim, Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts,
+    X width of an expert, Hx of its inputs, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of
+    queries and of keys and values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-
+    rotary key dim plus its value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the
+    numbers of key and value heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
+    Di are its heads and their dim. Mamba-2: Mi are the channels, Mg the channels of B of all groups, Mh the heads, Mk
+    the kernel. Mamba-1: Ci are the channels, Cs is the state size, Cr the rank of the time steps, Cx is Cr plus twice
+    Cs, Ck the kernel. Sk is the kernel of a short convolution. Iw is the width of the inputs of a layer, Ia of those of
+    all layers.
 """
 
 from __future__ import annotations
@@ -17,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import WINDOWED, Architecture
 
 Shard = Literal["whole", "rows", "cols", "vocab", "heads", "gate_up", "parts", "third"]
 """``gate_up``: both halves of the rows, each by rows; ``parts``: each part of the rule, by rows;
@@ -27,8 +38,6 @@ Init = Literal["normal", "ones", "zeros", "plain_ones", "log_decay", "time_step"
 logarithm of a uniform number from 0.01 to 16; ``time_step``: inverse softplus of a number whose logarithm is uniform,
 from 0.001 to 0.1 (arXiv 2405.21060); a number: that constant."""
 Shape = tuple[int, ...]
-WINDOWED = "w"
-"""Suffix of the symbols of sliding-window layers."""
 _ATTENTION = ("N", "G", "D", "Vh", "W")
 
 
@@ -89,7 +98,8 @@ class Rule:
     """The rule applies only if this condition is true, see :func:`is_true`."""
     unless: str | None = None
     layers: str = "all"
-    """Kinds of the layers that have the tensor, separated by ``|``, see :meth:`Architecture.layer_kinds`."""
+    """Kinds of the layers that have the tensor, separated by ``|``, see
+    :attr:`isthmus.families.blocks.layer.Layer.kinds`."""
     trained: bool = True
     """Whether gradients reach the tensor."""
     recut: bool = False
@@ -116,13 +126,13 @@ class Rule:
         """This rule with a part for each head."""
         if self.per_head is None:
             return self
-        (part,), heads = self.parts, range(symbol_size(self.per_head, symbol_sizes(arch)))
+        (part,), heads = self.parts, range(symbol_size(self.per_head, arch.symbols))
         parts = tuple(HfPart(part.name.replace("{head}", str(head)), part.symbols) for head in heads)
         return replace(self, parts=parts)
 
     def part_shapes(self, arch: Architecture) -> list[Shape]:
         """Shapes in Megatron-Core."""
-        sizes = symbol_sizes(arch)
+        sizes = arch.symbols
         return [tuple(symbol_size(symbol, sizes) for symbol in part.symbols) for part in self.parts]
 
     def canonical_shape(self, arch: Architecture) -> Shape:
@@ -142,14 +152,12 @@ class Rule:
         if self.stacked and self.per_head is not None:
             shapes = {name: (len(self.parts), rows // len(self.parts)) for name, (rows, *_) in shapes.items()}
         elif self.stacked:
-            shapes = {
-                name: (symbol_sizes(arch)["E"] if self.is_expert else 1, *shape) for name, shape in shapes.items()
-            }
+            shapes = {name: (arch.symbols["E"] if self.is_expert else 1, *shape) for name, shape in shapes.items()}
         return shapes
 
     def blocks(self, arch: Architecture) -> list[RowBlock]:
         """All rows in canonical order; the blocks cover both sides exactly once."""
-        sizes = symbol_sizes(arch)
+        sizes = arch.symbols
         strands = symbol_size(self.strands, sizes)
         rows = [shape[0] for shape in self.part_shapes(arch)]
         blocks, at = [], 0
@@ -181,91 +189,9 @@ class Rule:
             first += run
 
 
-def symbol_sizes(arch: Architecture) -> dict[str, int]:
-    """The size of each symbol.
-
-    V vocabulary, H hidden size, F feed-forward width, P rows of learned positions, N heads, G query groups, D head
-    dim, Vh head dim of values, W rows of QKV (with a ``w``, such as Nw and Vhw: of sliding-window layers), E experts,
-    X width of an expert, Hx of its inputs, S width of the shared experts. MLA: Rq and Rk are the LoRA ranks of
-    queries and of keys and values, Kd is Rk plus the rotary dim, Qh is the head dim of queries, Kv is a head's non-
-    rotary key dim plus its value dim. Delta net: Lk and Lv are the channels of all keys and values, Lm and Ln the
-    numbers of key and value heads, Ld is the value dim of a head, Lc the kernel of the convolution. Indexer: Ni and
-    Di are its heads and their dim. Mamba-2: Mi are the channels, Mg the channels of B of all groups, Mh the heads, Mk
-    the kernel. Mamba-1: Ci are the channels, Cs is the state size, Cr the rank of the time steps, Cx is Cr plus twice
-    Cs, Ck the kernel. Sk is the kernel of a short convolution. Iw is the width of the inputs of a layer, Ia of those of
-    all layers.
-    """
-    sizes = {
-        "V": arch.vocab_size,
-        "H": arch.hidden_size,
-        "F": arch.ffn_hidden_size,
-        "P": arch.max_position_embeddings + arch.position_offset,
-        "Iw": arch.layer_input_size,
-        "Ia": arch.layer_input_size * arch.num_layers,
-        "1": 1,
-        "2": 2,
-        "4": 4,
-    }
-    for kind, attention in (("", arch), (WINDOWED, arch.windowed)):
-        sizes |= {symbol + kind: size for symbol, size in _attention_sizes(attention).items()}
-    if (moe := arch.moe) is not None:
-        sizes |= {"E": moe.num_experts, "X": moe.ffn_hidden_size, "S": moe.shared_ffn_hidden_size}
-        sizes["Hx"] = moe.latent_size or arch.hidden_size
-    if (mla := arch.mla) is not None:
-        sizes |= {
-            "Rq": mla.q_lora_rank or 0,
-            "Rk": mla.kv_lora_rank,
-            "Kd": mla.kv_lora_rank + mla.qk_rope_head_dim,
-            "Qh": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
-            "Kv": mla.qk_nope_head_dim + mla.v_head_dim,
-        }
-    if (delta := arch.delta_net) is not None:
-        sizes |= {
-            "Lk": delta.key_width,
-            "Lv": delta.value_width,
-            "Lm": delta.num_key_heads,
-            "Ln": delta.num_value_heads,
-            "Ld": delta.value_head_dim,
-            "Lc": delta.conv_kernel,
-        }
-    if (indexer := arch.indexer) is not None:
-        sizes |= {"Ni": indexer.num_heads, "Di": indexer.head_dim}
-    return sizes | _state_space_sizes(arch)
-
-
-def _state_space_sizes(arch: Architecture) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    if (two := arch.mamba2) is not None:
-        inner, groups = two.num_heads * two.head_dim, two.num_groups * two.state_size
-        sizes |= {"Mi": inner, "Mg": groups, "Mh": two.num_heads, "Mk": two.kernel}
-    if (mamba := arch.mamba) is not None:
-        sizes |= {"Ci": mamba.inner_size, "Cs": mamba.state_size, "Cr": mamba.time_step_rank, "Ck": mamba.kernel}
-        sizes["Cx"] = mamba.time_step_rank + 2 * mamba.state_size
-    if (short := arch.short_convolution) is not None:
-        sizes["Sk"] = short.kernel
-    return sizes
-
-
-def _attention_sizes(arch: Architecture) -> dict[str, int]:
-    heads, groups, width, values = (
-        arch.num_attention_heads,
-        arch.num_query_groups,
-        arch.kv_channels,
-        arch.value_width,
-    )
-    value_heads = (0 if arch.values_are_keys else groups) + (heads if arch.attention_gate else 0)
-    rows = (heads + groups) * width + value_heads * values
-    return {"N": heads, "G": groups, "D": width, "Vh": values, "W": rows}
-
-
 def symbol_size(symbol: str, sizes: Mapping[str, int]) -> int:
     """The size of a symbol or of a product such as ``N*D``."""
     return math.prod(sizes[factor] for factor in symbol.split("*"))
-
-
-def field_of(arch: Architecture, path: str) -> Any:
-    """A field by its dotted path, such as ``moe.top_k``; None if the outer field is None."""
-    return reduce(lambda value, name: None if value is None else getattr(value, name), path.split("."), arch)
 
 
 def is_true(arch: Architecture, condition: str) -> bool:
@@ -276,7 +202,7 @@ def is_true(arch: Architecture, condition: str) -> bool:
 
     def is_satisfied(term: str) -> bool:
         path, _, values = term.partition("=")
-        value = field_of(arch, path)
+        value = arch.setting(path)
         return value in values.split("|") if values else bool(value)
 
     return all(map(is_satisfied, condition.split(" and ")))

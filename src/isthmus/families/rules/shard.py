@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.rules.rule import RowBlock, Rule, Shape, symbol_sizes
+from isthmus.families.rules.rule import RowBlock, Rule, Shape
 
 Index = tuple[slice, ...]
 Read = Callable[[int, Index], Tensor]
@@ -149,7 +149,7 @@ def check_tp_size(arch: Architecture, tp_size: int) -> None:
     """Raise UsageError unless heads, query groups and feed-forward width are divisible by ``tp_size``."""
     if (why := _tp_mismatch(arch, tp_size)) is None:
         return
-    fitting = [tp for tp in range(1, arch.num_attention_heads + 1) if _tp_mismatch(arch, tp) is None]
+    fitting = [tp for tp in range(1, arch.attention.num_attention_heads + 1) if _tp_mismatch(arch, tp) is None]
     raise UsageError(f"tp={tp_size} {why} ({arch.family}). Use {_choices(fitting)}.")
 
 
@@ -166,7 +166,7 @@ def check_expert_sizes(arch: Architecture, ep_size: int, etp_size: int) -> None:
             f"ep={ep_size} does not divide num_experts={experts} ({arch.family}). Use {_choices(fitting)}."
         )
     if etp_size < 1 or width % etp_size:
-        fitting = [etp for etp in range(1, arch.num_attention_heads + 1) if width % etp == 0]
+        fitting = [etp for etp in range(1, arch.attention.num_attention_heads + 1) if width % etp == 0]
         raise UsageError(
             f"etp={etp_size} does not divide the experts' width {width} ({arch.family}). Use {_choices(fitting)}."
         )
@@ -179,29 +179,10 @@ def _choices(sizes: list[int]) -> str:
 
 
 def _tp_mismatch(arch: Architecture, tp: int) -> str | None:
-    moe = arch.moe
-    has_dense = moe is None or bool(moe.dense_layers)
-    divisible = [("num_attention_heads", kind.num_attention_heads) for kind in arch.attention_kinds]
-    divisible += [("ffn_hidden_size", arch.ffn_hidden_size)] if has_dense else []
-    divisible += [("shared_ffn_hidden_size", moe.shared_ffn_hidden_size)] if moe is not None else []
-    if arch.delta_net is not None:
-        divisible.append(("num_key_heads of the delta net", arch.delta_net.num_key_heads))
-    if (two := arch.mamba2) is not None:
-        divisible += [("Mamba heads", two.num_heads), ("channels of B of Mamba", two.num_groups * two.state_size)]
-    divisible += [("channels of Mamba", arch.mamba.inner_size)] if arch.mamba is not None else []
-    divisible += [("hidden_size", arch.hidden_size)] if arch.short_convolution is not None else []
-    for name, size in divisible:
-        if tp < 1 or size % tp:
-            return f"does not divide {name}={size}"
-    if two is not None and two.num_groups % tp and tp % two.num_groups:
-        return f"neither divides the {two.num_groups} groups of Mamba heads nor is a multiple of them"
-    for kind in arch.attention_kinds if arch.mla is None else ():
-        groups = kind.num_query_groups
-        if groups % tp and tp % groups:
-            return f"does not divide num_query_groups={groups}"
-        if (qkv_rows := symbol_sizes(kind)["W"]) % tp:
-            return f"does not divide the {qkv_rows} rows of query, key and value"
-    return None
+    """Why ``tp`` ranks cannot share some block of the model."""
+    blocks = (*arch.attention_kinds, arch.mlp if arch.has_dense_mlp else None, arch.moe, *arch.recurrences)
+    reasons = (block.tp_mismatch(tp) for block in blocks if block is not None)
+    return next(filter(None, reasons), None)
 
 
 def _bounded(index: Index, shape: Shape) -> list[slice]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.rules.unrotated_layers import read_unrotated
 
 Window = Literal[
     "never",
@@ -23,11 +22,11 @@ Window = Literal[
 """``listed``: in all layers unless the config lists them; ``by_layer``: Qwen's ``use_sliding_window`` and
 ``max_window_layers``; ``pattern``: every nth layer has no window; ``first_and_pattern``: nor has the first one, and
 ``sliding_window_size`` counts the keys before the query's own; ``pattern_and_last``: nor has the last one, whatever the
-config lists; ``by_depth``: layers from ``max_window_layers`` on
-have a window; ``unread``: none has, whatever the config lists; ``chunks``: attention in chunks, by default in the
-layers that are rotated."""
-Pattern = int | Callable[[int], bool]
-"""Every nth layer has full attention, or those, counted from 0, for which it is true."""
+config lists; ``by_depth``: layers from ``max_window_layers`` on have a window; ``unread``: none has, whatever the
+config lists; ``chunks``: attention in chunks of ``attention_chunk_size``."""
+Pattern = int | Callable[[Mapping[str, Any], int], Collection[int]]
+"""Every nth layer has full attention, or those that a function of the config and the number of layers returns, counted
+from 0."""
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -36,8 +35,8 @@ def read_window(
 ) -> tuple[int | None, tuple[int, ...]]:
     """The window size in tokens, including the query's own, and the layers with full attention.
 
-    Returns (None, ()) if all layers have full attention. With ``pattern``, ``every`` selects the layers with full
-    attention, unless the config has ``layer_types``.
+    Returns (None, ()) if all layers have full attention. ``pattern`` selects the layers with full attention, unless
+    the config has ``layer_types``.
     """
     if style == "unread":
         return None, ()
@@ -50,7 +49,7 @@ def read_window(
         return window, ()
     kinds = hf.get("layer_types")
     if kinds is None:
-        kinds = _default_kinds(style, hf, window, num_layers, pattern)
+        kinds = _default_kinds(style, hf, window, num_layers, pattern, other)
     if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
         raise DataError(f"config.json: layer_types must list the kind of each of {num_layers} layers, got {kinds!r}.")
     if unknown := sorted({str(kind) for kind in kinds} - {_FULL, other}):
@@ -68,19 +67,17 @@ def read_window(
 
 
 def _default_kinds(
-    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, pattern: Pattern | None
+    style: Window, hf: Mapping[str, Any], window: int | None, num_layers: int, pattern: Pattern | None, other: str
 ) -> list[str]:
-    if style == "chunks":
-        unrotated = read_unrotated(hf)
-        return [_FULL if layer in unrotated else _CHUNKED for layer in range(num_layers)]
     if callable(pattern):
-        return [_FULL if pattern(layer) else _SLIDING for layer in range(num_layers)]
+        full_layers = pattern(hf, num_layers)
+        return [_FULL if layer in full_layers else other for layer in range(num_layers)]
     if style in ("pattern", "first_and_pattern", "pattern_and_last"):
         period = _positive(hf, "sliding_window_pattern", pattern) or pattern or 1
         kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(num_layers)]
         return [_FULL, *kinds[1:]] if style == "first_and_pattern" else kinds
-    if style == "listed":
-        return [_FULL if window is None else _SLIDING] * num_layers
+    if style in ("listed", "chunks"):
+        return [_FULL if window is None else other] * num_layers
     full = hf.get("max_window_layers", pattern or 28) if window is not None else num_layers
     if not isinstance(full, int):
         raise DataError(f"config.json: max_window_layers must be an integer, got {full!r}.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Mixer
+from isthmus.families.architecture import Architecture
 from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, in_layer
 from isthmus.families.rules.rule import HfPart, Rule, in_layers
@@ -71,8 +71,7 @@ def head_dim(width: Key, write_width: Callable[[int, Architecture], Mapping[str,
         return int(size)
 
     def write(size: int, arch: Architecture) -> dict[str, Any]:
-        assert arch.mamba2 is not None
-        return {"mamba_d_head": size, **write_width(size * arch.mamba2.num_heads, arch)}
+        return {"mamba_d_head": size, **write_width(size * arch.setting("mamba2.num_heads"), arch)}
 
     return Derived(read, write)
 
@@ -128,13 +127,13 @@ DERIVED: dict[str, Derived] = {
 """Defaults are those of Bamba and Granite 4 in transformers."""
 
 
-def mixers_by_type(names: Mapping[str, Mixer], default: Callable[[Mapping[str, Any]], Sequence[str]]) -> Derived:
+def mixers_by_type(names: Mapping[str, str], default: Callable[[Mapping[str, Any]], Sequence[str]]) -> Derived:
     """``layer_types`` with one mixer for each layer, or ``default`` of the config if it has none.
 
     Of several names of a mixer, the first is written.
     """
 
-    def read(hf: Mapping[str, Any]) -> tuple[tuple[Mixer, ...], ...]:
+    def read(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
         types, number = hf.get("layer_types") or default(hf), Key("num_hidden_layers").read(hf)
         if not isinstance(types, Sequence) or len(types) != number:
             raise DataError(
@@ -144,22 +143,22 @@ def mixers_by_type(names: Mapping[str, Mixer], default: Callable[[Mapping[str, A
             raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {' and '.join(names)} are.")
         return tuple((names[kind_name],) for kind_name in types)
 
-    def write(_mixers: Sequence[tuple[Mixer, ...]], arch: Architecture) -> dict[str, Any]:
+    def write(_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
         written = {names[name]: name for name in reversed(list(names))}
         return {"layer_types": [written[mixer] for mixer in single_mixers(arch, *written)]}
 
     return Derived(read, write)
 
 
-def single_mixers(arch: Architecture, *allowed: Mixer) -> list[Mixer]:
+def single_mixers(arch: Architecture, *allowed: str) -> list[str]:
     """The mixer of each layer; UsageError if a layer has not exactly one of those allowed."""
-    layer_mixers = [arch.mixers_of(layer) for layer in range(arch.num_layers)]
+    layer_mixers = [arch.pattern.mixers_of(layer) for layer in range(arch.num_layers)]
     if other := {mixers for mixers in layer_mixers if len(mixers) != 1 or mixers[0] not in allowed}:
         raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
     return [mixer for (mixer,) in layer_mixers]
 
 
-def without_attention(mixer: Mixer, channels: Key) -> dict[str, Derived]:
+def without_attention(mixer: str, channels: Key) -> dict[str, Derived]:
     """Fields of models whose layers are all of this mixer, without a feed-forward block.
 
     The sizes of attention and feed-forward blocks have no effect; tensor parallelism divides them like ``channels``.
@@ -170,7 +169,7 @@ def without_attention(mixer: Mixer, channels: Key) -> dict[str, Derived]:
 
     def check(_value: Any, arch: Architecture) -> dict[str, Any]:
         single_mixers(arch, mixer)
-        if set(range(arch.num_layers)).difference(arch.layers_without_mlp):
+        if set(range(arch.num_layers)).difference(arch.pattern.layers_without_mlp):
             raise UsageError(f"{arch.family}: config.json cannot express layers with a feed-forward block.")
         return {}
 

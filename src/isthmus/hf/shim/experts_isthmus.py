@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Mlp(nn.Module):
+class IsthmusMlp(nn.Module):
     """A feed-forward block, or one expert."""
 
     def __init__(self, config: IsthmusConfig, width: int, *, bias: bool) -> None:
@@ -90,9 +90,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
         self.gate = Router(config)
-        experts = (Mlp(config, width, bias=config.expert_mlp_bias) for _ in range(config.num_experts))
+        experts = (IsthmusMlp(config, width, bias=config.expert_mlp_bias) for _ in range(config.num_experts))
         self.experts = nn.ModuleList(experts)
-        self.shared_experts = Mlp(config, shared, bias=False) if shared else None
+        self.shared_experts = IsthmusMlp(config, shared, bias=False) if shared else None
         weighted = shared and config.shared_expert_gate
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if weighted else None
         self.output_bias = nn.Parameter(torch.zeros(config.hidden_size)) if config.moe_output_bias else None

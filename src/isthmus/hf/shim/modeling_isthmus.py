@@ -11,11 +11,11 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_isthmus import IsthmusConfig
-from .experts_isthmus import MixtureOfExperts, Mlp, Router
+from .experts_isthmus import IsthmusMlp, MixtureOfExperts, Router
 from .rotary_isthmus import Table, inverse_frequencies, rotate
 
 
-class Norm(nn.Module):
+class IsthmusNorm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension, computed in float32."""
 
     def __init__(self, config: IsthmusConfig, width: int, kind: str | None = None) -> None:
@@ -35,7 +35,7 @@ class Norm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
 
 
-class Attention(nn.Module):
+class IsthmusAttention(nn.Module):
     """Causal self-attention with grouped key/value heads."""
 
     def __init__(self, config: IsthmusConfig, layer: int) -> None:
@@ -52,9 +52,9 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.norm_over = config.qk_norm_over if config.qk_norm else None
         if self.norm_over == "projection":
-            self.q_norm, self.k_norm = (Norm(config, n * width, "RMSNorm") for n in (heads, groups))
+            self.q_norm, self.k_norm = (IsthmusNorm(config, n * width, "RMSNorm") for n in (heads, groups))
         elif self.norm_over == "head":
-            self.q_norm, self.k_norm = Norm(config, width), Norm(config, width)
+            self.q_norm, self.k_norm = IsthmusNorm(config, width), IsthmusNorm(config, width)
 
     def forward(self, x: Tensor, tables: list[Table], padding: Tensor | None, cache: Any, past: int) -> Tensor:
         """Attention of ``x`` [B, S, H] and ``past`` earlier tokens; ``padding`` [B, past + S] is zero for padding.
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         return scores.softmax(-1)[..., : k.size(2)].to(v.dtype) @ v
 
 
-class Layer(nn.Module):
+class IsthmusLayer(nn.Module):
     """Attention and feed-forward block, with norms placed according to ``layer_form``."""
 
     def __init__(self, config: IsthmusConfig, layer: int) -> None:
@@ -114,15 +114,17 @@ class Layer(nn.Module):
         self.form, self.multiplier = config.layer_form, config.residual_multiplier
         width = config.hidden_size
         if self.form != "post":
-            self.input_layernorm = Norm(config, width)
+            self.input_layernorm = IsthmusNorm(config, width)
         if self.form not in ("post", "parallel"):
-            self.post_attention_layernorm = Norm(config, width)  # applied before the MLP, as in Llama
+            self.post_attention_layernorm = IsthmusNorm(config, width)  # applied before the MLP, as in Llama
         if self.form in ("post", "sandwich"):
-            self.post_self_attn_layernorm = Norm(config, width)
-            self.post_mlp_layernorm = Norm(config, width)
-        self.self_attn = Attention(config, layer)
+            self.post_self_attn_layernorm = IsthmusNorm(config, width)
+            self.post_mlp_layernorm = IsthmusNorm(config, width)
+        self.self_attn = IsthmusAttention(config, layer)
         dense = config.num_experts == 0 or layer in config.mlp_only_layers
-        self.mlp = Mlp(config, config.intermediate_size, bias=config.mlp_bias) if dense else MixtureOfExperts(config)
+        self.mlp = (
+            IsthmusMlp(config, config.intermediate_size, bias=config.mlp_bias) if dense else MixtureOfExperts(config)
+        )
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """[B, S, H] -> [B, S, H]; ``context`` is passed to attention."""
@@ -145,7 +147,7 @@ class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-igno
     config: IsthmusConfig
     config_class = IsthmusConfig
     base_model_prefix = "model"
-    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _no_split_modules = ["IsthmusLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
 
@@ -157,7 +159,7 @@ class IsthmusPreTrainedModel(PreTrainedModel):  # type: ignore[misc, unused-igno
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding | Router):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, Norm):
+        elif isinstance(module, IsthmusNorm):
             nn.init.constant_(module.weight, 0.0 if module.zero_centered else 1.0)
         if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
             nn.init.zeros_(bias)
@@ -173,8 +175,8 @@ class IsthmusModel(IsthmusPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position_embedding_type == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = Norm(config, config.hidden_size)
+        self.layers = nn.ModuleList(IsthmusLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = IsthmusNorm(config, config.hidden_size)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

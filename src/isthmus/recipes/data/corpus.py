@@ -28,11 +28,11 @@ from isthmus.errors import DataError, Hang, Preempted, UsageError
 from isthmus.files.atomic_write import write_atomic
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import (
+    DataSettings,
     DataSource,
     Report,
     Use,
     changed_files,
-    chat_settings,
     data_fingerprint,
     find_data_sources,
     known_digests,
@@ -40,7 +40,7 @@ from isthmus.recipes.data.data_sources import (
     same_data,
 )
 from isthmus.recipes.data.prepare import tokenize_files
-from isthmus.recipes.data.source_samples import most_targets, open_sources, write_missing_manifests
+from isthmus.recipes.data.source_samples import open_sources, write_missing_manifests
 from isthmus.recipes.registry import recipe_of
 from isthmus.train.stop import StopFlag
 
@@ -159,7 +159,8 @@ def check_files(config: RunConfig) -> None:
 
 
 def load_corpus(
-    config: RunConfig,
+    settings: DataSettings,
+    sources: Sequence[DataSource],
     folder: Path,
     tokenizer: Tokenizer,
     *,
@@ -168,29 +169,26 @@ def load_corpus(
     stop: StopFlag,
     report: Report,
 ) -> Corpus:
-    """Tokenize raw data files into ``folder``, unless it has the same data, and open the samples; a collective.
+    """Tokenize raw sources into ``folder``, unless it has the same data, and open the samples; a collective.
 
     With ``resume`` changed data is a DataError. A stop request raises Preempted and keeps the finished parts.
     """
-    if config.data.mock:
-        report(f"data: random tokens, {config.data.seq_length} per sample")
-        return Corpus.mock(config, vocab_size)
-    sources = find_data_sources(config)
     tokenized: dict[str, TokenizeStats] = {}  # on rank 0, of the sources that were tokenized now
     on_rank_0(
-        lambda: tokenized.update(_tokenize_sources(config, sources, folder, tokenizer, resume, stop, report)), "corpus"
+        lambda: tokenized.update(_tokenize_sources(settings, sources, folder, tokenizer, resume, stop, report)),
+        "corpus",
     )
     stores: list[SampleStore] = []
-    agree(lambda: stores.extend(open_sources(config, sources, folder, tokenizer, vocab_size, report, tokenized)))
-    return split_sources(config, sources, stores)
+    agree(lambda: stores.extend(open_sources(settings, sources, folder, tokenizer, vocab_size, report, tokenized)))
+    return split_sources(settings.data, sources, stores)
 
 
 def compare_data(
-    config: RunConfig, sources: Sequence[DataSource], folder: Path, tokenizer: Tokenizer, resume: Path | None
+    settings: DataSettings, sources: Sequence[DataSource], folder: Path, tokenizer: Tokenizer, resume: Path | None
 ) -> tuple[dict[str, Any], bool]:
     """(fingerprint of the data, whether ``folder`` has the same); with ``resume`` changed data is a DataError."""
     earlier = read_fingerprint(folder / _FINGERPRINT)
-    fingerprint = data_fingerprint(config, sources, tokenizer, earlier)
+    fingerprint = data_fingerprint(settings, sources, tokenizer, earlier)
     same = same_data(fingerprint, earlier)
     if not same and earlier and resume is not None:
         check_fingerprint(str(earlier), str(fingerprint), resume, changed_files(fingerprint, earlier))
@@ -198,7 +196,7 @@ def compare_data(
 
 
 def _tokenize_sources(
-    config: RunConfig,
+    settings: DataSettings,
     sources: Sequence[DataSource],
     folder: Path,
     tokenizer: Tokenizer,
@@ -207,8 +205,8 @@ def _tokenize_sources(
     report: Report,
 ) -> dict[str, TokenizeStats]:
     """Tokenize the raw sources that ``folder`` does not have yet; returns their stats by key."""
-    fingerprint, same = compare_data(config, sources, folder, tokenizer, resume)
-    digests = known_digests(fingerprint)
+    fingerprint, same = compare_data(settings, sources, folder, tokenizer, resume)
+    digests, options = known_digests(fingerprint), tokenize_options(settings)
     if not same:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -219,7 +217,7 @@ def _tokenize_sources(
             if write_missing_manifests(source, folder):
                 report(f"{source.name}: read once, since it has no manifest")
         elif not indexed_file(folder / source.key, ".json").is_file():
-            tokenized[source.key] = _tokenize_source(config, source, folder, tokenizer, stop, digests)
+            tokenized[source.key] = _tokenize_source(options, source, folder, tokenizer, stop, digests)
         else:  # an interrupted run may have left the parts
             shutil.rmtree(indexed_file(folder / source.key, PARTIAL), ignore_errors=True)
     if same and not tokenized:
@@ -227,22 +225,27 @@ def _tokenize_sources(
     return tokenized
 
 
-def tokenize_options(config: RunConfig) -> TokenizeOptions:
+def tokenize_options(settings: DataSettings) -> TokenizeOptions:
     """How the records of a run's raw files become samples."""
-    data, records = config.data, recipe_of(config).records
+    data, records = settings.data, settings.recipe.records
     return TokenizeOptions(
         records.name,
-        seq_length=None if records.is_text else most_targets(config),
+        seq_length=None if records.is_text else settings.most_targets,
         loss_on="assistant" if records.is_text or records.is_answers else data.loss_on,
         overlong=data.overlong,
         on_error=data.on_error,
         columns=data.columns,
-        chat=chat_settings(config),
+        chat=settings.chat,
     )
 
 
 def _tokenize_source(
-    config: RunConfig, source: DataSource, folder: Path, tokenizer: Tokenizer, stop: StopFlag, digests: dict[str, str]
+    options: TokenizeOptions,
+    source: DataSource,
+    folder: Path,
+    tokenizer: Tokenizer,
+    stop: StopFlag,
+    digests: dict[str, str],
 ) -> TokenizeStats:
     def check_stop(_: TokenizeStats) -> None:
         if stop.requested:
@@ -254,7 +257,7 @@ def _tokenize_source(
             files,
             folder / source.key,
             tokenizer,
-            tokenize_options(config),
+            options,
             known_digests=digests,
             on_progress=check_stop,
         )
@@ -263,9 +266,8 @@ def _tokenize_source(
         raise
 
 
-def split_sources(config: RunConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
+def split_sources(data: DataConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
     """The parts of a run: validation and test samples are from their files, or split off from each training set."""
-    data = config.data
     split_off: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
     fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
     for source, store in zip(sources, stores, strict=True):

@@ -58,8 +58,8 @@ def epoch_count(epochs: float) -> str:
 
 def model_positions(architecture: Architecture) -> int:
     """Positions that the model is made for. Configs of scaled RoPE give them with or without the factor."""
-    positions, scaling = architecture.max_position_embeddings, architecture.rope_scaling
-    if architecture.position == "learned" or scaling is None:
+    positions, scaling = architecture.max_position_embeddings, architecture.rotary.rope_scaling
+    if architecture.embedding.position == "learned" or scaling is None:
         return positions
     original = positions if scaling.kind == "linear" else scaling.original_max_position_embeddings
     return max(positions, math.floor(scaling.factor * original))

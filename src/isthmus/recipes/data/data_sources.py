@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isthmus.config.schema import RunConfig
-from isthmus.config.schema.data import DOCUMENT_SETTINGS
+from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.readers.data_names import HUB, PARTIAL
 from isthmus.data.readers.file_sources import find_sources, is_data_file
@@ -24,6 +24,8 @@ from isthmus.data.store.indexed_dataset import find_prefix
 from isthmus.data.store.manifest import SUFFIXES, indexed_file
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
+from isthmus.recipes.recipe import Recipe
+from isthmus.recipes.registry import recipe_of
 
 Report = Callable[[str], None]
 Use = Literal["train", "valid", "test"]
@@ -44,6 +46,24 @@ class DataSource:
     """Raw files as given; indexed files as prefixes."""
     prepared: bool
     weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """The settings of a run that decide its samples."""
+
+    recipe: Recipe
+    data: DataConfig
+    chat: ChatSettings
+
+    @property
+    def most_targets(self) -> int:
+        """Most targets of a sample, which has one token more. A reward model also reads the last token."""
+        return self.data.seq_length - self.recipe.trains_scores
+
+
+def data_settings(config: RunConfig) -> DataSettings:
+    return DataSettings(recipe_of(config), config.data, chat_settings(config))
 
 
 def find_data_sources(config: RunConfig, tokenized: Path | None = None) -> list[DataSource]:
@@ -118,13 +138,12 @@ _FORMAT = 3
 
 
 def data_fingerprint(
-    config: RunConfig, sources: Sequence[DataSource], tokenizer: Tokenizer, earlier: dict[str, Any]
+    settings: DataSettings, sources: Sequence[DataSource], tokenizer: Tokenizer, earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fingerprint of the config's data; files with the same path, size and time as in ``earlier`` are not read."""
+    """The fingerprint of the data; files with the same path, size and time as in ``earlier`` are not read."""
     known = known_digests(earlier)
     files = [[file_record(name, known) for name in _files_of(source)] for source in sources]
-    settings = config.data.model_dump(mode="json")
-    chat = chat_settings(config)
+    values, chat = settings.data.model_dump(mode="json"), settings.chat
     return {
         "format": _FORMAT,
         "sources": [
@@ -132,8 +151,8 @@ def data_fingerprint(
         ],
         "files": [file for records in files for file in records],
         "tokenizer": tokenizer_record(tokenizer),
-        "recipe": config.recipe,
-        "settings": {name: settings[name] for name in sorted(settings) if name not in _IRRELEVANT},
+        "recipe": settings.recipe.name,
+        "settings": {name: values[name] for name in sorted(values) if name not in _IRRELEVANT},
         **({} if chat == UNCHANGED else {"chat": chat.as_record()}),
     }
 

@@ -51,7 +51,7 @@ def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architec
     render = None if recipe_of(config).records.is_text else ChatRenderer(tokenizer, settings=chat_settings(config))
     prompts = tuple(_prompt(record, where, render, tokenizer) for record, where in records)
     longest = max(len(prompt.input_ids) for prompt in prompts) + settings.max_new_tokens
-    if architecture.position == "learned" and longest > architecture.max_position_embeddings:
+    if architecture.embedding.position == "learned" and longest > architecture.max_position_embeddings:
         raise UsageError(
             f"eval.prompts: a prompt and eval.max_new_tokens={settings.max_new_tokens} are {longest} tokens, more than "
             f"the {architecture.max_position_embeddings} learned positions of this model. Lower eval.max_new_tokens."

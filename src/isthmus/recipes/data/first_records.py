@@ -31,7 +31,7 @@ from isthmus.recipes.data.corpus import (
     split_sources,
     tokenize_options,
 )
-from isthmus.recipes.data.data_sources import DataSource, files_below, find_data_sources
+from isthmus.recipes.data.data_sources import DataSource, data_settings, files_below, find_data_sources
 from isthmus.recipes.data.prepare import check_not_empty
 from isthmus.recipes.data.source_samples import open_samples, open_sources, write_missing_manifests
 from isthmus.recipes.registry import recipe_of
@@ -58,7 +58,7 @@ def check_first_records(config: RunConfig, tokenizer: Tokenizer) -> None:
     Raises:
         DataError: as for the whole files.
     """
-    tokenize = RecordTokenizer(tokenizer, tokenize_options(config))
+    tokenize = RecordTokenizer(tokenizer, tokenize_options(data_settings(config)))
     for source in _raw_sources(config):
         for name in _local_names(source)[:_MOST_FILES]:
             for chunk in islice(read_chunks([name]), 1):
@@ -77,8 +77,8 @@ def known_corpus(
     with TemporaryDirectory() as folder:
         for source in sources:
             write_missing_manifests(source, Path(folder))
-        stores = open_sources(config, sources, Path(folder), tokenizer, vocab_size, report, {})
-    return split_sources(config, sources, stores)
+        stores = open_sources(data_settings(config), sources, Path(folder), tokenizer, vocab_size, report, {})
+    return split_sources(config.data, sources, stores)
 
 
 def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str], None]) -> DataEstimate | None:
@@ -137,7 +137,7 @@ def _local_names(source: DataSource) -> list[str]:
 def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[float, float]:
     with TemporaryDirectory() as folder:
         write_missing_manifests(source, Path(folder))
-        store, _ = open_samples(source, config, tokenizer, Path(folder))
+        store, _ = open_samples(source, data_settings(config), tokenizer, Path(folder))
     inputs = np.maximum(store.lengths - 1, 0)
     return _num_sequences(config, inputs), float(inputs.sum())
 
@@ -146,7 +146,7 @@ def _size(
     config: RunConfig, source: DataSource, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[float, float] | None:
     """(sequences, tokens with a label) of the files of a source; None if it cannot be estimated."""
-    tokenize, names = RecordTokenizer(tokenizer, tokenize_options(config)), _local_names(source)
+    tokenize, names = RecordTokenizer(tokenizer, tokenize_options(data_settings(config))), _local_names(source)
     stats, known = TokenizeStats(), len(names) == len(find_sources(source.files).names)
     is_complete = known and len(names) <= _MOST_CHUNKS
     sequences = tokens = seen_bytes = 0.0

@@ -20,7 +20,7 @@ from isthmus.hf.model_folder import read_json
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
 from isthmus.recipes.data.corpus import split_sources
-from isthmus.recipes.data.data_sources import find_data_sources
+from isthmus.recipes.data.data_sources import data_settings, find_data_sources
 from isthmus.recipes.data.shown_samples import ShownSample, shown_step
 from isthmus.recipes.data.source_samples import open_sources
 from isthmus.recipes.model.model_source import answer_end
@@ -68,14 +68,14 @@ def open_recorded(run: RunDir) -> RecordedData:
         raise UsageError(f"{run.root}: this run has data.mock=true: its samples are random tokens without text.")
     sources = find_data_sources(config, run.data)
     tokenizer = _tokenizer(run, config)
-    stores = open_sources(config, sources, run.data, tokenizer, tokenizer.vocab_size, lambda _: None, {})
+    stores = open_sources(data_settings(config), sources, run.data, tokenizer, tokenizer.vocab_size, lambda _: None, {})
     end = None
     if recipe_of(config).trains_scores:
         hf_config: dict[str, Any] = {}
         with suppress(OSError, DataError, MissingInput):
             hf_config = read_json(run.export() / "config.json")
         end = answer_end(hf_config, tokenizer)
-    train, _, _ = split_sources(config, sources, stores).batches(
+    train, _, _ = split_sources(config.data, sources, stores).batches(
         config, FIRST_RANK, 1, eod=tokenizer.eos_id, device_type="cpu", end=end
     )
     return RecordedData(tokenizer, train)

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.schema import RunConfig
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_sources import first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
@@ -16,12 +15,11 @@ from isthmus.data.store.sample_views import chat_samples, preference_samples, te
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.data_sources import DataSource, Report, chat_settings, tokenizer_record
-from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.data.data_sources import DataSettings, DataSource, Report, tokenizer_record
 
 
 def open_sources(
-    config: RunConfig,
+    settings: DataSettings,
     sources: Sequence[DataSource],
     folder: Path,
     tokenizer: Tokenizer,
@@ -31,10 +29,10 @@ def open_sources(
 ) -> list[SampleStore]:
     stores = []
     for source in sources:
-        store, fit = open_samples(source, config, tokenizer, folder)
+        store, fit = open_samples(source, settings, tokenizer, folder)
         lines: list[str] = []
         if stats := tokenized.get(source.key):
-            if recipe_of(config).records.is_text:  # documents become samples of at most seq_length + 1 tokens here
+            if settings.recipe.records.is_text:  # documents become samples of at most seq_length + 1 tokens here
                 loss_tokens = store.num_tokens - len(store)
                 stats = replace(stats, samples=len(store), tokens=store.num_tokens, loss_tokens=loss_tokens)
             lines = [stats.summary(), *stats.notes]
@@ -55,24 +53,24 @@ def open_sources(
 
 
 def open_samples(
-    source: DataSource, config: RunConfig, tokenizer: Tokenizer, folder: Path
+    source: DataSource, settings: DataSettings, tokenizer: Tokenizer, folder: Path
 ) -> tuple[SampleStore, TokenizeStats]:
     """(samples, counts of cut and dropped ones). Raw files are opened from ``folder``, after tokenization;
     prepared files need :func:`write_missing_manifests` first.
     """
-    records, tokenizer_hashes = recipe_of(config).records, tokenizer_record(tokenizer)
-    seq_length, overlong = most_targets(config), config.data.overlong
+    records, tokenizer_hashes = settings.recipe.records, tokenizer_record(tokenizer)
+    data, seq_length = settings.data, settings.most_targets
     stores, total = [], TokenizeStats()
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
         manifest = _manifest_path(source, number, folder)
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
-        _check(indexed, config, tokenizer_hashes)
+        _check(indexed, settings, tokenizer_hashes)
         if records.is_text:
-            store, fit = text_samples(indexed, seq_length, crosses_documents=config.data.crosses_documents)
+            store, fit = text_samples(indexed, seq_length, crosses_documents=data.crosses_documents)
         elif records.roles:
-            store, fit = preference_samples(indexed, seq_length, overlong)
+            store, fit = preference_samples(indexed, seq_length, data.overlong)
         else:
-            store, fit = chat_samples(indexed, seq_length, overlong)
+            store, fit = chat_samples(indexed, seq_length, data.overlong)
         stores.append(store)
         total.add(fit)
     return SampleStore.concatenated(stores), total
@@ -90,23 +88,18 @@ def write_missing_manifests(source: DataSource, folder: Path) -> bool:
     return bool(missing)
 
 
-def most_targets(config: RunConfig) -> int:
-    """Most targets of a sample, which has one token more. A reward model also reads the last token."""
-    return config.data.seq_length - recipe_of(config).trains_scores
-
-
 def _manifest_path(source: DataSource, number: int, folder: Path) -> Path:
     return folder / f"{source.key}-{number}.json"
 
 
-def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[str, str]) -> None:
+def _check(indexed: IndexedDataset, settings: DataSettings, tokenizer_hashes: dict[str, str]) -> None:
     record: dict[str, Any] = indexed.manifest or {}
-    expected = recipe_of(config).records.name
+    expected = settings.recipe.records.name
     kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
     if kind.split()[0] != expected:
         why = ", whose mask marks the loss tokens" if indexed.mask is None else ""
         raise DataError(
-            f"{indexed.prefix}: prepared data of kind {kind}; {config.recipe} needs {expected}{why}. "
+            f"{indexed.prefix}: prepared data of kind {kind}; {settings.recipe.name} needs {expected}{why}. "
             f"Prepare the records with --kind {expected}."
         )
     if "tokenizer" not in record:  # Megatron does not record the tokenizer
@@ -123,15 +116,15 @@ def _check(indexed: IndexedDataset, config: RunConfig, tokenizer_hashes: dict[st
         raise DataError(
             f"{indexed.prefix}: prepared with unknown settings of chats. Prepare the records again."
         ) from None
-    for name, expected_value in asdict(chat_settings(config)).items() if kind != "text" else ():
+    for name, expected_value in asdict(settings.chat).items() if kind != "text" else ():
         if (got := getattr(prepared, name)) != expected_value:
             raise DataError(
                 f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={expected_value!r}. Prepare "
                 "the records again with the settings of the run."
             )
-    loss_on = record.get("loss_on", config.data.loss_on)
-    if kind == "chat" and loss_on != config.data.loss_on:
+    loss_on = record.get("loss_on", settings.data.loss_on)
+    if kind == "chat" and loss_on != settings.data.loss_on:
         raise DataError(
-            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={config.data.loss_on}. "
+            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={settings.data.loss_on}. "
             f"Prepare the records again, or set data.loss_on={loss_on}."
         )

@@ -65,7 +65,7 @@ def export_adapter(model: RankModel, config: RunConfig, destination: Path) -> No
 def _settings(config: RunConfig, plan: ModelPlan) -> AdapterConfig:
     """Settings of the adapter's file; its writer adds the targets."""
     lora, modules = config.lora, modules_to_save(config, plan.existing)
-    task = "SEQ_CLS" if plan.architecture.score_head else "CAUSAL_LM"
+    task = "SEQ_CLS" if plan.architecture.head.score_head else "CAUSAL_LM"
     if plan.existing is not None:
         return replace(plan.existing.config, lora_dropout=lora.dropout, modules_to_save=modules, task_type=task)
     assert lora.rank is not None

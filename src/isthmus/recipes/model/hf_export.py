@@ -191,7 +191,7 @@ def checkpoint_args(model: RankModel, step: int) -> Namespace:
 def _write_model_files(plan: ModelPlan, folder: Path, tokenizer: Tokenizer | None, dtype: torch.dtype | None) -> None:
     dtype_name = str(dtype).removeprefix("torch.") if dtype else None
     config = plan.family.to_hf_config(plan.architecture, plan.source.config, dtype=dtype_name, dropout=plan.dropout)
-    if plan.architecture.score_head and tokenizer is not None:
+    if plan.architecture.head.score_head and tokenizer is not None:
         config["pad_token_id"] = answer_end(plan.source.config, tokenizer).padding
     if tokenizer is None or (tokenizer.folder == plan.source.path and tokenizer.turn_end_id is None):
         write_model_files(folder, plan.source, config)

@@ -14,7 +14,7 @@ from isthmus.errors import UsageError
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import RankModel, join_and_build
 from isthmus.recipes.plan.layout_checks import check_fsdp_precision, check_fsdp_torch
-from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, plan_model
+from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, open_run_model, plan_model
 
 
 def load_model(hf_dir: Path | str, parallel: dict[str, int] | None = None, *, precision: str = "fp32") -> Any:
@@ -65,7 +65,7 @@ def plan_from_folder(
     flags = {"model": str(hf_dir), "data": ["unused"], "out": "unused", "train.precision": precision}
     config = load_config("pretrain", None, flags=flags | layout | {"model.trust_remote_code": trust_remote_code})
     check_precision(detect(), precision)
-    plan = plan_model(config)
+    plan = plan_model(open_run_model(config), config)
     check_fsdp_precision(config.parallel, precision)
     check_fsdp_torch(config.parallel)
     return config, plan

@@ -87,9 +87,9 @@ def _changed_tensors(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
         return f"model_type is {families[0].name}, with model.config {families[1].name}"
     old, new = (families[0].to_architecture(config) for config in (before, after))
     for name in ("num_attention_heads", "num_query_groups", "kv_channels", "window_attention"):
-        if getattr(old, name) != getattr(new, name):
+        if old.setting(name) != new.setting(name):
             key = families[0].keys[name].hf if name in families[0].keys else name
-            return f"{key} is {getattr(old, name)}, with model.config {getattr(new, name)}"
+            return f"{key} is {old.setting(name)}, with model.config {new.setting(name)}"
     shapes, others = (families[0].hf_shapes(arch) for arch in (old, new))
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):

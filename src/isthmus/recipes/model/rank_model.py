@@ -122,7 +122,7 @@ def build_rank_model(
         load_adapters(stages, start)
         if model.pissa is not None:
             subtract_adapters(stages)
-    if config.model.init != "random" and plan.architecture.mtp_layers:
+    if config.model.init != "random" and plan.architecture.pattern.mtp_layers:
         agree(lambda: _check_mtp_copies(model, mtp_shared_tensors(stages)))
     return model
 

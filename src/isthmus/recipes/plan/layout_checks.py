@@ -27,12 +27,12 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
             f"parallel.ep={parallel.ep} and parallel.etp={parallel.expert_tp} with parallel.tp={parallel.tp} need "
             "parallel.sp=true: each rank dispatches its own tokens to the experts. Set it."
         )
-    if architecture.indexer is not None and parallel.cp > 1:
+    if architecture.setting("indexer") is not None and parallel.cp > 1:
         raise UsageError(
             f"parallel.cp={parallel.cp}: the keys of a query are selected on one rank ({architecture.family}). Leave "
             "parallel.cp out, and use parallel.tp for long samples."
         )
-    others = sorted({mixer for mixers in architecture.mixers for mixer in mixers} - {"attention"})
+    others = sorted({mixer for mixers in architecture.pattern.mixers for mixer in mixers} - {"attention"})
     if others and parallel.cp > 1:
         raise UsageError(
             f"parallel.cp={parallel.cp} splits samples, and the state of {' and '.join(others)} layers passes from one "
@@ -45,10 +45,11 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
         "parallel.fsdp": parallel.fsdp,
     }
     unsupported = next((name for name, used in without_mtp.items() if used), None)
-    if architecture.mtp_layers and unsupported is not None:
+    if architecture.pattern.mtp_layers and unsupported is not None:
         raise UsageError(
-            f"MTP layers (num_nextn_predict_layers={architecture.mtp_layers}) cannot be trained with {unsupported} "
-            f"({architecture.family}). Leave it out, or remove the tensors of these layers from the folder."
+            f"MTP layers (num_nextn_predict_layers={architecture.pattern.mtp_layers}) cannot be trained with "
+            f"{unsupported} ({architecture.family}). Leave it out, or remove the tensors of these layers from the "
+            "folder."
         )
     if parallel.fsdp:
         check_fsdp(parallel)
@@ -118,8 +119,12 @@ def check_async_layout(parallel: ParallelConfig, device_type: str, precision: st
 def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
     """Check that every pipeline stage has a layer and, with virtual stages, all have the same number."""
     layers = architecture.num_layers
-    if pp > 1 and (architecture.key_sharing_layers or architecture.layer_input_size):
-        what = "layers attend to keys of other layers" if architecture.key_sharing_layers else "layers have own inputs"
+    if pp > 1 and (architecture.pattern.key_sharing_layers or architecture.embedding.layer_input_size):
+        what = (
+            "layers attend to keys of other layers"
+            if architecture.pattern.key_sharing_layers
+            else "layers have own inputs"
+        )
         raise UsageError(f"pp={pp} is not supported for this model, whose {what} ({architecture.family}). Use pp=1.")
     if pp > layers:
         hint = f"{layers} or less" if layers > 1 else "1"

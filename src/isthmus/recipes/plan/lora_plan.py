@@ -205,7 +205,7 @@ def saved_tensors(family: Family, arch: Architecture, modules: Iterable[str], ad
                 f"lora.modules_to_save: {module} is also in lora.targets, which gives {tensors[adapted[0]].hf[0]} an "
                 "adapter. Name the targets without it, or leave it out."
             )
-        if arch.tie_embeddings and chosen & {"embedding.word_embeddings.weight", "output_layer.weight"}:
+        if arch.head.tie_embeddings and chosen & {"embedding.word_embeddings.weight", "output_layer.weight"}:
             raise UsageError(
                 f"lora.modules_to_save: {module} is one tensor with the other end of this model (tie_word_embeddings), "
                 "and PEFT would train two copies. Leave it out, or train all weights without lora."

@@ -151,7 +151,7 @@ def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
     """
     element, arch = DTYPES[precision].itemsize, plan.architecture
     gathered, trained = counts.all.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
-    rows = 1 if arch.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
+    rows = 1 if arch.head.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
     return element * gathered + (4 * trained + element * trained // 2) + element * rows * arch.hidden_size
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
@@ -70,11 +72,36 @@ class ModelPlan:
         return math.ceil(max(self.architecture.vocab_size, self.least_vocab_size) / tp) * tp
 
 
-def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
-    """Read the config of the model and check the layout; ``world_size`` None is that of the environment."""
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model of a run, before its layout is planned."""
+
+    source: ModelFolder
+    weights: OpenedHfWeights
+    family: Family
+    existing: PeftFolder | None = None
+    """The adapter to start from."""
+    teacher: RunModel | None = None
+
+
+def open_run_model(config: RunConfig) -> RunModel:
+    """Read config and tensor names of the model of a run, of the adapter that it starts from and of its teacher."""
     source, existing = open_source(config.model), existing_adapter(config)
     family = family_for(source.config)
     weights = _weights_of_recipe(config, open_weights(source, family), family, source, existing)
+    teacher = None
+    if recipe_of(config).has_teacher:
+        with _naming_the_teacher(config):
+            opened = open_source(teacher_config(config).model)
+            its_family = family_for(opened.config)
+            its_weights = _weights_of_recipe(config, open_weights(opened, its_family), its_family, opened)
+            teacher = RunModel(opened, its_weights, its_family)
+    return RunModel(source, weights, family, existing, teacher)
+
+
+def plan_model(model: RunModel, config: RunConfig, *, world_size: int | None = None) -> ModelPlan:
+    """Check the layout and decide what is trained; ``world_size`` None is that of the environment."""
+    source, weights, family, existing = model.source, model.weights, model.family, model.existing
     architecture = weights.arch
     # Report sizes that do not divide the model before a wrong number of ranks.
     check_tp_size(architecture, config.parallel.tp)
@@ -97,7 +124,10 @@ def plan_model(config: RunConfig, *, world_size: int | None = None) -> ModelPlan
         weights = replace(weights, source=values)
     layout = config.parallel, world_size
     plan = ModelPlan(source, weights, family, architecture, *layout, dropout, frozen, adapters, existing)
-    return replace(plan, teacher=_plan_teacher(config, plan)) if recipe_of(config).has_teacher else plan
+    if model.teacher is None:
+        return plan
+    with _naming_the_teacher(config):
+        return replace(plan, teacher=_plan_teacher(model.teacher, config, plan))
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
@@ -111,23 +141,23 @@ def teacher_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model, "train": train, "moe": MoeConfig(), "lora": LoraConfig()})
 
 
-def _plan_teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
-    """The teacher with the student's layout; errors name its settings."""
+@contextmanager
+def _naming_the_teacher(config: RunConfig) -> Iterator[None]:
+    """Errors name the settings of the teacher."""
     try:
-        return _teacher(config, student)
+        yield
     except IsthmusError as error:
         text = re.sub(r"\bmodel\.(config|init)\b", r"distill.teacher_\1", str(error))
         raise type(error)(f"distill.teacher={config.distill.teacher}: {text}") from error
 
 
-def _teacher(config: RunConfig, student: ModelPlan) -> ModelPlan:
-    """The teacher without MTP layers and tokens that the student does not have."""
-    source = open_source(teacher_config(config).model)
-    family = family_for(source.config)
-    weights = _weights_of_recipe(config, open_weights(source, family), family, source)
+def _plan_teacher(teacher: RunModel, config: RunConfig, student: ModelPlan) -> ModelPlan:
+    """The teacher with the student's layout, without MTP layers and tokens that the student does not have."""
+    source, weights, family = teacher.source, teacher.weights, teacher.family
     parallel = config.parallel
     tokens = student.architecture.vocab_size
-    arch = replace(weights.arch, mtp_layers=0, vocab_size=min(weights.arch.vocab_size, tokens))
+    without_mtp = {"mtp_layers": 0, "vocab_size": min(weights.arch.vocab_size, tokens)}
+    arch = weights.arch.with_settings(without_mtp)
     if arch.moe is None:
         parallel = parallel.model_copy(update={"ep": 1, "etp": None})
     check_tp_size(arch, parallel.tp)
@@ -156,7 +186,7 @@ def _weights_of_recipe(
                 f"lora.path={existing} is an adapter of a reward model, and {config.recipe} needs one of a language "
                 "model. Leave it out, or use isthmus reward."
             )
-        if opened.arch.score_head:
+        if opened.arch.head.score_head:
             raise UsageError(
                 f"{source} is a reward model: it has a score head and no output layer, and {config.recipe} needs a "
                 "language model. Use the model that it was trained from, or isthmus reward."
@@ -167,7 +197,7 @@ def _weights_of_recipe(
             f"transformers has no {family.scored_architecture}, so nothing could load a reward model of family "
             f"{family.name}. Use a model of another family."
         )
-    if opened.arch.score_head:
+    if opened.arch.head.score_head:
         return opened
     scored = with_score_head(opened, family, config.train.seed)
     if has_head or not opened.source.tensors:
@@ -212,9 +242,9 @@ def check_training_settings(config: RunConfig, plan: ModelPlan) -> None:
     _check_optimizer(config.optim, plan)
     _check_expert_bias(config, plan)
     check_best(config, has_validation=bool(config.data.valid_files or config.data.valid_fraction))
-    if plan.architecture.mtp_layers and not recipe_of(config).trains_mtp:
+    if plan.architecture.pattern.mtp_layers and not recipe_of(config).trains_mtp:
         raise UsageError(
-            f"this model has {plan.architecture.mtp_layers} MTP layers (multi-token prediction, "
+            f"this model has {plan.architecture.pattern.mtp_layers} MTP layers (multi-token prediction, "
             f"{plan.architecture.family}), and {config.recipe} has no loss for them. Remove them from the folder "
             "(their number in config.json, and their tensors), or fine-tune with sft."
         )
@@ -222,7 +252,7 @@ def check_training_settings(config: RunConfig, plan: ModelPlan) -> None:
 
 def _check_positions(config: RunConfig, architecture: Architecture) -> None:
     longest, positions = config.data.seq_length, architecture.max_position_embeddings
-    if architecture.position == "learned" and longest > positions:
+    if architecture.embedding.position == "learned" and longest > positions:
         raise UsageError(
             f"data.seq_length={longest} is more than the {positions} learned positions of this model "
             f"({architecture.family}). Use {positions} or less."
@@ -260,7 +290,7 @@ def _check_expert_bias(config: RunConfig, plan: ModelPlan) -> None:
 
 def _check_selected_keys(longest: int, plan: ModelPlan) -> None:
     """Refuse samples of ``longest`` tokens if the keys of their queries cannot be selected."""
-    family, indexer = plan.architecture.family, plan.architecture.indexer
+    family, indexer = plan.architecture.family, plan.architecture.setting("indexer")
     if indexer is None or longest <= indexer.top_k:
         return
     length = f"data.seq_length={longest} is more than index_topk={indexer.top_k} ({family}), and beyond it"
@@ -274,6 +304,16 @@ def _check_selected_keys(longest: int, plan: ModelPlan) -> None:
         )
 
 
+def recomputable_modules(arch: Architecture) -> set[str]:
+    """The names of ``train.recompute_modules`` that the model has, besides ``core_attn``."""
+    feed_forward = [layer.experts is not None for layer in arch.layers]
+    modules = {"moe", "moe_act"} if any(feed_forward) else set()
+    modules |= set() if all(feed_forward) else {"mlp", "mlp_act"}
+    if any(layer.form != "post" for layer in arch.layers):
+        modules.add("layernorm")
+    return modules | ({"rope"} if arch.embedding.position == "rope" and arch.latent is None else set())
+
+
 def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
     train, architecture = config.train, plan.architecture
     stage_layers = math.ceil(architecture.num_layers / (plan.parallel.pp * plan.parallel.vpp))
@@ -284,25 +324,27 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
         )
     if train.recompute != "selective":
         return
-    is_moe = [architecture.is_moe(layer) for layer in range(architecture.num_layers)]
-    for name, present, what in (
-        ("moe", any(is_moe), "mixtures of experts"),
-        ("moe_act", any(is_moe), "mixtures of experts"),
-        ("mlp", not all(is_moe), "dense feed-forward blocks"),
-        ("mlp_act", not all(is_moe), "dense feed-forward blocks"),
-        ("layernorm", architecture.has_norms_before_blocks, "norms before its blocks"),
-        ("rope", architecture.position == "rope" and architecture.mla is None, "rotary embeddings of whole heads"),
-    ):
-        if name in train.recompute_modules and not present:
+    kinds = {
+        "moe": "mixtures of experts",
+        "moe_act": "mixtures of experts",
+        "mlp": "dense feed-forward blocks",
+        "mlp_act": "dense feed-forward blocks",
+        "layernorm": "norms before its blocks",
+        "rope": "rotary embeddings of whole heads",
+    }
+    present = recomputable_modules(architecture)
+    for name, what in kinds.items():
+        if name in train.recompute_modules and name not in present:
             raise UsageError(
                 f"train.recompute_modules names {name}, and this model has no {what} ({architecture.family}). "
                 "Leave it out."
             )
-    shared_heads = architecture.num_query_groups < plan.parallel.tp
-    if "rope" in train.recompute_modules and shared_heads and architecture.qk_norm:
+    groups = architecture.attention.num_query_groups
+    shared_heads = groups < plan.parallel.tp
+    if "rope" in train.recompute_modules and shared_heads and architecture.attention.qk_norm:
         raise UsageError(
             f"train.recompute_modules names rope, which saves no memory with QK norm and tp={plan.parallel.tp} above "
-            f"the {architecture.num_query_groups} key heads. Leave it out, or use tp={architecture.num_query_groups}."
+            f"the {groups} key heads. Leave it out, or use tp={groups}."
         )
 
 

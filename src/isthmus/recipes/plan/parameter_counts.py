@@ -47,13 +47,13 @@ class ParameterCounter:
         self._arch, self._dora = arch, adapters is not None and adapters.dora
         self._rules: dict[int, Rule] = {}
         experts: defaultdict[tuple[int, str, tuple[int, _Adapters]], list[int]] = defaultdict(list)
-        if arch.mtp_layers and _EMBEDDING in placements:  # an empty table counts nothing
+        if arch.pattern.mtp_layers and _EMBEDDING in placements:  # an empty table counts nothing
             placements = {_MTP_EMBEDDING: placements[_EMBEDDING], **placements}
         for name, placement in placements.items():
             if name in left_out or not placement.rule.trained:
                 continue
             # The last stage has one copy of a tied embedding, for the output layer and MTP layers.
-            if is_mtp_copy(name) and (arch.tie_embeddings or name != _MTP_EMBEDDING):
+            if is_mtp_copy(name) and (arch.head.tie_embeddings or name != _MTP_EMBEDDING):
                 continue
             weight_adapters = () if adapters is None else adapters.by_weight.get(name, ())
             if adapters is not None and not weight_adapters:

@@ -12,9 +12,9 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import open_weights
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.block import RehearsalSizes
 from isthmus.families.family import Family
-from isthmus.families.mixer_sizes import WindowAttention
 from isthmus.families.registry import family_for
 from isthmus.recipes.model.model_source import open_source
 from isthmus.recipes.plan.model_plan import teacher_config
@@ -90,43 +90,40 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
     ``vocab_size`` None keeps the vocabulary.
     """
     arch = _first_layers(arch, parallel.pp * parallel.vpp)
-    ratio = arch.num_attention_heads // arch.num_query_groups
-    groups = min(arch.num_query_groups, max(parallel.tp, 2 if ratio > 1 else 4))
-    heads = next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio)
-    head, ffn = _head_width(arch), 32 * math.lcm(4, parallel.tp, parallel.expert_tp)
-    mla = arch.mla and replace(
-        arch.mla,
-        kv_lora_rank=32,
-        q_lora_rank=arch.mla.q_lora_rank and 32,
-        qk_nope_head_dim=head,
-        qk_rope_head_dim=head,
-        v_head_dim=head,
+    ratio = arch.attention.num_attention_heads // arch.attention.num_query_groups
+    groups = min(arch.attention.num_query_groups, max(parallel.tp, 2 if ratio > 1 else 4))
+    sizes = RehearsalSizes(
+        heads=next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio),
+        groups=groups,
+        head_dim=_head_width(arch),
+        ffn_hidden_size=32 * math.lcm(4, parallel.tp, parallel.expert_tp),
+        tp=parallel.tp,
+        ep=parallel.ep,
+        etp=parallel.expert_tp,
     )
-    rope = arch.rope_scaling and replace(
-        arch.rope_scaling,
-        short_factor=arch.rope_scaling.short_factor[: int(head * arch.rotary_percent) // 2],
-        long_factor=arch.rope_scaling.long_factor[: int(head * arch.rotary_percent) // 2],
+    windows, pairs = arch.windows.window_attention, int(sizes.head_dim * arch.rotary.rotary_percent) // 2
+    rope = arch.rotary.rope_scaling and replace(
+        arch.rotary.rope_scaling,
+        short_factor=arch.rotary.rope_scaling.short_factor[:pairs],
+        long_factor=arch.rotary.rope_scaling.long_factor[:pairs],
     )
-    window = arch.window_attention and _small_windows(arch, arch.window_attention, heads, groups, head)
-    experts = arch.moe and _small_experts(
-        arch.moe, parallel, ffn if arch.moe.ffn_hidden_size == arch.ffn_hidden_size else None
-    )
-    return replace(
+    as_wide = arch.moe is not None and arch.moe.ffn_hidden_size == arch.mlp.ffn_hidden_size
+    small = replace(
         arch,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        hidden_size=heads * head,
-        kv_channels=2 * head if mla else head,
-        value_channels=arch.value_channels and _HEAD,
-        window_attention=window,
-        ffn_hidden_size=ffn,
-        mla=mla,
-        moe=experts,
-        rope_scaling=rope,
-        vocab_size=vocab_size or arch.vocab_size,
-        mtp_layers=min(arch.mtp_layers, 1),
-        layer_input_size=min(arch.layer_input_size, _HEAD),
-        **_small_mixers(arch, heads, head),
+        attention=arch.attention.small(sizes),
+        windows=replace(arch.windows, window_attention=windows and windows.small(arch.attention, sizes)),
+        recurrences=tuple(block.small(sizes) for block in arch.recurrences),
+        mlp=arch.mlp.small(sizes),
+        moe=arch.moe and arch.moe.small(replace(sizes, expert_size=sizes.ffn_hidden_size if as_wide else None)),
+    )
+    return small.with_settings(
+        {
+            "hidden_size": sizes.hidden_size,
+            "rope_scaling": rope,
+            "vocab_size": vocab_size or arch.vocab_size,
+            "mtp_layers": min(arch.pattern.mtp_layers, 1),
+            "layer_input_size": min(arch.embedding.layer_input_size, sizes.least),
+        }
     )
 
 
@@ -137,91 +134,16 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
     """
     if arch.moe is not None and arch.moe.dense_layers == tuple(range(len(arch.moe.dense_layers))):
         arch = replace(arch, moe=replace(arch.moe, dense_layers=arch.moe.dense_layers[:1]))
-    kinds = [arch.layer_kinds(layer) for layer in range(arch.num_layers)]
-    least = max(2, 1 + max(map(kinds.index, kinds)))
-    layers = min(arch.num_layers, math.ceil(least / stages) * stages)
-
-    def remaining(listed: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(layer for layer in listed if layer < layers)
-
-    return replace(
-        arch,
-        num_layers=layers,
-        mixers=arch.mixers[:layers],
-        key_sharing_layers=max(0, layers - (arch.num_layers - arch.key_sharing_layers)),
-        layers_without_mlp=remaining(arch.layers_without_mlp),
-        unrotated_layers=remaining(arch.unrotated_layers),
-        full_attention_layers=remaining(arch.full_attention_layers),
-        swiglu_limits=arch.swiglu_limits[:layers],
-        moe=arch.moe
-        and replace(
-            arch.moe, dense_layers=remaining(arch.moe.dense_layers), swiglu_limits=arch.moe.swiglu_limits[:layers]
-        ),
-        indexer=arch.indexer and replace(arch.indexer, shared_layers=remaining(arch.indexer.shared_layers)),
-    )
+    least = max(2, 1 + max(map(arch.layers.index, arch.layers)))
+    return arch.first_layers(min(arch.num_layers, math.ceil(least / stages) * stages))
 
 
 def _head_width(arch: Architecture) -> int:
     """The smallest multiple of ``_HEAD`` of which each kind of attention rotates an even number of channels."""
-    shares = [kind.rotary_percent for kind in arch.attention_kinds]
-    widths = range(_HEAD, arch.kv_channels, _HEAD)
-    return next((width for width in widths if all(int(width * share) % 2 == 0 for share in shares)), arch.kv_channels)
-
-
-def _small_windows(arch: Architecture, windows: WindowAttention, heads: int, groups: int, head: int) -> WindowAttention:
-    """Sizes of sliding-window layers, multiples of those of other layers if they have more heads."""
-    if windows.num_attention_heads:
-        heads *= max(1, windows.num_attention_heads // arch.num_attention_heads)
-    if windows.num_query_groups:
-        groups = min(heads, groups * max(1, windows.num_query_groups // arch.num_query_groups))
-    return replace(
-        windows,
-        num_attention_heads=windows.num_attention_heads and heads,
-        num_query_groups=windows.num_query_groups and groups,
-        kv_channels=windows.kv_channels and head,
-        value_channels=windows.value_channels and _HEAD,
-    )
-
-
-def _small_mixers(arch: Architecture, heads: int, head: int) -> dict[str, Any]:
-    """Sizes of other mixers, and of the indexer.
-
-    Tensor parallelism divides ``heads`` and the model's numbers of heads, so also their common divisors. The channels
-    of Mamba stay the same multiple of the hidden size.
-    """
-    delta, two, mamba, indexer = arch.delta_net, arch.mamba2, arch.mamba, arch.indexer
-    sizes: dict[str, Any] = {}
-    if delta is not None:
-        keys = math.gcd(delta.num_key_heads, heads)
-        values = keys * min(delta.num_value_heads // delta.num_key_heads, 2)
-        sizes["delta_net"] = replace(
-            delta, num_key_heads=keys, num_value_heads=values, key_head_dim=_HEAD, value_head_dim=_HEAD
-        )
-    if two is not None:
-        width = head * max(1, two.num_heads * two.head_dim // arch.hidden_size)
-        groups = math.gcd(two.num_groups, heads)
-        sizes["mamba2"] = replace(two, num_heads=heads, head_dim=width, state_size=_HEAD, num_groups=groups)
-    if mamba is not None:
-        channels = mamba.inner_size // arch.hidden_size * heads * head
-        sizes["mamba"] = replace(mamba, inner_size=channels, time_step_rank=_HEAD)
-    if indexer is not None:
-        sizes["indexer"] = replace(indexer, num_heads=min(indexer.num_heads, 4), head_dim=2 * head)
-    return sizes
-
-
-def _small_experts(moe: Moe, parallel: ParallelConfig, width: int | None) -> Moe:
-    """``width`` is that of an expert; None: as narrow as the layout allows."""
-    multiple = math.lcm(parallel.ep, moe.num_groups)
-    experts = math.ceil(max(2 * moe.top_k, 2 * moe.num_groups) / multiple) * multiple
-    width = width or 32 * math.lcm(parallel.tp, parallel.expert_tp)
-    shared = width * max(1, moe.shared_ffn_hidden_size // moe.ffn_hidden_size) if moe.shared_ffn_hidden_size else 0
-    return replace(
-        moe,
-        num_experts=min(experts, moe.num_experts),
-        ffn_hidden_size=width,
-        shared_ffn_hidden_size=shared,
-        latent_size=moe.latent_size and 2 * _HEAD,
-    )
+    shares = [kind.rotary.rotary_percent for kind in arch.attention_kinds if kind.rotary is not None]
+    widths = range(_HEAD, arch.attention.kv_channels, _HEAD)
+    fitting = (width for width in widths if all(int(width * share) % 2 == 0 for share in shares))
+    return next(fitting, arch.attention.kv_channels)
 
 
 def _settings(config: RunConfig, world_size: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from typing import Any
 import isthmus
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.resume_rules import RESUME_RULES
+from isthmus.families.architecture import PREFIXES, Architecture
+from isthmus.families.blocks.rotary import QueryScaling, RopeScaling
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms import rank_env
@@ -88,7 +90,19 @@ def _model_identity(plan: ModelPlan, config: RunConfig, init: str) -> dict[str, 
         weights = fingerprint_of(plan.source.tensors)
     else:  # frozen random weights are not in the checkpoint
         weights = f"random, train.seed={config.train.seed}" if plan.frozen else "random"
-    return {"name": str(plan.source), "architecture": asdict(plan.architecture), "weights": weights}
+    return {"name": str(plan.source), "architecture": _architecture_record(plan.architecture), "weights": weights}
+
+
+def _architecture_record(arch: Architecture) -> dict[str, Any]:
+    """The settings, those of a block under its prefix; None for a block that the model does not have."""
+    record: dict[str, Any] = dict.fromkeys(PREFIXES)
+    for name, value in arch.settings.items():
+        prefix, _, field_name = name.rpartition(".")
+        if prefix and record[prefix] is None:
+            record[prefix] = {}
+        section = record[prefix] if prefix else record
+        section[field_name] = asdict(value) if isinstance(value, RopeScaling | QueryScaling) else value
+    return record
 
 
 def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:

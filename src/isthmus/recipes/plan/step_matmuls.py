@@ -94,13 +94,13 @@ def first_layout(plan: ModelPlan) -> Layout:
 def _output_matmuls(plan: ModelPlan, precision: str, platform: Platform, length: int) -> list[StepMatmul]:
     """If every token is a loss token; with fewer, as for MTP layers, chunks are shorter."""
     arch = plan.architecture
-    if arch.score_head:
+    if arch.head.score_head:
         return []
     rows = plan.padded_vocab_size // plan.parallel.tp
     device = torch.device(platform.device_type)
     implementation = cross_entropy_cpu if platform.device_type == "cpu" else cross_entropy_gpu
     chunks = Counter(end - start for start, end in chunk_bounds(length, rows, implementation.chunk_elements(device)))
-    name = "embedding.word_embeddings.weight" if arch.tie_embeddings else f"{OUTPUT}.weight"
+    name = "embedding.word_embeddings.weight" if arch.head.tie_embeddings else f"{OUTPUT}.weight"
     return [
         StepMatmul(OUTPUT, part, shape, count)
         for chunk, count in chunks.items()

@@ -26,6 +26,7 @@ from isthmus.recipes.plan.model_plan import (
     check_precision,
     check_training,
     dropout_messages,
+    open_run_model,
     plan_model,
 )
 from isthmus.recipes.plan.step_matmuls import tuning_messages
@@ -69,7 +70,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
-    plan = plan_model(config, world_size=world_size)
+    plan = plan_model(open_run_model(config), config, world_size=world_size)
     check_training(config, plan)
     check_files(config)
     _check_weights(config, plan)

@@ -24,7 +24,7 @@ from isthmus.recipes.model.load_model import check_is_folder
 from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.rank_model import join_and_build
 from isthmus.recipes.plan.layout_checks import check_fsdp_precision, check_fsdp_torch
-from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, plan_model
+from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, open_run_model, plan_model
 from isthmus.recipes.run_dir import RunDir
 from isthmus.tools.evaluate.task_settings import TaskSettings
 
@@ -49,7 +49,7 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
     config, plan = plan_of(settings.model, overrides)
     positions = plan.architecture.max_position_embeddings
     longest = settings.max_length or positions
-    if longest > positions and plan.architecture.position == "learned":
+    if longest > positions and plan.architecture.embedding.position == "learned":
         raise UsageError(f"--max-length {longest} is more than the {positions} learned positions of this model.")
     platform = detect(config.platform)
     precision = config.train.precision or platform.default_precision()[0]
@@ -93,7 +93,7 @@ def plan_of(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]
         folder = inner
     flags = {"model": str(folder), "data": ["unused"], "out": "unused"}
     config = load_config("pretrain", None, overrides, flags)
-    plan = plan_model(config)
+    plan = plan_model(open_run_model(config), config)
     if not is_checkpoint:
         return config, plan
     opened = open_model(path)

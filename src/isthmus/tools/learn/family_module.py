@@ -6,6 +6,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from isthmus.errors import UsageError
+from isthmus.families.registry import shipped_families
+
 Data = Mapping[str, Any]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _WHY = "the mapping was verified with this value only"
@@ -19,8 +22,7 @@ from math import inf
 
 from isthmus.families.inferred.json_family import AllEqual
 from isthmus.families.family import Derived, Family, Fixed, Key
-from isthmus.families.models import {models}
-from isthmus.families.rules import expert_tensors
+{models}from isthmus.families.rules import expert_tensors
 from isthmus.families.multimodal import multimodal
 from isthmus.families.rules.rule import HfPart, Rule, copy, gate_up, qkv, renamed
 from isthmus.families.rules.sliding_window import read_window
@@ -40,9 +42,21 @@ def write_module(data: Data) -> str:
     body = _related(language) if related else _inferred(language)
     if language is not data:
         body = f"_LANGUAGE{body.removeprefix('FAMILY')}\n{_nested(data)}"
-    lines = _HEADER.format(name=data["name"], about=about, models=", ".join(donors) or "llama").splitlines()
+    models = "".join(map(_import, donors))
+    lines = _HEADER.format(name=data["name"], about=about, models=models).splitlines()
     used = [line for line in lines if not line.startswith("from") or _used(line, body)]
     return "\n".join(["\n".join(_only_used(line, body) for line in used), "", body, ""])
+
+
+def _import(family: str) -> str:
+    """The line that imports the module of a family, which has its name."""
+    shipped = shipped_families().get(family)
+    if shipped is None:
+        raise UsageError(
+            f"--keep FILE.py: the family {family} is that of another package. Keep the result in a folder."
+        )
+    package, _, module = shipped.module.rpartition(".")
+    return f"from {package} import {module}\n"
 
 
 def _used(line: str, body: str) -> bool:

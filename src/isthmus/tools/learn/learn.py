@@ -36,6 +36,7 @@ from isthmus.tools.learn.candidates import EPSILONS, Candidates, Choices
 from isthmus.tools.learn.config_inference import ConfigInference
 from isthmus.tools.learn.family_module import write_module
 from isthmus.tools.learn.language_section import SECTION
+from isthmus.tools.learn.nearest_family import nearest_family
 from isthmus.tools.learn.probe_config import FIRST, SECOND
 from isthmus.tools.learn.probe_model import (
     DEEP_SCALE,
@@ -72,7 +73,21 @@ def learn(path: Path, log: Log = lambda line: None) -> Family:
     try:
         return prove(folder.config, log)
     except UsageError as error:
-        raise UsageError(f"{path}: model_type {model_type!r} was not learned: {error}") from None
+        reason = f"{path}: model_type {model_type!r} was not learned: {error}"
+        raise UsageError(f"{reason}{_start_from(folder.config)}") from None
+
+
+def _start_from(config: Mapping[str, Any]) -> str:
+    """A sentence about the nearest family; empty if transformers does not know the model type, or it has an encoder."""
+    try:
+        effective = effective_config(config)
+    except UsageError:
+        return ""
+    if effective.get("is_encoder_decoder"):
+        return ""
+    section = effective.get(SECTION)
+    language = section if isinstance(section, Mapping) else effective
+    return f" {nearest_family(language, all_families()).description}"
 
 
 def save_family(family: Family, target: Path) -> Path:

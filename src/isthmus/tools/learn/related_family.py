@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from isthmus.errors import IsthmusError, UsageError
-from isthmus.families.architecture import Architecture, Moe
+from isthmus.families.architecture import COMPONENTS, Architecture
+from isthmus.families.blocks.block import setting_fields
+from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.inferred.json_family import FORMAT
 from isthmus.families.inferred.related import read_related
 from isthmus.families.known_keys import RecordingDict
 from isthmus.families.rules.common_settings import ROPE
-from isthmus.families.rules.rule import Shape, field_of
+from isthmus.families.rules.rule import Shape
 from isthmus.tools.learn.config_inference import SIZE_WORDS
 
-_UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
+UNREADABLE = (IsthmusError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 """What a family raises for the config of another."""
 _MOST_DIFFERING = 8
 """Names that a candidate and the model may not share; another trait can add or remove some."""
@@ -32,7 +34,7 @@ def settings_read(family: Family, config: Mapping[str, Any]) -> set[str]:
     recorded = RecordingDict(config)
     arch = family.to_architecture(recorded)
     rotary = {*ROPE, "original_max_position_embeddings", *family.rope_names.values()}
-    return (recorded.read | (rotary if arch.position == "rope" else set())) & config.keys()
+    return (recorded.read | (rotary if arch.embedding.position == "rope" else set())) & config.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def _like(base: Family, unknown: Unknown) -> Data | None:
             if key.choices is None:
                 return None
             traits[name] = next(iter(key.choices.values()))
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         else:
             if name == "mtp_layers":
@@ -128,7 +130,7 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
         family = read_related(data, families)
         arch = family.to_architecture(unknown.config)
         unread = unknown.config.keys() - settings_read(family, unknown.config)
-    except _UNREADABLE:
+    except UNREADABLE:
         return data
     donors: dict[str, list[str]] = {}
     for donor in _nearest(unknown.config, families):
@@ -137,10 +139,10 @@ def _with_donors(data: Data, unknown: Unknown, families: Mapping[str, Family]) -
             recorded = RecordingDict(unknown.config)
             try:
                 value = way.read(recorded)
-            except _UNREADABLE:
+            except UNREADABLE:
                 continue
             read_now = recorded.read & unread
-            if read_now and name not in donors and value != field_of(arch, name):
+            if read_now and name not in donors and value != arch.setting(name):
                 donors[name] = [donor.name, "keys" if name in donor.keys else "derived"]
                 unread = unread - read_now
     return data | {"settings_of": donors, "traits": {k: v for k, v in data["traits"].items() if k not in donors}}
@@ -151,7 +153,7 @@ def _differing_names(data: Data, unknown: Unknown, families: Mapping[str, Family
     try:
         family = read_related(data, families)
         names = family.hf_shapes(family.to_architecture(unknown.config)).keys()
-    except _UNREADABLE:
+    except UNREADABLE:
         return _MOST_DIFFERING + 1
     ours, theirs = ({re.sub(r"\d+", "N", name) for name in side} for side in (names, unknown.shapes))
     return len(ours ^ theirs)
@@ -173,18 +175,18 @@ def _changes(
     """No change; and every change of one field that has few values."""
     try:
         arch = read_related(data, families).to_architecture(config)
-    except _UNREADABLE:
+    except UNREADABLE:
         return [], []
     single: list[Data] = []
     for name, values in _FEW_VALUES.items():
-        current = field_of(arch, name)
+        current = arch.setting(name)
         if current is not None or "." not in name:
             single += [{name: value} for value in values if value != current]
-    if arch.attention_scale is None:
+    if arch.attention.attention_scale is None:
         single.append({"attention_scale": 1.0})
-    if arch.logits_multiplier != 1:
+    if arch.head.logits_multiplier != 1:
         single.append({"logits_multiplier": 1.0})
-    if arch.embedding_multiplier == 1:
+    if arch.embedding.embedding_multiplier == 1:
         single.append({"embedding_multiplier": _SQUARE_ROOT})
     return [{}], single
 
@@ -195,16 +197,18 @@ def _fitting(data: Data, unknown: Unknown, families: Mapping[str, Family]) -> Ar
         family = read_related(data, families)
         arch = family.to_architecture(unknown.config)
         return arch if family.hf_shapes(arch) == dict(unknown.shapes) else None
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
 
 
 def _few_values() -> dict[str, tuple[Any, ...]]:
-    """The values of each field of the Architecture and of its Moe that is a flag or a word."""
+    """The values of each field of the Architecture and of its Experts that is a flag or a word."""
     values: dict[str, tuple[Any, ...]] = {}
-    for prefix, kind in (("", Architecture), ("moe.", Moe)):
-        hints = get_type_hints(kind)
-        for field in fields(kind):
+    for component in COMPONENTS:
+        if component.prefix not in ("", Experts.prefix):
+            continue
+        hints, prefix = get_type_hints(component), f"{component.prefix}." if component.prefix else ""
+        for field in setting_fields(component):
             if hints[field.name] is bool:
                 values[prefix + field.name] = (False, True)
             elif str(get_origin(hints[field.name])).endswith("Literal"):

@@ -243,8 +243,8 @@ class RelativeSearch:
         verified = 0
         config = self._section.config(probe.folder.config)
         arch = family.to_architecture(config)
-        width = arch.kv_channels if arch.mla is None else arch.mla.qk_rope_head_dim
-        rotary_pairs = int(width * arch.rotary_percent) // 2
+        width = arch.setting("mla.qk_rope_head_dim") or arch.attention.kv_channels
+        rotary_pairs = int(width * arch.rotary.rotary_percent) // 2
         for number, value in enumerate(other_values(name, config.get(name), family, rotary_pairs)):
             changed = {**config, name: value}
             try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Form
+from isthmus.families.blocks.layer import Form
 from isthmus.families.rules.rule import Shape, symbol_size
 from isthmus.tools.learn.matrix_matching import (
     ATTENTION,

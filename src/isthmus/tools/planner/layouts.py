@@ -9,6 +9,7 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.recipes.plan.layout_checks import check_layout, check_micro_batches
+from isthmus.recipes.plan.model_plan import recomputable_modules
 
 _MOST_STAGES = 64
 _LEAST_TOKENS = 2048
@@ -123,12 +124,6 @@ def recompute_choices(
 
 def _cheap_modules(arch: Architecture, parallel: ParallelConfig) -> tuple[str, ...]:
     """What a run may recompute without matmuls; see ``check_training``."""
-    is_moe = [arch.is_moe(layer) for layer in range(arch.num_layers)]
-    shared_heads = arch.qk_norm and arch.num_query_groups < parallel.tp
-    present = {
-        "layernorm": arch.has_norms_before_blocks,
-        "mlp_act": not all(is_moe),
-        "moe_act": any(is_moe),
-        "rope": arch.position == "rope" and arch.mla is None and not shared_heads,
-    }
-    return tuple(name for name in _CHEAP if present[name])
+    shared_heads = arch.attention.qk_norm and arch.attention.num_query_groups < parallel.tp
+    present = recomputable_modules(arch) - ({"rope"} if shared_heads else set())
+    return tuple(name for name in _CHEAP if name in present)

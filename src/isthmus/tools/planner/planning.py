@@ -12,7 +12,7 @@ from isthmus.config.load import load_config, load_settings
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
-from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, plan_model
+from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, open_run_model, plan_model
 from isthmus.recipes.plan.parameter_counts import num_parameters
 from isthmus.tools.planner.planned_gpus import PlannedGpus
 from isthmus.tools.planner.search import Candidate, Search
@@ -136,7 +136,7 @@ def _model_flags(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
 def _open(config: RunConfig, machine: PlannedGpus) -> ModelPlan:
     """The model on one rank of each replica; the search sets the layout."""
     alone = config.model_copy(update={"parallel": ParallelConfig(fsdp=config.parallel.fsdp)})
-    plan = plan_model(alone, world_size=machine.world_size)
+    plan = plan_model(open_run_model(alone), alone, world_size=machine.world_size)
     check_training_settings(alone, plan)
     return plan
 

@@ -208,9 +208,10 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
         f"{saved.tokens:,} tokens of a micro batch on a rank (cp={parallel.cp}), H = {plan.architecture.hidden_size:,} "
         f"and widths over tp={parallel.tp}"
     )
-    for kind, count in saved.kept.items():
-        yield f"    {count} {kind} layers, each keeps {_mib(sum(saved.layers[kind].values()))} MiB of a micro batch:"
-        yield from (f"      {name}: {_mib(number)} MiB" for name, number in saved.layers[kind].items())
+    for layer, count in saved.kept.items():
+        parts = saved.layers[layer]
+        yield f"    {count} {layer.description} layers, each keeps {_mib(sum(parts.values()))} MiB of a micro batch:"
+        yield from (f"      {name}: {_mib(number)} MiB" for name, number in parts.items())
     if saved.recomputed:
         yield f"    {saved.recomputed} recomputed layers, each keeps its input, T H: {_mib(saved.input_bytes)} MiB"
     yield f"  logits of a chunk with the gradient of the hidden states: {_gib(estimate.logits)} GiB, or"

@@ -21,7 +21,7 @@ from isthmus.families.rules.shard import local_shape
 from isthmus.platforms.base import Platform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import DTYPES
-from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, plan_model
+from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, open_run_model, plan_model
 from isthmus.recipes.plan.step_matmuls import check_tuning, first_layout, step_matmuls, token_counts
 from isthmus.recipes.registry import recipe_of
 from isthmus.tools.tune.choose import Report, TuneResult, choose, with_shorter
@@ -65,7 +65,7 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     check_tuning(config, platform, for_tunable_op=for_tunable_op)
     precision = config.train.precision or platform.default_precision()[0]
     check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
-    plan = plan_model(config, world_size=_world_size(config))
+    plan = plan_model(open_run_model(config), config, world_size=_world_size(config))
     tokens = token_counts(config)
     # The windows of pretraining and random tokens fill a sequence.
     exact = bool(config.data.length_buckets) or config.data.mock or recipe_of(config).records.is_text

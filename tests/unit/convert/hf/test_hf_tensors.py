@@ -58,7 +58,7 @@ def test_export_has_everything_that_readers_need(family: str, tmp_path: Path, mo
     config = json.loads((export / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     chosen = all_families()[family]
-    if chosen.to_architecture(config).position == "rope":
+    if chosen.to_architecture(config).embedding.position == "rope":
         assert config["rope_parameters"]
         assert config[chosen.rope_names.get("rope_theta", "rope_theta")]
         assert "rope_scaling" in config

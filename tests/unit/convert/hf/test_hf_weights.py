@@ -19,7 +19,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import DataError, UsageError
 from isthmus.families.rules.shard import Layout, local_shape
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.tiny import build_model_folder
 
 BLOCK = (24, 20)
@@ -120,7 +120,7 @@ def test_each_rank_dequantizes_its_slices(quantized: Path) -> None:
     config = RunConfig.model_validate(
         {"recipe": "pretrain", "out": "unused", "model": {"path": str(quantized)}, "data": {"files": ["unused"]}}
     )
-    plans = plan_model(config)
+    plans = plan_model(open_run_model(config), config)
     assert plans.weights.notes == ("weights are FP8 in blocks of 24x20: dequantized to bfloat16",)
     arch, name = plans.architecture, "decoder.layers.1.mlp.linear_fc2.weight"
     whole = dequantize(load_file(quantized / "model.safetensors"))["model.layers.1.mlp.down_proj.weight"]

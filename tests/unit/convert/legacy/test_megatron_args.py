@@ -13,31 +13,36 @@ from isthmus.convert.family_matching import LAST_RESORT, match_family
 from isthmus.convert.legacy.megatron_args import megatron_args, required_flags, unsupported_features
 from isthmus.convert.legacy.model_from_args import architecture_from_args
 from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture, Moe, RopeScaling
-from isthmus.families.mixer_sizes import Mla
+from isthmus.families.architecture import Architecture, from_settings
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, tiny_config
 
-PLAIN = Architecture(
-    family="llama",
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=16,
-    vocab_size=77,
-    max_position_embeddings=128,
-    norm_epsilon=1e-5,
+PLAIN = from_settings(
+    {
+        "family": "llama",
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "vocab_size": 77,
+        "max_position_embeddings": 128,
+        "norm_epsilon": 1e-5,
+    }
 )
-MOE = Moe(num_experts=8, top_k=4, ffn_hidden_size=12, normalize=True)
-LATENT = replace(
-    PLAIN,
-    num_query_groups=4,
-    kv_channels=18,
-    rotary_interleaved=True,
-    norm_epsilon=1e-6,
-    mla=Mla(kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6),
+MOE = Experts(num_experts=8, top_k=4, ffn_hidden_size=12, normalize=True)
+LATENT = PLAIN.with_settings(
+    {
+        "num_query_groups": 4,
+        "kv_channels": 18,
+        "rotary_interleaved": True,
+        "norm_epsilon": 1e-6,
+        "mla": Latent(kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=8, v_head_dim=6),
+    }
 )
 YARN = RopeScaling(kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
 DEEPSEEK = replace(MOE, score="sigmoid", expert_bias=True, num_groups=2, group_top_k=2, scaling_factor=2.5)
@@ -55,48 +60,56 @@ def tiny(family: str, **settings: Any) -> Architecture:
     ("arch", "flags"),
     [
         pytest.param(PLAIN, [], id="plain"),
-        pytest.param(replace(PLAIN, norm_epsilon=1e-6), ["--norm-epsilon 1e-06"], id="epsilon"),
-        pytest.param(replace(PLAIN, qk_norm=True), ["--qk-layernorm"], id="qk-norm"),
-        pytest.param(replace(PLAIN, norm_zero_centered=True), ["--apply-layernorm-1p"], id="zero-centred"),
-        pytest.param(replace(PLAIN, sliding_window=8), ["--window-size 7,0"], id="window"),
+        pytest.param(PLAIN.with_settings({"norm_epsilon": 1e-6}), ["--norm-epsilon 1e-06"], id="epsilon"),
+        pytest.param(PLAIN.with_settings({"qk_norm": True}), ["--qk-layernorm"], id="qk-norm"),
+        pytest.param(PLAIN.with_settings({"norm_zero_centered": True}), ["--apply-layernorm-1p"], id="zero-centred"),
+        pytest.param(PLAIN.with_settings({"sliding_window": 8}), ["--window-size 7,0"], id="window"),
         pytest.param(
-            replace(PLAIN, sliding_window=8, full_attention_layers=(1, 3)),
+            PLAIN.with_settings({"sliding_window": 8, "full_attention_layers": (1, 3)}),
             ["--window-size 7,0", "--window-attn-skip-freq '[1,0,1,0]'"],
             id="windows",
         ),
-        pytest.param(replace(PLAIN, unrotated_layers=(3,)), ["--no-rope-freq '[0,0,0,1]'"], id="unrotated"),
+        pytest.param(PLAIN.with_settings({"unrotated_layers": (3,)}), ["--no-rope-freq '[0,0,0,1]'"], id="unrotated"),
         pytest.param(
-            replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=8.0)), ["--use-rope-scaling"], id="llama-3.1"
+            PLAIN.with_settings({"rope_scaling": RopeScaling(kind="llama3", factor=8.0)}),
+            ["--use-rope-scaling"],
+            id="llama-3.1",
         ),
-        pytest.param(replace(PLAIN, attention_sinks=True), ["--softmax-type learnable"], id="sinks"),
-        pytest.param(replace(PLAIN, position="learned"), [], id="learned-positions"),
-        pytest.param(replace(PLAIN, rotary_percent=0.5, rotary_interleaved=True, rotary_base=5e5), [], id="rotary"),
-        pytest.param(replace(PLAIN, qkv_bias=True, tie_embeddings=True), [], id="qkv-bias"),
+        pytest.param(PLAIN.with_settings({"attention_sinks": True}), ["--softmax-type learnable"], id="sinks"),
+        pytest.param(PLAIN.with_settings({"position": "learned"}), [], id="learned-positions"),
         pytest.param(
-            replace(PLAIN, activation="gelu", gated=False, normalization="LayerNorm"),
+            PLAIN.with_settings({"rotary_percent": 0.5, "rotary_interleaved": True, "rotary_base": 5e5}),
+            [],
+            id="rotary",
+        ),
+        pytest.param(PLAIN.with_settings({"qkv_bias": True, "tie_embeddings": True}), [], id="qkv-bias"),
+        pytest.param(
+            PLAIN.with_settings({"activation": "gelu", "gated": False, "normalization": "LayerNorm"}),
             ["--no-bias-gelu-fusion"],
             id="gelu",
         ),
         pytest.param(
-            replace(PLAIN, activation="gelu_tanh", gated=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
+            PLAIN.with_settings(
+                {"activation": "gelu_tanh", "gated": False, "qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+            ),
             [],
             id="gelu-tanh-biases",
         ),
         pytest.param(
-            replace(PLAIN, activation="clamped_swiglu"),
+            PLAIN.with_settings({"activation": "clamped_swiglu"}),
             ["--quick-geglu", "--activation-func-clamp-value 7.0", "--glu-linear-offset 1.0"],
             id="clamped",
         ),
-        pytest.param(replace(PLAIN, moe=MOE), [], id="experts"),
+        pytest.param(PLAIN.with_settings({"moe": MOE}), [], id="experts"),
         pytest.param(
-            replace(
-                PLAIN, moe=replace(MOE, normalize=False, dense_layers=(0,), shared_ffn_hidden_size=20, shared_gate=True)
+            PLAIN.with_settings(
+                {"moe": replace(MOE, normalize=False, dense_layers=(0,), shared_ffn_hidden_size=20, shared_gate=True)}
             ),
             ["--moe-shared-expert-gate"],
             id="shared-experts",
         ),
         pytest.param(
-            replace(PLAIN, moe=DEEPSEEK),
+            PLAIN.with_settings({"moe": DEEPSEEK}),
             ["--moe-router-num-groups 2", "--moe-router-group-topk 2"],
             id="grouped-experts",
         ),
@@ -109,7 +122,7 @@ def tiny(family: str, **settings: Any) -> Architecture:
             id="latent",
         ),
         pytest.param(
-            replace(LATENT, rope_scaling=YARN, mtp_layers=1),
+            LATENT.with_settings({"rope_scaling": YARN, "mtp_layers": 1}),
             [
                 *("--norm-epsilon 1e-06", "--qk-layernorm", "--multi-latent-attention", "--kv-lora-rank 12"),
                 *("--qk-head-dim 10", "--qk-pos-emb-head-dim 8", "--v-head-dim 6", "--rope-type yarn"),
@@ -128,38 +141,38 @@ def test_args_round_trip(arch: Architecture, flags: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arch", "words"),
     [
-        (replace(PLAIN, form="sandwich"), "form 'sandwich'"),
-        (replace(PLAIN, normalization="LayerNorm", norm_bias=False), "norms without a bias"),
-        (replace(PLAIN, qk_norm=True, qk_norm_over="projection"), "all heads together"),
-        (replace(PLAIN, qk_norm=True, qk_norm_over="each_head"), "of their own for each head"),
-        (replace(PLAIN, qk_norm=True, qk_norm_after_rotation=True), "after the rotation"),
-        (replace(PLAIN, norm_weight=False), "norms without weights"),
-        (replace(PLAIN, embedding_norm=True), "a norm of the embeddings"),
-        (replace(PLAIN, clip_qkv=8.0), "clip_qkv=8"),
-        (replace(PLAIN, rotary_reversed=True), "reversed rotations"),
-        (replace(PLAIN, position_offset=2), "2 rows before the first"),
-        (replace(PLAIN, output_bias=True), "a bias of the output layer"),
-        (replace(PLAIN, activation="relu2", gated=False), "the activation relu2"),
-        (replace(LATENT, norm_epsilon=1e-5), "a different norm epsilon"),
-        (replace(LATENT, rotary_interleaved=False), "pairs of halves"),
-        (replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=32.0)), "rope scaling 'llama3'"),
-        (replace(PLAIN, rope_scaling=RopeScaling(kind="linear", factor=2.0)), "rope scaling 'linear'"),
-        (replace(PLAIN, rope_scaling=YARN), "rope scaling 'yarn'"),
-        (replace(LATENT, rope_scaling=replace(YARN, beta_fast=16.0)), "rope scaling 'yarn'"),
-        (replace(LATENT, rope_scaling=replace(YARN, mscale=None)), "rope scaling 'yarn'"),
-        (replace(PLAIN, sliding_window=8, window_rotary_base=1e4), "rotary base"),
-        (replace(PLAIN, attention_scale=0.5), "attention_scale=0.5"),
-        (replace(PLAIN, attention_softcap=50.0), "attention_softcap=50"),
-        (replace(PLAIN, mlp_bias=True), "biases"),
-        (replace(PLAIN, activation="gelu_tanh"), "activation"),
-        (replace(PLAIN, moe=replace(MOE, expert_bias=True)), "expert routing"),
+        (PLAIN.with_settings({"form": "sandwich"}), "form 'sandwich'"),
+        (PLAIN.with_settings({"normalization": "LayerNorm", "norm_bias": False}), "norms without a bias"),
+        (PLAIN.with_settings({"qk_norm": True, "qk_norm_over": "projection"}), "all heads together"),
+        (PLAIN.with_settings({"qk_norm": True, "qk_norm_over": "each_head"}), "of their own for each head"),
+        (PLAIN.with_settings({"qk_norm": True, "qk_norm_after_rotation": True}), "after the rotation"),
+        (PLAIN.with_settings({"norm_weight": False}), "norms without weights"),
+        (PLAIN.with_settings({"embedding_norm": True}), "a norm of the embeddings"),
+        (PLAIN.with_settings({"clip_qkv": 8.0}), "clip_qkv=8"),
+        (PLAIN.with_settings({"rotary_reversed": True}), "reversed rotations"),
+        (PLAIN.with_settings({"position_offset": 2}), "2 rows before the first"),
+        (PLAIN.with_settings({"output_bias": True}), "a bias of the output layer"),
+        (PLAIN.with_settings({"activation": "relu2", "gated": False}), "the activation relu2"),
+        (LATENT.with_settings({"norm_epsilon": 1e-5}), "a different norm epsilon"),
+        (LATENT.with_settings({"rotary_interleaved": False}), "pairs of halves"),
+        (PLAIN.with_settings({"rope_scaling": RopeScaling(kind="llama3", factor=32.0)}), "rope scaling 'llama3'"),
+        (PLAIN.with_settings({"rope_scaling": RopeScaling(kind="linear", factor=2.0)}), "rope scaling 'linear'"),
+        (PLAIN.with_settings({"rope_scaling": YARN}), "rope scaling 'yarn'"),
+        (LATENT.with_settings({"rope_scaling": replace(YARN, beta_fast=16.0)}), "rope scaling 'yarn'"),
+        (LATENT.with_settings({"rope_scaling": replace(YARN, mscale=None)}), "rope scaling 'yarn'"),
+        (PLAIN.with_settings({"sliding_window": 8, "window_rotary_base": 1e4}), "rotary base"),
+        (PLAIN.with_settings({"attention_scale": 0.5}), "attention_scale=0.5"),
+        (PLAIN.with_settings({"attention_softcap": 50.0}), "attention_softcap=50"),
+        (PLAIN.with_settings({"mlp_bias": True}), "biases"),
+        (PLAIN.with_settings({"activation": "gelu_tanh"}), "activation"),
+        (PLAIN.with_settings({"moe": replace(MOE, expert_bias=True)}), "expert routing"),
         (
-            replace(PLAIN, moe=replace(MOE, num_groups=2, group_top_k=2, normalize=False, group_score="max")),
+            PLAIN.with_settings({"moe": replace(MOE, num_groups=2, group_top_k=2, normalize=False, group_score="max")}),
             "expert routing",
         ),
-        (replace(PLAIN, moe=replace(DEEPSEEK, normalize=False)), "expert routing"),
-        (replace(PLAIN, embedding_multiplier=2.0, residual_multiplier=0.5), "residual_multiplier=0.5"),
-        (replace(PLAIN, logits_multiplier=0.5, logits_softcap=30.0), "logits_softcap=30"),
+        (PLAIN.with_settings({"moe": replace(DEEPSEEK, normalize=False)}), "expert routing"),
+        (PLAIN.with_settings({"embedding_multiplier": 2.0, "residual_multiplier": 0.5}), "residual_multiplier=0.5"),
+        (PLAIN.with_settings({"logits_multiplier": 0.5, "logits_softcap": 30.0}), "logits_softcap=30"),
     ],
 )
 def test_unsupported_features_of_megatron_lm(arch: Architecture, words: str) -> None:
@@ -167,8 +180,8 @@ def test_unsupported_features_of_megatron_lm(arch: Architecture, words: str) -> 
 
 
 def test_default_attention_scale_is_supported() -> None:
-    assert unsupported_features(replace(PLAIN, attention_scale=0.25)) == []
-    assert unsupported_features(replace(PLAIN, attention_scale=0.125)) != []
+    assert unsupported_features(PLAIN.with_settings({"attention_scale": 0.25})) == []
+    assert unsupported_features(PLAIN.with_settings({"attention_scale": 0.125})) != []
 
 
 @pytest.mark.parametrize(
@@ -204,7 +217,7 @@ def test_family_is_recovered_from_args(family: str) -> None:
 )
 def test_preferred_family_is_chosen(settings: Mapping[str, Any], family: str, another: str) -> None:
     """Other families that express the model are named after it, the family without settings of its own last."""
-    found, arch, also = match_family(replace(PLAIN, **settings))
+    found, arch, also = match_family(PLAIN.with_settings(settings))
     assert found.name == arch.family == family
     assert another in also
     assert also[-1] == "isthmus"
@@ -218,7 +231,7 @@ def test_first_family_is_preferred_if_it_fits() -> None:
 
 def test_no_family_fits() -> None:
     with pytest.raises(UsageError, match=r"The nearest is \w+, except for .*=.* and not "):
-        match_family(replace(LATENT, logits_softcap=30.0))
+        match_family(LATENT.with_settings({"logits_softcap": 30.0}))
 
 
 @pytest.mark.parametrize(
@@ -262,22 +275,22 @@ def test_invalid_args_are_named(changed: Mapping[str, Any], words: str) -> None:
 
 
 def test_args_of_older_releases() -> None:
-    args = args_of(replace(PLAIN, norm_epsilon=1e-6, norm_zero_centered=True))
+    args = args_of(PLAIN.with_settings({"norm_epsilon": 1e-6, "norm_zero_centered": True}))
     for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
         args.pop(newer, None)
     found, _ = architecture_from_args(args | {"disable_bias_linear": True})
-    assert found == replace(PLAIN, family="", norm_epsilon=1e-6, norm_zero_centered=True)
-    assert architecture_from_args(args)[0].mlp_bias
+    assert found == PLAIN.with_settings({"family": "", "norm_epsilon": 1e-6, "norm_zero_centered": True})
+    assert architecture_from_args(args)[0].mlp.mlp_bias
 
 
 def test_frequencies_in_place_of_patterns() -> None:
     found, _ = architecture_from_args(
-        args_of(replace(PLAIN, moe=MOE))
+        args_of(PLAIN.with_settings({"moe": MOE}))
         | {"moe_layer_freq": 2, "no_rope_freq": 4, "window_size": (7, 0), "window_attn_skip_freq": 2}
     )
     assert found.moe is not None
-    assert (found.moe.dense_layers, found.unrotated_layers) == ((1, 3), (3,))
-    assert (found.sliding_window, found.full_attention_layers) == (8, (1, 3))
+    assert (found.moe.dense_layers, found.pattern.unrotated_layers) == ((1, 3), (3,))
+    assert (found.windows.sliding_window, found.windows.full_attention_layers) == (8, (1, 3))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +310,7 @@ def test_vocab_size_from_args(changes: Mapping[str, Any], requested: int | None,
 
 
 def test_yarn_with_other_mscale() -> None:
-    args = args_of(replace(LATENT, rope_scaling=YARN)) | {"mscale": 0.5, "mscale_all_dim": 0.0}
-    scaling = architecture_from_args(args)[0].rope_scaling
+    args = args_of(LATENT.with_settings({"rope_scaling": YARN})) | {"mscale": 0.5, "mscale_all_dim": 0.0}
+    scaling = architecture_from_args(args)[0].rotary.rope_scaling
     assert scaling is not None and scaling.mscale is None
     assert scaling.attention_factor == pytest.approx(0.05 * 3.688879454 + 1)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from isthmus.convert.verify.compare_logits import random_samples, sample_lengths
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, RopeScaling
+from isthmus.families.architecture import Architecture
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES
 
 PLAIN = all_families()["llama"].to_architecture({"model_type": "llama", "rms_norm_eps": 1e-6, **SIZES})
-WINDOW = replace(PLAIN, sliding_window=100)
-SCALED = replace(PLAIN, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=200))
-LINEAR = replace(PLAIN, rope_scaling=RopeScaling(kind="linear", factor=8.0))
-LEARNED = replace(PLAIN, position="learned", max_position_embeddings=48)
+WINDOW = PLAIN.with_settings({"sliding_window": 100})
+SCALED = PLAIN.with_settings(
+    {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=200)}
+)
+LINEAR = PLAIN.with_settings({"rope_scaling": RopeScaling(kind="linear", factor=8.0)})
+LEARNED = PLAIN.with_settings({"position": "learned", "max_position_embeddings": 48})
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ LEARNED = replace(PLAIN, position="learned", max_position_embeddings=48)
         (SCALED, WINDOW, None, (64, 264)),
         (LINEAR, LINEAR, None, (64, 64)),
         (PLAIN, LEARNED, None, (48, 48)),
-        (LEARNED, replace(LEARNED, sliding_window=20), 10, (10, 30)),
+        (LEARNED, LEARNED.with_settings({"sliding_window": 20}), 10, (10, 30)),
     ],
 )
 def test_long_sample_exceeds_windows_and_contexts(
@@ -43,7 +44,7 @@ def test_expensive_long_sample_is_reported() -> None:
         (64, 64),
         "; --tokens 164 would reach beyond the window or original context of 100",
     )
-    (_, second), note = sample_lengths(replace(PLAIN, sliding_window=30000), PLAIN, 10, None)
+    (_, second), note = sample_lengths(PLAIN.with_settings({"sliding_window": 30000}), PLAIN, 10, None)
     assert second == 64 and "--tokens 30064" in note  # few parameters, and yet scores of 30,000 by 30,000
 
 

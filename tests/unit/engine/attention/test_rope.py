@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -49,6 +48,12 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+def frequencies_of(architecture: Architecture) -> torch.Tensor:
+    (attention,) = architecture.attention_kinds
+    assert attention.rotary is not None
+    return inverse_frequencies(attention.rotary, attention.rotary_width)
+
+
 def both(rope: str) -> tuple[LlamaConfig, Architecture]:
     config = LlamaConfig(**SIZES, max_position_embeddings=131072, rope_parameters=dict(ROPES[rope]))
     return config, family_for(config.to_dict()).to_architecture(config.to_dict())
@@ -57,7 +62,7 @@ def both(rope: str) -> tuple[LlamaConfig, Architecture]:
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies(rope: str) -> None:
     config, architecture = both(rope)
-    ours, theirs = inverse_frequencies(architecture), LlamaRotaryEmbedding(config).inv_freq
+    ours, theirs = frequencies_of(architecture), LlamaRotaryEmbedding(config).inv_freq
     assert ours.dtype == torch.float32
     assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
 
@@ -65,8 +70,8 @@ def test_frequencies(rope: str) -> None:
 def test_every_scaling_differs_from_none() -> None:
     for rope in ("linear", "llama-3.1", "llama-3.2", "own-constants", "yarn", "yarn-not-rounded"):
         _, architecture = both(rope)
-        plain = inverse_frequencies(dataclasses.replace(architecture, rope_scaling=None))
-        assert not torch.allclose(inverse_frequencies(architecture), plain, rtol=0.1, atol=0)
+        plain = frequencies_of(architecture.with_settings({"rope_scaling": None}))
+        assert not torch.allclose(frequencies_of(architecture), plain, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -77,9 +82,9 @@ def test_rotation(rope: str) -> None:
     q, k = torch.randn(len(positions), 4, 64), torch.randn(len(positions), 2, 64)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
     wanted_q, wanted_k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    scale = magnitude(architecture.rope_scaling)
+    scale = magnitude(architecture.rotary.rope_scaling)
     assert (scale != 1) == rope.startswith("yarn")
-    table = rotation_table(inverse_frequencies(architecture), positions, torch.float32, magnitude=scale)
+    table = rotation_table(frequencies_of(architecture), positions, torch.float32, magnitude=scale)
     # At position 8191 an angle in float32 is good to about 5e-4.
     assert torch.allclose(rotate(q, table)[:8], wanted_q[0].transpose(0, 1)[:8], atol=1e-5)
     assert torch.allclose(rotate(k, table)[:8], wanted_k[0].transpose(0, 1)[:8], atol=1e-5)
@@ -88,7 +93,7 @@ def test_rotation(rope: str) -> None:
 
 def test_angles_are_not_rounded_to_bf16() -> None:
     _, architecture = both("default")
-    frequencies = inverse_frequencies(architecture)
+    frequencies = frequencies_of(architecture)
     positions = torch.tensor([4097])
     near = rotation_table(frequencies, positions, torch.bfloat16).float()
     assert torch.allclose(near, rotation_table(frequencies, positions, torch.float32), atol=4e-3)
@@ -119,11 +124,11 @@ def packed(*lengths: int) -> PackedBatch:
 
 def test_layers_with_a_window_have_their_own_table() -> None:
     _, architecture = both("linear")
-    layered = dataclasses.replace(architecture, sliding_window=5, window_rotary_base=77.0)
+    layered = architecture.with_settings({"sliding_window": 5, "window_rotary_base": 77.0})
     tables = rotary_tables(layered, frequency_sets(layered), packed(9), torch.float32)
-    own = dataclasses.replace(architecture, rotary_base=77.0, rope_scaling=None)
+    own = architecture.with_settings({"rotary_base": 77.0, "rope_scaling": None})
     for table, plain in zip(tables.chunk(2, dim=-1), (architecture, own), strict=True):
-        assert torch.equal(table, rotation_table(inverse_frequencies(plain), torch.arange(9), torch.float32))
+        assert torch.equal(table, rotation_table(frequencies_of(plain), torch.arange(9), torch.float32))
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 40])

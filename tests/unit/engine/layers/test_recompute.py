@@ -15,7 +15,9 @@ from isthmus.config.schema.train import RecomputedModule, TrainConfig
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.decoder.single_process_model import single_process_groups
 from isthmus.engine.layers.recompute import _Recomputed, recompute_if
-from isthmus.families.architecture import Architecture, Form, Moe
+from isthmus.families.architecture import from_settings
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.layer import Form
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,15 +26,16 @@ def groups() -> Iterator[None]:
         yield
 
 
-def gradients(form: Form, train: TrainConfig, moe: Moe | None = None) -> dict[str, Tensor]:
+def gradients(form: Form, train: TrainConfig, moe: Experts | None = None) -> dict[str, Tensor]:
     from isthmus.engine.decoder.decoder import build_model
     from isthmus.engine.decoder.model_config import transformer_config
 
-    architecture = Architecture(
-        family="gpt2", num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=2,
-        kv_channels=8, vocab_size=32, max_position_embeddings=16, norm_epsilon=1e-5, normalization="LayerNorm",
-        mlp_bias=True, activation="gelu", gated=False, form=form, qk_norm=True, moe=moe,
-    )  # fmt: skip
+    architecture = from_settings({
+        "family": "gpt2", "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2,
+        "num_query_groups": 2, "kv_channels": 8, "vocab_size": 32, "max_position_embeddings": 16,
+        "norm_epsilon": 1e-5, "normalization": "LayerNorm", "mlp_bias": True, "activation": "gelu", "gated": False,
+        "form": form, "qk_norm": True, "moe": moe,
+    })  # fmt: skip
     model = build_model(architecture, transformer_config(architecture, dtype=torch.float32, train=train))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -76,7 +79,7 @@ def test_results_are_computed_once_for_all_uses_and_freed() -> None:
 
 
 def test_recomputed_activations_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moe = Moe(num_experts=4, top_k=2, ffn_hidden_size=24)
+    moe = Experts(num_experts=4, top_k=2, ffn_hidden_size=24)
     wanted = gradients("pre", TrainConfig(), moe)
     replaced: list[int] = []
     pack = _Recomputed.pack

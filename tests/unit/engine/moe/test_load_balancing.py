@@ -22,7 +22,7 @@ from isthmus.engine.moe.load_balancing import (
     z_loss,
 )
 from isthmus.engine.moe.router import route, within_capacity
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 E, K = 6, 2
 
@@ -53,7 +53,7 @@ def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, in
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
-    moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
+    moe = Experts(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
     samples, whole = token_groups(BATCH, 0, 1, torch.device("cpu"))
     x = logits()
     _, chosen = route(x, None, moe)
@@ -103,7 +103,7 @@ def test_the_bias_follows_the_load() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 6.0])
 def test_capacity_keeps_the_largest_weights(factor: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    moe = Moe(num_experts=E, top_k=K, ffn_hidden_size=4)
+    moe = Experts(num_experts=E, top_k=K, ffn_hidden_size=4)
     weights, chosen = route(torch.randn(20, E, generator=generator) * 2, None, moe)
     kept = within_capacity(weights, chosen, E, factor)
     capacity = math.ceil(factor * 20 * K / E)

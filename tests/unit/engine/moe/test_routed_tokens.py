@@ -10,7 +10,7 @@ from isthmus.engine.moe.grouped_gemm import GroupSizes, grouped_linear
 from isthmus.engine.moe.routed_tokens import RoutedTokens, expert_capacity
 from isthmus.engine.moe.router import route, within_capacity
 from isthmus.engine.moe.token_dispatcher import Keep, run_local
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 E, K, T, H = 5, 2, 20, 8
 
@@ -30,7 +30,7 @@ def test_padding_equals_reading_the_number_of_dropped_choices(factor: float) -> 
 
     def run(keep: Keep) -> list[Tensor]:
         x, score = hidden.clone().requires_grad_(), logits.clone().requires_grad_()
-        weights, chosen = route(score, None, Moe(num_experts=E, top_k=K, ffn_hidden_size=4))
+        weights, chosen = route(score, None, Experts(num_experts=E, top_k=K, ffn_hidden_size=4))
         chosen = within_capacity(weights, chosen, E, factor)
         out = run_local(x, weights, chosen, compute, range(E), keep)
         return [out, *torch.autograd.grad(out.square().sum(), (x, score, *experts))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.engine.moe.router import route
-from isthmus.families.architecture import Moe
+from isthmus.families.blocks.feed_forward import Experts
 
 SIZES: dict[str, Any] = {"num_experts": 12, "top_k": 3, "ffn_hidden_size": 4}
 BIAS = torch.linspace(0.4, -0.3, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(3))]
@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_hand(logits: list[float], bias: list[float], moe: Moe) -> dict[int, float]:
+def by_hand(logits: list[float], bias: list[float], moe: Experts) -> dict[int, float]:
     """The experts of one token and their weights."""
     if moe.score == "softmax_of_chosen":
         chosen = sorted(range(len(logits)), key=lambda e: -logits[e])[: moe.top_k]
@@ -45,7 +45,7 @@ def by_hand(logits: list[float], bias: list[float], moe: Moe) -> dict[int, float
 
 @pytest.mark.parametrize("way", WAYS)
 def test_routing_by_hand(way: str) -> None:
-    moe = Moe(**SIZES, **WAYS[way])
+    moe = Experts(**SIZES, **WAYS[way])
     logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * 2
     bias = BIAS if moe.expert_bias else torch.zeros(12)
     weights, chosen = route(logits, BIAS if moe.expert_bias else None, moe)
@@ -61,7 +61,7 @@ def test_each_setting_changes_the_choice_or_the_weights() -> None:
     logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * 2
 
     def spread(way: dict[str, Any]) -> torch.Tensor:
-        moe = Moe(**SIZES, **way)
+        moe = Experts(**SIZES, **way)
         weights, chosen = route(logits, BIAS if moe.expert_bias else None, moe)
         return torch.zeros(50, 12).scatter(1, chosen, weights)
 
@@ -74,7 +74,7 @@ def test_each_setting_changes_the_choice_or_the_weights() -> None:
 
 
 def test_the_gradient_goes_through_the_weights() -> None:
-    moe = Moe(**SIZES, **WAYS["sigmoid-biased-groups"])
+    moe = Experts(**SIZES, **WAYS["sigmoid-biased-groups"])
     logits = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: route(x, BIAS.double(), moe)[0], (logits,))
 
@@ -91,5 +91,5 @@ def test_the_gradient_goes_through_the_weights() -> None:
     ],
 )
 def test_invalid_router_settings_are_refused(change: dict[str, Any], why: str | None) -> None:
-    found = Moe(**SIZES | change).invalid_reason()
+    found = Experts(**SIZES | change).invalid_reason()
     assert found is None if why is None else why in str(found)

@@ -72,7 +72,12 @@ def test_likeliest_candidate_matches_unknown_names() -> None:
     )
     assert placed["decoder.layers.1.mlp.linear_fc1.weight"] == (f"{layer}ffn.w1.weight", f"{layer}ffn.w3.weight")
     assert placed["decoder.layers.1.pre_mlp_layernorm.weight"] == (f"{layer}ffn_norm.weight",)
-    assert (arch.form, arch.normalization, arch.gated, arch.tie_embeddings) == ("pre", "RMSNorm", True, False)
+    assert (arch.pattern.form, arch.norm.normalization, arch.mlp.gated, arch.head.tie_embeddings) == (
+        "pre",
+        "RMSNorm",
+        True,
+        False,
+    )
 
 
 def test_open_choices_are_few_and_all_different() -> None:
@@ -114,7 +119,7 @@ def test_other_values_of_fixed_settings_are_rejected(changes: dict[str, Any], me
     with pytest.raises(UsageError, match=f"{message} is not supported for strange: the family was inferred"):
         family.to_architecture(CONFIG | changes)
     larger = family.to_architecture(CONFIG | {"hidden_size": 128, "num_hidden_layers": 3, "rms_norm_eps": 1e-3})
-    assert (larger.kv_channels, larger.num_layers, larger.norm_epsilon) == (32, 3, 1e-3)
+    assert (larger.attention.kv_channels, larger.num_layers, larger.norm.norm_epsilon) == (32, 3, 1e-3)
     with pytest.raises(UsageError, match="attention_dropout"):
         family.check_training(CONFIG)
 

@@ -16,7 +16,7 @@ from isthmus.errors import DataError, IsthmusError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import corpus
-from isthmus.recipes.data.data_sources import DataSource, find_data_sources, tokenizer_record
+from isthmus.recipes.data.data_sources import DataSource, data_settings, find_data_sources, tokenizer_record
 from isthmus.recipes.data.source_samples import open_samples, write_missing_manifests
 from isthmus.train.stop import StopFlag
 
@@ -90,16 +90,18 @@ def test_sets_and_validation_files_are_sources(tmp_path: Path) -> None:
 
 def test_texts_become_windows_and_chats_are_truncated(tmp_path: Path) -> None:
     text, chat = only(pair(tmp_path / "t")), only(pair(tmp_path / "c", kind="chat", masked=True))
-    store, left = open_samples(text, config(files=["-"], seq_length=2), tokenizer(), tmp_path)
+    store, left = open_samples(text, data_settings(config(files=["-"], seq_length=2)), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [3, 4, 5], [6, 7, 8]]
     assert left.changes() == []
-    store, left = open_samples(chat, config("sft", files=["-"], seq_length=2), tokenizer(), tmp_path)
+    store, left = open_samples(chat, data_settings(config("sft", files=["-"], seq_length=2)), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [6, 7, 8]]
     assert left.changes() == ["1 cut to seq_length"]
-    store, left = open_samples(chat, config("sft", files=["-"], seq_length=2, overlong="drop"), tokenizer(), tmp_path)
+    store, left = open_samples(
+        chat, data_settings(config("sft", files=["-"], seq_length=2, overlong="drop")), tokenizer(), tmp_path
+    )
     assert (len(store), left.changes()) == (1, ["1 dropped as too long"])
     both = only(pair(tmp_path / "t"), pair(tmp_path / "u"))
-    assert len(open_samples(both, config(files=["-"]), tokenizer(), tmp_path)[0]) == 4
+    assert len(open_samples(both, data_settings(config(files=["-"])), tokenizer(), tmp_path)[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -121,11 +123,11 @@ def test_indexed_files_for_other_runs_are_errors(
     (tmp_path / "run").mkdir()
     write_missing_manifests(source, tmp_path / "run")
     with pytest.raises(DataError, match=message):
-        open_samples(source, config(recipe, files=["-"]), tokenizer(**mine), tmp_path / "run")
+        open_samples(source, data_settings(config(recipe, files=["-"])), tokenizer(**mine), tmp_path / "run")
 
 
 def test_chat_template_is_not_compared_for_text(tmp_path: Path) -> None:
-    assert open_samples(only(pair(tmp_path / "p")), config(files=["-"]), tokenizer("other"), tmp_path)[0]
+    assert open_samples(only(pair(tmp_path / "p")), data_settings(config(files=["-"])), tokenizer("other"), tmp_path)[0]
 
 
 def test_indexed_files_without_a_manifest_are_read_once(tmp_path: Path) -> None:
@@ -133,11 +135,11 @@ def test_indexed_files_without_a_manifest_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert write_missing_manifests(source, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["train-0.json"]
-    store, _ = open_samples(source, config(files=["-"]), tokenizer(), tmp_path / "run")
+    store, _ = open_samples(source, data_settings(config(files=["-"])), tokenizer(), tmp_path / "run")
     assert store.max_token_id == 8
     (tmp_path / "p.bin").write_bytes((tmp_path / "p.bin").read_bytes()[:-2])
     with pytest.raises(IsthmusError, match=r"p\.bin: 14 bytes"):
-        open_samples(source, config(files=["-"]), tokenizer(), tmp_path / "run")
+        open_samples(source, data_settings(config(files=["-"])), tokenizer(), tmp_path / "run")
 
 
 @pytest.mark.processes
@@ -150,7 +152,7 @@ def test_parts_that_a_killed_run_left_are_removed(tmp_path: Path) -> None:
     settings = config(files=[str(file)])
     for tokenized in ({"train"}, set()):
         sources = find_data_sources(settings)
-        arguments = (settings, sources, folder, opened, None, StopFlag(), lambda text: None)
+        arguments = (data_settings(settings), sources, folder, opened, None, StopFlag(), lambda text: None)
         assert corpus._tokenize_sources(*arguments).keys() == tokenized
         assert not parts.exists() and (folder / "train.json").is_file()
         parts.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.families.architecture import Architecture, RopeScaling
+from isthmus.families.architecture import from_settings
+from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.recipes.data.data_notes import data_notes, epoch_count, model_positions
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "num_query_groups": 1}
-MODEL = Architecture(
-    family="llama", kv_channels=8, vocab_size=8, max_position_embeddings=16, norm_epsilon=1e-6, **SIZES
+MODEL = from_settings(
+    {"family": "llama", "kv_channels": 8, "vocab_size": 8, "max_position_embeddings": 16, "norm_epsilon": 1e-6, **SIZES}
 )
 
 
@@ -53,7 +53,7 @@ def test_samples_beyond_the_positions_are_counted():
 )
 def test_positions_of_scaled_rope(kind, original, positions):
     scaling = RopeScaling(kind=kind, factor=4.0, original_max_position_embeddings=original) if kind else None
-    assert model_positions(replace(MODEL, rope_scaling=scaling)) == positions
+    assert model_positions(MODEL.with_settings({"rope_scaling": scaling})) == positions
 
 
 def test_repeated_sequences_are_counted():

@@ -14,7 +14,13 @@ from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.recipes.data.corpus import check_files
-from isthmus.recipes.data.data_sources import data_fingerprint, find_data_sources, read_fingerprint, same_data
+from isthmus.recipes.data.data_sources import (
+    data_fingerprint,
+    data_settings,
+    find_data_sources,
+    read_fingerprint,
+    same_data,
+)
 
 
 def tokenizer(template: str = "t", **vocabulary: int) -> Any:
@@ -28,7 +34,9 @@ def config(*files: Path, recipe: str = "sft", **data: Any) -> RunConfig:
 
 
 def fingerprint(config: RunConfig, tokenizer: Any, earlier: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(data_fingerprint(config, find_data_sources(config), tokenizer, earlier)))
+    return json.loads(
+        json.dumps(data_fingerprint(data_settings(config), find_data_sources(config), tokenizer, earlier))
+    )
 
 
 def unchanged(config: RunConfig, tokenizer: Any, earlier: dict[str, Any]) -> bool:

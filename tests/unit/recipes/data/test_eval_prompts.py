@@ -11,6 +11,7 @@ import pytest
 
 from isthmus.config.load import load_config
 from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.families.blocks.ends import Embedding
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
@@ -26,9 +27,8 @@ def read(
 ) -> tuple[EvalPrompt, ...]:
     overrides = ["eval.generate=true", f"eval.prompts={prompts}", "eval.max_new_tokens=9", *more]
     config = load_config(recipe, None, overrides, {"model": "m", "data": ["d"], "out": "o"})
-    architecture: Any = SimpleNamespace(
-        position="rope" if positions is None else "learned", max_position_embeddings=positions
-    )
+    embedding = Embedding(position="rope" if positions is None else "learned")
+    architecture: Any = SimpleNamespace(embedding=embedding, max_position_embeddings=positions)
     return eval_prompts(config, tokenizer, architecture)
 
 

@@ -17,6 +17,7 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data import first_records
 from isthmus.recipes.data.corpus import tokenize_options
+from isthmus.recipes.data.data_sources import data_settings
 from isthmus.recipes.data.first_records import check_first_records, estimate_data, known_corpus
 from isthmus.recipes.data.prepare import tokenize_files
 
@@ -53,7 +54,9 @@ def test_an_estimate_of_raw_files_and_the_size_of_prepared_ones(tokenizer: Token
     packed.write_bytes(gzip.compress(lines.read_bytes()))
     messages: list[str] = []
     raw = config([lines])
-    tokenize_files(find_sources([lines]), tmp_path / "prepared", tokenizer, tokenize_options(raw), workers=1)
+    tokenize_files(
+        find_sources([lines]), tmp_path / "prepared", tokenizer, tokenize_options(data_settings(raw)), workers=1
+    )
     prepared = known_corpus(config([tmp_path / "prepared"]), tokenizer, vocab_size=300, report=messages.append)
     assert prepared is not None and "600 samples" in messages[0]
     tokens = prepared.train.lengths.sum() - len(prepared.train)

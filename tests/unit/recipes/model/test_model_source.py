@@ -92,21 +92,24 @@ def test_rotary_settings_over_weights(
     (folder / "config.json").write_text(json.dumps(config))
     found = opened(path=str(folder), config=keys)
     arch = architecture_of(found.config)
-    kind = arch.rope_scaling and (
-        arch.rope_scaling.kind, arch.rope_scaling.factor, arch.rope_scaling.original_max_position_embeddings
-    )  # fmt: skip
-    assert (arch.rotary_base, kind) == (base, scaling)
+    rope = arch.rotary.rope_scaling
+    kind = rope and (rope.kind, rope.factor, rope.original_max_position_embeddings)
+    assert (arch.rotary.rotary_base, kind) == (base, scaling)
 
 
 def test_rotary_settings_by_layer(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=1)
     keys = {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     arch = architecture_of(opened(path=str(folder), config=keys).config)
-    assert (arch.rotary_base, arch.window_rotary_base, arch.rope_scaling.factor) == (5e5, 7e3, 8.0)
+    assert (arch.rotary.rotary_base, arch.windows.window_rotary_base, arch.rotary.rope_scaling.factor) == (
+        5e5,
+        7e3,
+        8.0,
+    )
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
     (folder / "config.json").write_text(json.dumps(config))
-    assert architecture_of(opened(path=str(folder), config={"rope_scaling": None}).config).rope_scaling is None
+    assert architecture_of(opened(path=str(folder), config={"rope_scaling": None}).config).rotary.rope_scaling is None
     with pytest.raises(UsageError, match="rope_type, factor is not a kind of layer"):
         opened(path=str(folder), config={"rope_parameters": {"rope_type": "linear", "factor": 8.0}})
 
@@ -122,7 +125,7 @@ def test_window_over_weights(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"model.config.sliding_window has no effect on .* type {family}"):
             opened(path=str(folder), config={"sliding_window": 7, **keys})
     keys |= {"sliding_window": 7, "layer_types": ["sliding_attention"]}
-    assert architecture_of(opened(path=str(folder), config=keys).config).sliding_window == 7
+    assert architecture_of(opened(path=str(folder), config=keys).config).windows.sliding_window == 7
 
 
 def test_end_of_turn_ends_a_generation(words: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture
+from isthmus.families.architecture import Architecture, from_settings
 from isthmus.families.registry import all_families
 from isthmus.recipes.plan.layout_checks import (
     check_async_layout,
@@ -28,7 +28,7 @@ ENDS = {"vocab_size": 77, "max_position_embeddings": 128, "norm_epsilon": 1e-6}
 
 
 def check(num_layers: int, **sizes: int) -> None:
-    architecture = Architecture(family="llama", num_layers=num_layers, **SIZES, **ENDS)  # type: ignore[arg-type]
+    architecture = from_settings({"family": "llama", "num_layers": num_layers, **SIZES, **ENDS})  # type: ignore[arg-type]
     check_layout(architecture, ParallelConfig(**sizes))
 
 

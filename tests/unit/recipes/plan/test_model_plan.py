@@ -19,11 +19,13 @@ from isthmus.families.architecture import Dropout
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import fp8_recipe
 from isthmus.recipes.plan.model_plan import (
+    ModelPlan,
     check_precision,
     check_profiled_steps,
     check_schedule,
     check_training,
     dropout_messages,
+    open_run_model,
     plan_model,
 )
 from ranks.tiny import build_model_folder
@@ -33,6 +35,10 @@ def config_of(model: Path, seq_length: int, **train: Any) -> RunConfig:
     data = {"files": ["unused"], "seq_length": seq_length}
     sections = {"model": {"path": str(model)}, "data": data, "train": train}
     return RunConfig.model_validate({"recipe": "sft", "out": "unused", **sections})
+
+
+def planned(config: RunConfig) -> ModelPlan:
+    return plan_model(open_run_model(config), config)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +68,36 @@ def test_settings_unsupported_in_training(
     family: str, settings: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     config = config_of(build_model_folder(tmp_path / "model", family, **{"num_hidden_layers": 1, **settings}), 129)
-    plan = plan_model(config)  # enough for evaluation
+    plan = planned(config)  # enough for evaluation
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
         check_training(config, plan)
 
 
 def test_dropout_rates_are_those_of_the_settings_or_of_the_model(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "gpt2", "gpt2", num_hidden_layers=1, attn_pdrop=0.3, embd_pdrop=0.2)
-    plan = plan_model(config_of(model, 9))
+    plan = planned(config_of(model, 9))
     assert plan.dropout == Dropout(attention=0.3, hidden=0.0, embedding=0.2)
     assert dropout_messages(plan) == ["dropout: attention 0.3, embedding 0.2"]
-    plan = plan_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.1))
+    plan = plan_model(
+        open_run_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.1)),
+        config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.1),
+    )
     assert plan.dropout == Dropout(attention=0.0, hidden=0.1, embedding=0.1)
-    assert plan_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.0)).dropout == Dropout()
+    assert (
+        plan_model(
+            open_run_model(config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.0)),
+            config_of(model, 9, attention_dropout=0.0, hidden_dropout=0.0),
+        ).dropout
+        == Dropout()
+    )
     llama = build_model_folder(tmp_path / "llama", "llama", num_hidden_layers=1)
-    assert dropout_messages(plan_model(config_of(llama, 9))) == []
-    (line,) = dropout_messages(plan_model(config_of(llama, 9, attention_dropout=0.1, hidden_dropout=0.1)))
+    assert dropout_messages(planned(config_of(llama, 9))) == []
+    (line,) = dropout_messages(
+        plan_model(
+            open_run_model(config_of(llama, 9, attention_dropout=0.1, hidden_dropout=0.1)),
+            config_of(llama, 9, attention_dropout=0.1, hidden_dropout=0.1),
+        )
+    )
     assert line.endswith("embedding 0.1 (config.json of llama has no key for: hidden, embedding)")
 
 
@@ -92,7 +112,7 @@ def test_warmup_and_decay_fit_into_the_steps_of_the_epochs() -> None:
 
 def test_rotary_positions_are_unlimited(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 129)
-    check_training(config, plan_model(config))
+    check_training(config, planned(config))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +144,7 @@ def test_recompute_names_existing_layers(train: dict[str, Any], message: str, tm
     family = train.pop("family", "llama")
     config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=2), 24, **train)
     with pytest.raises(UsageError, match=message):
-        check_training(config, plan_model(config))
+        check_training(config, planned(config))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +161,7 @@ def test_optimizer_settings_apply_to_trained_tensors(
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, freeze=freeze)
     config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
     with pytest.raises(UsageError, match=message):
-        check_training(config, plan_model(config))
+        check_training(config, planned(config))
 
 
 @pytest.mark.parametrize(
@@ -163,15 +183,15 @@ def test_expert_bias_is_not_updated_if_it_is_frozen(
     sections = {"lora": LoraConfig.model_validate(lora), "moe": MoeConfig(expert_bias_update_rate=0.001)}
     config = config.model_copy(update=sections)
     with pytest.raises(UsageError, match=message) if message else nullcontext():
-        check_training(config, plan_model(config))
+        check_training(config, planned(config))
 
 
 def test_recomputing_rotary_embeddings_of_shared_heads_is_refused(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen3", num_hidden_layers=2)
     config = config_of(model, 24, recompute="selective", recompute_modules=["rope"])
-    plan = plan_model(config)
+    plan = planned(config)
     check_training(config, plan)
-    tp = 2 * plan.architecture.num_query_groups
+    tp = 2 * plan.architecture.attention.num_query_groups
     plan = replace(plan, parallel=plan.parallel.model_copy(update={"tp": tp}), world_size=tp)
     with pytest.raises(
         UsageError, match=r"names rope, which saves no memory with QK norm and tp=\d+ above the \d+ key"
@@ -188,8 +208,8 @@ def test_profiled_steps_exist() -> None:
 
 def test_dpo_refuses_mtp_layers(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24)
-    plan = plan_model(config)
-    plan = replace(plan, architecture=replace(plan.architecture, mtp_layers=1))
+    plan = planned(config)
+    plan = replace(plan, architecture=plan.architecture.with_settings({"mtp_layers": 1}))
     check_training(config, plan)
     with pytest.raises(UsageError, match=r"1 MTP layers \(multi-token prediction, llama\), and dpo has no loss"):
         check_training(config.model_copy(update={"recipe": "dpo"}), plan)
@@ -204,7 +224,7 @@ def test_unsupported_precision_is_refused() -> None:
 
 def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, precision="fp16")
-    plan = plan_model(config)
+    plan = planned(config)
     check_training(config, plan)
     with pytest.raises(UsageError, match=r"fsdp=true with train\.precision=fp16.* Set train\.precision"):
         check_training(config, replace(plan, parallel=ParallelConfig(fsdp=True)))
@@ -245,4 +265,4 @@ def test_refused_adapters_of_models_with_experts(
     config = config_of(build_model_folder(tmp_path / "model", family, num_hidden_layers=1, mlp_only_layers=[]), 9)
     config = config.model_copy(update={"lora": LoraConfig.model_validate({"rank": 4, **lora})})
     with pytest.raises(UsageError, match=message):
-        plan_model(config)
+        planned(config)

@@ -16,7 +16,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
-from isthmus.recipes.plan.model_plan import check_training, plan_model
+from isthmus.recipes.plan.model_plan import check_training, open_run_model, plan_model
 from isthmus.recipes.plan.rehearsal import rehearse
 
 FEATURES = (
@@ -36,14 +36,14 @@ def config_of(model: str, **settings: Any) -> RunConfig:
 
 def both(config: RunConfig, ranks: int) -> tuple[Family, Architecture, Architecture]:
     small, _ = rehearse(config, ranks)
-    plan = plan_model(small, world_size=ranks)
+    plan = plan_model(open_run_model(small), small, world_size=ranks)
     check_training(small, plan)
-    return plan.family, plan_model(config, world_size=ranks).architecture, plan.architecture
+    return plan.family, plan_model(open_run_model(config), config, world_size=ranks).architecture, plan.architecture
 
 
 def canonical_names(family: Family, arch: Architecture) -> set[str]:
     """Of the tensors of each kind of layer."""
-    of_one_expert = replace(arch, moe=arch.moe and replace(arch.moe, num_experts=1))
+    of_one_expert = arch.with_settings({"moe": arch.moe and replace(arch.moe, num_experts=1)})
     return {placed.rule.canonical for placed in family.placements(of_one_expert).values()}
 
 
@@ -60,14 +60,18 @@ def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) ->
     config = config_of(f"preset:{preset}", **{f"parallel.{name}": size for name, size in layout.items()})
     ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp
     try:
-        plan_model(config, world_size=ranks)
+        plan_model(open_run_model(config), config, world_size=ranks)
     except UsageError as error:  # this model cannot have the layout
         pytest.skip(str(error))
     family, large, small = both(config, ranks)
-    assert [getattr(small, name) for name in FEATURES] == [getattr(large, name) for name in FEATURES]
-    assert (small.mla is None, small.moe is None) == (large.mla is None, large.moe is None)
+    assert [small.setting(name) for name in FEATURES] == [large.setting(name) for name in FEATURES]
+    assert (small.latent is None, small.moe is None) == (large.latent is None, large.moe is None)
     assert canonical_names(family, small) == canonical_names(family, large)
-    sizes = [small.hidden_size, small.ffn_hidden_size, small.num_attention_heads * small.kv_channels]
+    sizes = [
+        small.hidden_size,
+        small.mlp.ffn_hidden_size,
+        small.attention.num_attention_heads * small.attention.kv_channels,
+    ]
     assert all(size % (16 * config.parallel.tp) == 0 for size in sizes)
     numel = sum(rows * (columns[0] if columns else 1) for rows, *columns in family.hf_shapes(small).values())
     assert numel < 40_000_000

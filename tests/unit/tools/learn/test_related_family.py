@@ -56,7 +56,7 @@ def test_families_with_the_same_tensors_come_first_and_then_changes_of_one_trait
     changed = {text: data for data, text in candidates(unknown(llama.FAMILY))}
     data = changed["llama, rotary_interleaved True"]
     plain = read_related(changed["llama"], FAMILIES).to_architecture(CONFIG)
-    assert read_related(data, FAMILIES).to_architecture(CONFIG) == replace(plain, rotary_interleaved=True)
+    assert read_related(data, FAMILIES).to_architecture(CONFIG) == plain.with_settings({"rotary_interleaved": True})
 
 
 def test_a_setting_that_a_family_does_not_read_is_read_as_in_another() -> None:
@@ -64,7 +64,7 @@ def test_a_setting_that_a_family_does_not_read_is_read_as_in_another() -> None:
         data for data, text in candidates(unknown(llama.FAMILY)) if data["settings_of"] and data["like"] == "llama"
     ]
     assert found[0]["settings_of"] == {"embedding_multiplier": ["granite", "keys"]}
-    assert read_related(found[0], FAMILIES).to_architecture(CONFIG).embedding_multiplier == 3.0
+    assert read_related(found[0], FAMILIES).to_architecture(CONFIG).embedding.embedding_multiplier == 3.0
 
 
 def test_other_names_of_tensors_and_settings() -> None:
@@ -86,8 +86,8 @@ def test_settings_of_later_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "strange.json").write_text(write_family(read_related(data, FAMILIES)), encoding="utf-8")
     monkeypatch.setenv(FAMILIES_ENV, str(tmp_path))
     config = {name: value for name, value in CONFIG.items() if name != "rms_norm_eps"}
-    assert family_for(CONFIG).to_architecture(CONFIG).norm_epsilon == 1e-5
-    assert family_for(config).to_architecture(config).norm_epsilon == 0.125
+    assert family_for(CONFIG).to_architecture(CONFIG).norm.norm_epsilon == 1e-5
+    assert family_for(config).to_architecture(config).norm.norm_epsilon == 0.125
     assert family_for(config).to_hf_config(family_for(config).to_architecture(config))["rms_norm_eps"] == 0.125
     with pytest.raises(UsageError, match=r"embedding_multiplier=4.0 is not supported"):
         family_for(CONFIG).to_architecture(CONFIG | {"embedding_multiplier": 4.0})
@@ -103,6 +103,19 @@ def test_infinite_numbers_in_a_module(tmp_path: Path) -> None:
     (tmp_path / "strange.py").write_text(write_module(data), encoding="utf-8")
     family = runpy.run_path(str(tmp_path / "strange.py"))["FAMILY"]
     assert [0.0, math.inf] in family.fixed["limits"].allowed
+
+
+def test_a_module_imports_the_families_of_folders(tmp_path: Path) -> None:
+    data = candidates(unknown(llama.FAMILY))[0][0] | {"settings_of": {"layer_input_size": ["gemma4_text", "derived"]}}
+    (tmp_path / "strange.py").write_text(write_module(data), encoding="utf-8")
+    family = runpy.run_path(str(tmp_path / "strange.py"))["FAMILY"]
+    assert family.derived["layer_input_size"] is all_families()["gemma4_text"].derived["layer_input_size"]
+
+
+def test_a_module_like_a_family_of_another_package_is_refused() -> None:
+    data = candidates(unknown(llama.FAMILY))[0][0] | {"like": "acme"}
+    with pytest.raises(UsageError, match="the family acme is that of another package"):
+        write_module(data)
 
 
 @pytest.mark.parametrize(

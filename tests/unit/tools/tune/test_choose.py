@@ -21,7 +21,7 @@ from isthmus.engine.linear.tuned_matmuls import read_tuned
 from isthmus.engine.moe.gemm_choice import Timing
 from isthmus.errors import IOFailure, OutputExists, UsageError
 from isthmus.platforms.cpu import CpuPlatform
-from isthmus.recipes.plan.model_plan import plan_model
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from isthmus.recipes.plan.step_matmuls import StepMatmul, token_counts, tuning_messages
 from isthmus.tools.tune import choose as module
 from isthmus.tools.tune import measure, run_tune, tunable_op
@@ -65,7 +65,7 @@ def test_a_run_uses_the_file_that_was_measured_for_it(
         for name, section in ({"tune": {"file": str(path)}} | changed).items():
             values[name] |= section
         checked = RunConfig.model_validate(values)
-        plan = plan_model(checked, world_size=checked.parallel.tp)
+        plan = plan_model(open_run_model(checked), checked, world_size=checked.parallel.tp)
         return tuning_messages(checked, plan, CPU, checked.train.precision or "fp32")
 
     assert messages() == ("tune.file: 15 of 15 matmuls of this run were measured, 100% of their FLOPs",)
@@ -109,7 +109,9 @@ def test_experts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     words = [*SETTINGS[1:], f"model.config={json.dumps(LLAMA | experts)}", "parallel.ep=2"]
-    plan = plan_model(config_to_tune(None, words, None), world_size=2)
+    plan = plan_model(
+        open_run_model(config_to_tune(None, words, None)), config_to_tune(None, words, None), world_size=2
+    )
     seen: list[Any] = []
 
     def time_gemms(*arguments: Any) -> tuple[Timing, Timing]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -141,16 +142,14 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
 
 @functools.lru_cache(maxsize=512)
 def _layers_of_ranks(arch: Architecture, pp: int, vpp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Layers of each pipeline rank: (a layer of a kind, number of layers of that kind)."""
+    """Layers of each pipeline rank: (the first layer of a kind, number of layers of that kind)."""
     sizes = layers_per_stage(arch.num_layers, pp, vpp)
     ends = list(accumulate(sizes))
     layers = []
     for rank in range(pp):
-        count: dict[tuple[frozenset[str], int | None], list[int]] = {}
-        for stage in range(rank, len(sizes), pp):
-            for layer in range(ends[stage] - sizes[stage], ends[stage]):
-                count.setdefault((arch.layer_kinds(layer), arch.window(layer)), [layer, 0])[1] += 1
-        layers.append(tuple((layer, times) for layer, times in count.values()))
+        stages = range(rank, len(sizes), pp)
+        counts = Counter(n for stage in stages for n in arch.first_equals[ends[stage] - sizes[stage] : ends[stage]])
+        layers.append(tuple(counts.items()))
     return tuple(layers)
 
 
@@ -160,10 +159,9 @@ def _ranks(model: LayerModel) -> list[_Rank]:
     ranks_by_layers: dict[object, _Rank] = {}
     ranks = []
     for number, layers in enumerate(counted):
-        key = tuple((arch.layer_kinds(layer), arch.window(layer), times) for layer, times in layers)
-        if key not in ranks_by_layers:
-            ranks_by_layers[key] = _rank(model, layers)
-        rank = ranks_by_layers[key]
+        if layers not in ranks_by_layers:
+            ranks_by_layers[layers] = _rank(model, layers)
+        rank = ranks_by_layers[layers]
         if number in (0, parallel.pp - 1):
             rank = _with_ends(model, rank, first=number == 0, last=number == parallel.pp - 1)
         ranks.append(rank)
@@ -201,8 +199,8 @@ def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _R
         total.parameters += vocabulary * arch.hidden_size
     if last:
         rows = model.tokens * work.loss_share
-        for _ in range(1 + arch.mtp_layers):
-            columns = 1.0 if arch.score_head else vocabulary
+        for _ in range(1 + arch.pattern.mtp_layers):
+            columns = 1.0 if arch.head.score_head else vocabulary
             forward = kernels.gemm(rows, columns, arch.hidden_size, fp8=False)
             total.forward.gemm += forward
             update = kernels.gemm(columns, arch.hidden_size, rows, fp8=False, sum_bytes=4) if model.trained else 0.0
@@ -212,9 +210,9 @@ def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _R
             exchange = model.tp_ring.gather(model.tokens * arch.hidden_size * kernels.element)
             total.forward.tp += exchange
             total.backward.tp += exchange
-        if not (first and arch.tie_embeddings):
-            total.parameters += (1 if arch.score_head else vocabulary) * arch.hidden_size
-        for number in range(arch.mtp_layers):
+        if not (first and arch.head.tie_embeddings):
+            total.parameters += (1 if arch.head.score_head else vocabulary) * arch.hidden_size
+        for number in range(arch.pattern.mtp_layers):
             layer = model.layer(arch.num_layers + number)
             total.forward.add(layer.forward)
             total.backward.add(layer.backward)

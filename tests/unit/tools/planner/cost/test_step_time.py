@@ -10,8 +10,9 @@ import pytest
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import UsageError
-from isthmus.families.architecture import Architecture, Moe
-from isthmus.families.mixer_sizes import Mla
+from isthmus.families.architecture import Architecture, from_settings
+from isthmus.families.blocks.feed_forward import Experts
+from isthmus.families.blocks.latent_attention import Latent
 from isthmus.platforms.parts import Part, part_named
 from isthmus.tools.planner.cost import kernels
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
@@ -20,16 +21,18 @@ from isthmus.tools.planner.cost.step_time import FORMULAS, StepTime, step_time
 from isthmus.tools.planner.cost.workload import Workload
 from isthmus.train.flops import flops_per_batch
 
-DENSE = Architecture(
-    family="llama", num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
-    num_query_groups=8, kv_channels=128, vocab_size=128256, max_position_embeddings=1 << 17, norm_epsilon=1e-5,
-)  # fmt: skip
-EXPERTS = replace(DENSE, moe=Moe(num_experts=64, top_k=4, ffn_hidden_size=2048))
-LATENT = replace(
-    DENSE,
-    num_query_groups=32,
-    kv_channels=192,
-    mla=Mla(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
+DENSE = from_settings({
+    "family": "llama", "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+    "num_query_groups": 8, "kv_channels": 128, "vocab_size": 128256, "max_position_embeddings": 1 << 17,
+    "norm_epsilon": 1e-5,
+})  # fmt: skip
+EXPERTS = DENSE.with_settings({"moe": Experts(num_experts=64, top_k=4, ffn_hidden_size=2048)})
+LATENT = DENSE.with_settings(
+    {
+        "num_query_groups": 32,
+        "kv_channels": 192,
+        "mla": Latent(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
+    }
 )
 
 
@@ -118,7 +121,7 @@ def test_the_exchange_of_tokens_grows_with_expert_parallelism() -> None:
     seconds = [planned(EXPERTS, nodes=8, layout={"ep": ep}).parts["ep"] for ep in (1, 2, 4, 8, 16, 32, 64)]
     assert seconds[0] == 0 and seconds == sorted(seconds)
     assert seconds[4] > 3 * seconds[3]  # the first that leaves the node
-    more = replace(EXPERTS, moe=replace(EXPERTS.moe, top_k=8))  # type: ignore[type-var]
+    more = EXPERTS.with_settings({"moe": replace(EXPERTS.moe, top_k=8)})  # type: ignore[type-var]
     assert planned(more, layout={"ep": 8}).parts["ep"] == pytest.approx(
         2 * planned(EXPERTS, layout={"ep": 8}).parts["ep"], rel=0.05
     )
@@ -126,8 +129,8 @@ def test_the_exchange_of_tokens_grows_with_expert_parallelism() -> None:
 
 def test_few_tokens_per_expert_are_slow() -> None:
     """The same FLOPs in more and narrower experts take longer."""
-    wide = replace(DENSE, moe=Moe(num_experts=8, top_k=1, ffn_hidden_size=8192))
-    narrow = replace(DENSE, moe=Moe(num_experts=512, top_k=16, ffn_hidden_size=512))
+    wide = DENSE.with_settings({"moe": Experts(num_experts=8, top_k=1, ffn_hidden_size=8192)})
+    narrow = DENSE.with_settings({"moe": Experts(num_experts=512, top_k=16, ffn_hidden_size=512)})
     assert planned(narrow, seq_length=1024).parts["gemm"] > 1.3 * planned(wide, seq_length=1024).parts["gemm"]
 
 
@@ -154,7 +157,7 @@ def test_long_contexts_are_attention_and_context_parallelism_splits_it() -> None
     assert long.parts["gemm"] == pytest.approx(short.parts["gemm"])
     split = planned(seq_length=131072, global_batch_size=32, layout={"cp": 8})
     assert split.parts["attention"] == pytest.approx(long.parts["attention"]) and split.parts["cp"] > 0
-    window = planned(replace(DENSE, sliding_window=4096), seq_length=131072, global_batch_size=32)
+    window = planned(DENSE.with_settings({"sliding_window": 4096}), seq_length=131072, global_batch_size=32)
     assert window.parts["attention"] == pytest.approx(long.parts["attention"] / 16, rel=0.01)
     packed = planned(seq_length=131072, global_batch_size=32, samples_per_sequence=16)
     assert packed.parts["attention"] == pytest.approx(long.parts["attention"] / 16, rel=0.01)

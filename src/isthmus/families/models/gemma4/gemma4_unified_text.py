@@ -1,0 +1,17 @@
+"""The text model of Gemma 4's unified models: Gemma 4 without experts and without inputs of each layer."""
+
+from dataclasses import replace
+
+from isthmus.families.family import Key
+from isthmus.families.models.gemma4 import gemma4_text
+
+_ABSENT = ("moe", "layer_input_size")
+
+FAMILY = replace(
+    gemma4_text.FAMILY,
+    name="gemma4_unified_text",
+    hf_architecture="Gemma4UnifiedForCausalLM",
+    keys={**gemma4_text.FAMILY.keys, "max_position_embeddings": Key("max_position_embeddings", default=262144)},
+    derived={name: derived for name, derived in gemma4_text.FAMILY.derived.items() if name not in _ABSENT},
+    sliding_window_default=1024,
+)

@@ -1,0 +1,1 @@
+"""Step 3.5, with the spellings of its older configs."""
