@@ -42,7 +42,7 @@ def certificate(arguments: Sequence[str]) -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: result for name in PACKAGES if (result := _version(name))},
     }
 
 

@@ -74,7 +74,7 @@ def measure(work: Path, rounds: int, *, quick: bool, pause: Path | None) -> dict
         "write torch_dist": lambda: convert(work / "hf", work / "out", "torch_dist"),
         "load": lambda: load(work / "hf"),
     }
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, task in tasks.items():
         turns: dict[bool, list[dict[str, float]]] = {True: [], False: []}
         for number in range(rounds + 1):
@@ -87,9 +87,9 @@ def measure(work: Path, rounds: int, *, quick: bool, pause: Path | None) -> dict
                 shutil.rmtree(work / "out", ignore_errors=True)
                 if number:  # the first round warms up
                     turns[checksums].append(took)
-        found[name] = _summary(turns, written["tensor_bytes"])
-        print(name, found[name], flush=True)
-    return {"model": written, "tasks": found}
+        values[name] = _summary(turns, written["tensor_bytes"])
+        print(name, values[name], flush=True)
+    return {"model": written, "tasks": values}
 
 
 def _summary(turns: dict[bool, list[dict[str, float]]], num_bytes: int) -> dict[str, Any]:

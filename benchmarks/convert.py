@@ -116,10 +116,10 @@ def _row(name: str, model: str, size: dict[str, Any], turns: list[dict[str, Any]
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each claim with its limit, the measured value, and whether it holds."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def add(claim: str, wanted: float, got: float) -> None:
-        found.append({"claim": claim, "wanted": f"<= {wanted}", "got": got, "holds": got <= wanted})
+        results.append({"claim": claim, "wanted": f"<= {wanted}", "got": got, "holds": got <= wanted})
 
     for row in rows:
         name = f"{row['model']}: {row['contestant']}"
@@ -127,7 +127,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             add(f"{name} / cp + sync, imports included", RATIO_WANTED, row["time_vs_cp"])
         if row["contestant"] in [*CONVERSIONS, "verify"]:
             add(f"{name}, GiB of memory beyond torch", MEMORY_WANTED_GIB, row["memory_added_gib"])
-    return found
+    return results
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
     The fit is ``time = a * tensors + b * bytes`` with least squares of relative errors.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in CONTESTANTS:
         mine = [row for row in rows if row["contestant"] == name]
         if len(mine) < 3:  # two models fit exactly
@@ -145,7 +145,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
         (per_tensor, per_byte), *_ = np.linalg.lstsq(sizes / times[:, None], np.ones(len(mine)), rcond=None)
         fitted = sizes @ np.array([per_tensor, per_byte])
         tensors, size = DEEPSEEK_V3["tensors"], DEEPSEEK_V3["bytes"]
-        found[name] = {
+        values[name] = {
             "ms_per_tensor": per_tensor * 1e3,
             "s_per_gb": per_byte * 1e9,
             "largest_relative_error": float(np.abs(fitted / times - 1).max()),
@@ -158,7 +158,7 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
         f"projected, not measured: {DEEPSEEK_V3['tensors']} tensors, {DEEPSEEK_V3['bytes'] / 1e9:.0f} GB. One disk; "
         f"or {WORKERS} workers that share the bytes evenly, each with such a disk and the full cost per tensor."
     )
-    return {"projection": note} | found if found else {}
+    return {"projection": note} | values if values else {}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -173,10 +173,10 @@ def show(result: dict[str, Any]) -> None:
         if name == "projection":
             print(cost)
             continue
-        one, many = cost["projected_deepseek_v3"].values()
+        item, many = cost["projected_deepseek_v3"].values()
         print(
             f"{name:<19}{cost['ms_per_tensor']:>8.3f} ms per tensor{cost['s_per_gb']:>8.3f} s per GB; "
-            f"projected {one / 60:.1f} min on one disk, {many / 60:.1f} min with {WORKERS} workers"
+            f"projected {item / 60:.1f} min on one disk, {many / 60:.1f} min with {WORKERS} workers"
         )
     if not result["quiet"]:
         print(f"NOT QUIET, not a valid measurement: {'; '.join(result['disturbed_turns'])}")

@@ -215,11 +215,11 @@ def isolated(
                     os.dup2(file.fileno(), number)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
             try:
-                found = measured(model_type, Path(scratch))
+                result = measured(model_type, Path(scratch))
             except BaseException as error:
                 traceback.print_exc()
-                found = {"result": "failed", "reason": f"{type(error).__name__}: {_reason(error, Path(scratch))}"}
-            answer.write_text(json.dumps(found))
+                result = {"result": "failed", "reason": f"{type(error).__name__}: {_reason(error, Path(scratch))}"}
+            answer.write_text(json.dumps(result))
             os._exit(0)
 
         started_s = time.monotonic()
@@ -230,8 +230,8 @@ def isolated(
             process.kill()
         process.join()
         ended = f"no result in {limit_s:g} s" if process.exitcode == -9 else f"ended with {process.exitcode}"
-        found = json.loads(answer.read_text()) if answer.exists() else {"result": "failed", "reason": ended}
-        return {"type": model_type, **found, "time_s": time.monotonic() - started_s}
+        result = json.loads(answer.read_text()) if answer.exists() else {"result": "failed", "reason": ended}
+        return {"type": model_type, **result, "time_s": time.monotonic() - started_s}
 
 
 def walk(
@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> int:
         commit=certified["commit"],
         hidden=chosen.hidden,
     )
-    counts, hidden = (Counter(row["result"] for row in each) for each in (rows, _hidden(rows)))
+    counts, hidden = (Counter(row["result"] for row in item) for item in (rows, _hidden(rows)))
     print(", ".join(f"{name} {counts[name]}" for name in RESULTS))
     print("without its family:", ", ".join(f"{name} {count}" for name, count in hidden.items()) or "not tried")
     result = {"benchmark": "coverage", "certificate": certified, "counts": dict(counts), "counts_hidden": dict(hidden)}

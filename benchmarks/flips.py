@@ -126,7 +126,7 @@ class Campaign:
 
     def run(self, number: int, seed: int, names: Sequence[str]) -> dict[str, Any]:
         chance = random.Random(f"{seed} {number}")
-        name = chance.choices(names, [READERS[each].weight for each in names])[0]
+        name = chance.choices(names, [READERS[item].weight for item in names])[0]
         if name not in self._expected:
             copy = self._copy(READERS[name])
             if (done := self._read(READERS[name])).returncode:
@@ -147,11 +147,11 @@ class Campaign:
 
     def _outcome(self, reader: Reader, name: str, path: Path, done: Any) -> dict[str, Any]:
         if done.returncode == 0:
-            found, expected = self._result(reader), self._expected[name]
+            result, expected = self._result(reader), self._expected[name]
             # The damaged file itself, which the command leaves as it is, is no result.
             own = str(path.relative_to(self._case)) if reader.copied_to == reader.compared else ""
-            changed = [each for each in expected.keys() | found.keys() if expected.get(each) != found.get(each)]
-            changed = sorted(each for each in changed if f"{reader.compared}/{each}" != own)
+            changed = [key for key in expected.keys() | result.keys() if expected.get(key) != result.get(key)]
+            changed = sorted(key for key in changed if f"{reader.compared}/{key}" != own)
             warned = any("warning: " in line and path.name in line for line in done.stderr.splitlines())
             return {"outcome": "harmless" if not changed else "warned" if warned else "silent", "changed": changed[:3]}
         line = done.errors[0] if done.errors else done.stderr[-300:]
@@ -206,8 +206,8 @@ def main() -> int:
     certified = certificate(sys.argv)
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    wanted = tuple(arguments.readers.split(","))
-    names = [name for name in READERS if name.startswith(wanted)]
+    expected = tuple(arguments.readers.split(","))
+    names = [name for name in READERS if name.startswith(expected)]
     isthmus = ForkServer(work)
     rows = list(cases(work / "cases.jsonl"))
     campaign = Campaign(work, isthmus)

@@ -133,18 +133,18 @@ def campaign(
     from hostile.readers import BY_NAME, READERS
 
     state = json.loads(state_file.read_text()) if state_file.exists() else {"readers": {}, "findings": []}
-    whole = sum(reader.share for reader in READERS)
-    wanted = {reader.name: round(n * reader.share / whole) for reader in READERS if not only or reader.name in only}
+    full = sum(reader.share for reader in READERS)
+    expected = {reader.name: round(n * reader.share / full) for reader in READERS if not only or reader.name in only}
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=memory) as scratch:
-        while left := {name for name, count in wanted.items() if _done(state, name)["inputs"] < count}:
-            for reader in [BY_NAME[name] for name in wanted if name in left]:
+        while left := {name for name, count in expected.items() if _done(state, name)["inputs"] < count}:
+            for reader in [BY_NAME[name] for name in expected if name in left]:
                 while pause is not None and pause.exists():
                     time.sleep(2)
                 row = _done(state, reader.name)
                 start = row["inputs"]
                 started_s = time.monotonic()
-                ran, counts, findings = Batch(reader, start, wanted[reader.name], number, Path(scratch)).run()
+                ran, counts, findings = Batch(reader, start, expected[reader.name], number, Path(scratch)).run()
                 row["inputs"] += ran
                 row |= {name: row[name] + count for name, count in counts.items()}
                 row["time_s"] += time.monotonic() - started_s

@@ -36,7 +36,7 @@ SAMPLES = 2000
 def part_names() -> list[str]:
     """All parts in the order in which they run: tests first, since a wrong result makes a fast one worthless."""
     tests = sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py"))
-    models = [f"{case}/{name}" for case, each in CASES.items() for name in each.contestants]
+    models = [f"{case}/{name}" for case, item in CASES.items() for name in item.contestants]
     return [*(f"tests/{path.stem}" for path in tests), *models, "moe-layer"]
 
 
@@ -52,12 +52,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help="also write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
     names = part_names()
-    wanted = chosen.parts.split(",") if chosen.parts else names
-    if unknown := [one for one in wanted if not any(_selects(one, name) for name in names)]:
+    expected = chosen.parts.split(",") if chosen.parts else names
+    if unknown := [item for item in expected if not any(_selects(item, name) for name in names)]:
         parser.error(f"not known: {', '.join(unknown)}. --list shows the parts")
     if chosen.record and chosen.dry:
         parser.error("--dry is not a measurement and is not recorded")
-    chosen.names = [name for name in names if any(_selects(one, name) for one in wanted)]
+    chosen.names = [name for name in names if any(_selects(item, name) for item in expected)]
     chosen.out = (chosen.out or REPOSITORY / "build" / ("gpu-dry" if chosen.dry else "gpu")).resolve()
     chosen.work = (chosen.work or chosen.out.with_name(f"{chosen.out.name}-models")).resolve()
     return chosen
@@ -170,12 +170,12 @@ def main(arguments: list[str]) -> int:
             continue
         part_s = time.monotonic()
         try:
-            found = run_part(name, chosen, result, deadline_s)
+            outcome = run_part(name, chosen, result, deadline_s)
         except (Exception, SystemExit) as error:  # any failure of a part; the others still run
-            found = {"error": f"{type(error).__name__}: {error}"}
-        parts[name] = {"state": state_of(found), "seconds": time.monotonic() - part_s, **found}
+            outcome = {"error": f"{type(error).__name__}: {error}"}
+        parts[name] = {"state": state_of(outcome), "seconds": time.monotonic() - part_s, **outcome}
         save(result, chosen.out)
-        print(f"{name:<36} {parts[name]['state']} in {parts[name]['seconds']:.0f} s{_line(found)}", flush=True)
+        print(f"{name:<36} {parts[name]['state']} in {parts[name]['seconds']:.0f} s{_line(outcome)}", flush=True)
     save(result, chosen.out)
     if chosen.dry:
         shutil.rmtree(chosen.work, ignore_errors=True)

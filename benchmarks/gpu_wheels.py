@@ -31,7 +31,7 @@ GLIBC_MINORS = range(5, 40)
 def requirements() -> list[str]:
     """What the tests and benchmarks import, without torch."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return [one for one in project["dependencies"] if not re.match(r"torch\b", one)] + list(EXTRAS)
+    return [item for item in project["dependencies"] if not re.match(r"torch\b", item)] + list(EXTRAS)
 
 
 def torch_stub(folder: Path, version: str) -> Path:
@@ -77,12 +77,12 @@ def main(arguments: list[str]) -> None:
             f"{chosen.out} already has {len(old)} wheels. Two versions of one package do not install: remove it"
         )
     with tempfile.TemporaryDirectory() as folder:
-        stubs, found = Path(folder) / "stubs", Path(folder) / "found"
+        stubs, result = Path(folder) / "stubs", Path(folder) / "found"
         stubs.mkdir()
         stub = torch_stub(stubs, chosen.torch)
-        subprocess.run([sys.executable, "-m", "pip", *pip_arguments(chosen, stubs, found)], check=True)
-        (found / stub.name).unlink()
-        for wheel in sorted(found.iterdir()):
+        subprocess.run([sys.executable, "-m", "pip", *pip_arguments(chosen, stubs, result)], check=True)
+        (result / stub.name).unlink()
+        for wheel in sorted(result.iterdir()):
             (chosen.out / wheel.name).write_bytes(wheel.read_bytes())
     wheels = sorted(chosen.out.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels)

@@ -103,7 +103,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     def run_ours(x: Any) -> Any:
         return ours(x, rotary_pos_emb=tables, packed_seq_params=packed)
 
-    found = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
+    entries = {"isthmus": _step(run_ours, hidden, upstream, ours, buffers=True)}
 
     def batch(x: Any) -> Any:
         return x.view(samples, length, -1)
@@ -122,7 +122,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
             out = core(batch(x).transpose(0, 1).contiguous(), attention_mask=mask, rotary_pos_emb=angles)[0]
             return out.transpose(0, 1).reshape(x.shape)
 
-        found["megatron-core"] = _step(run_core, hidden, upstream, core)
+        entries["megatron-core"] = _step(run_core, hidden, upstream, core)
     hf_config._attn_implementation = "sdpa"
     kinds = (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding) if kind == "latent" else (
         Qwen3DecoderLayer, Qwen3RotaryEmbedding
@@ -141,7 +141,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
         out = theirs(batch(x), position_embeddings=rotary(x, at[:1]), attention_mask=None, position_ids=at)
         return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
 
-    return found | {"transformers": _step(run_theirs, hidden, upstream, theirs)}
+    return entries | {"transformers": _step(run_theirs, hidden, upstream, theirs)}
 
 
 def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
@@ -172,8 +172,8 @@ def loss(dtype: Any, tokens: int, sizes: dict[str, Any]) -> dict[str, Step]:
 
     own_weight = torch.nn.Parameter(weight.detach())
     runs = {"megatron-core": core, "transformers": theirs}
-    found = {name: _step(run, hidden, None, torch.nn.ParameterList([weight])) for name, run in runs.items()}
-    return {"isthmus": _step(own, hidden, None, torch.nn.ParameterList([own_weight]), buffers=True)} | found
+    values = {name: _step(run, hidden, None, torch.nn.ParameterList([weight])) for name, run in runs.items()}
+    return {"isthmus": _step(own, hidden, None, torch.nn.ParameterList([own_weight]), buffers=True)} | values
 
 
 def _step(run: Callable[[Any], Any], hidden: Any, upstream: Any, module: Any, *, buffers: bool = False) -> Step:
@@ -222,13 +222,13 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _turns(steps: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dict[str, Any]]:
-    wanted = steps["isthmus"]()
+    expected = steps["isthmus"]()
     difference = {}
     for name, step in steps.items():
         got = step()
         difference[name] = max(
             ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
-            for a, b in zip(got, wanted, strict=True)
+            for a, b in zip(got, expected, strict=True)
         )
         if difference[name] > AGREEMENT[row["precision"]]:
             raise SystemExit(f"{row}: {name} differs from Isthmus by {difference[name]:.1e}")

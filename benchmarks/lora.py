@@ -80,11 +80,11 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each claim with its limit, the measured value, and whether it holds; only if both sides have run."""
-    found = {row["contestant"]: row for row in rows}
+    values = {row["contestant"]: row for row in rows}
     theirs = [row for row in rows if not row["contestant"].startswith("isthmus")]
-    if "isthmus" not in found or not theirs:
+    if "isthmus" not in values or not theirs:
         return []
-    ours = found["isthmus"]
+    ours = values["isthmus"]
     fastest = max(theirs, key=lambda row: row["tokens_per_s"])
     least = min(theirs, key=lambda row: row["peak_rss_gib"])
     ratios = {
@@ -92,8 +92,8 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (f"peak memory of isthmus / {least['contestant']}", "<= 1.0"): ours["peak_rss_gib"] / least["peak_rss_gib"],
     }
     return [
-        {"claim": claim, "wanted": wanted, "got": got, "holds": got >= 1 if wanted[0] == ">" else got <= 1}
-        for (claim, wanted), got in ratios.items()
+        {"claim": claim, "wanted": expected, "got": got, "holds": got >= 1 if expected[0] == ">" else got <= 1}
+        for (claim, expected), got in ratios.items()
     ]
 
 

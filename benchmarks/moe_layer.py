@@ -123,7 +123,7 @@ def contestants(
     def run_core(hidden: Any, shares: Any, groups: Any) -> Any:
         sizes = groups.on_host
         reversed_parts = [
-            torch.cat(each.split(sizes)[::-1]) for each in (hidden, shares)
+            torch.cat(item.split(sizes)[::-1]) for item in (hidden, shares)
         ]  # Megatron-Core has the opposite order of experts
         made, _ = own(reversed_parts[0], groups.counts.flip(0), reversed_parts[1])
         return torch.cat(made.split(sizes[::-1])[::-1])
@@ -131,7 +131,7 @@ def contestants(
     def with_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
         return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts, lambda: None)
 
-    found: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    values: dict[str, tuple[Callable[[Any], Any], Any]] = {
         "isthmus": (with_routing(block.experts), block),
         "isthmus-loop": (with_routing(loop), block),
         "megatron-core": (with_routing(run_core), own),
@@ -146,8 +146,8 @@ def contestants(
             theirs.gate.weight.copy_(block.router.weight)
             theirs.experts.gate_up_proj.copy_(torch.stack([expert.linear_fc1.weight for expert in experts]))
             theirs.experts.down_proj.copy_(torch.stack([expert.linear_fc2.weight for expert in experts]))
-        found[name] = (_block_output(theirs), theirs)
-    return found
+        values[name] = (_block_output(theirs), theirs)
+    return values
 
 
 def _block_output(block: Any) -> Callable[[Any], Any]:
@@ -218,11 +218,11 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
             peak = platform.peak_tflops(precision)
             layers = {name: built[name] for name in chosen.only}
             for tokens in chosen.tokens:
-                found = _turns(layers, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
-                for row in found:
+                result = _turns(layers, built["isthmus"], shapes[family], chosen.rounds, precision, tokens, family)
+                for row in result:
                     row["tflops"] = flops(shapes[family], tokens) / row["time_s"] / 1e12
                     row["mfu"] = None if peak is None else row["tflops"] / peak
-                rows += found
+                rows += result
     close_groups()
     disturbed = [row for row in rows if row["others_cpu_use"] > MOST_FOR_OTHERS]
     return {
@@ -258,11 +258,11 @@ def _turns(
         out.backward(upstream)
         return out.detach(), x.grad
 
-    wanted = step(ours[0])
+    expected = step(ours[0])
     agreement = {}
     for name, (run, _) in layers.items():
         got = step(run)
-        difference = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, wanted, strict=True))
+        difference = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in zip(got, expected, strict=True))
         if difference > AGREEMENT[precision]:
             raise SystemExit(f"{name} differs from Isthmus by {difference:.1e}")
         agreement[name] = difference

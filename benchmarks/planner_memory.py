@@ -129,11 +129,11 @@ def gpu_rows(only: str) -> Iterator[dict[str, Any]]:
                     if only not in name:
                         continue
                     try:
-                        found = fake.run(memory, **rank)
+                        results = fake.run(memory, **rank)
                     except TaskFailed as error:
                         print(f"{name}: {error}", file=sys.stderr)
                         continue
-                    yield _row(name, found["estimate"]["total"], found["peak"], found["text"])
+                    yield _row(name, results["estimate"]["total"], results["peak"], results["text"])
             finally:
                 fake.close()
     except Unavailable as why:
@@ -150,8 +150,8 @@ def cpu_rows(only: str) -> Iterator[dict[str, Any]]:
             try:
                 for name, layout in layouts.items():
                     if only in name:
-                        found = pool.run("ranks.memory_tasks.step_memory", **{"model": LLAMA} | layout)
-                        most = max(found, key=lambda rank: int(rank["measured"]))
+                        results = pool.run("ranks.memory_tasks.step_memory", **{"model": LLAMA} | layout)
+                        most = max(results, key=lambda rank: int(rank["measured"]))
                         yield _row(name, most["estimated"], most["measured"], most["text"])
             finally:
                 pool.close()
@@ -166,10 +166,10 @@ def _search_rows(only: str) -> Iterator[dict[str, Any]]:
         if only in model:
             machine = parse_machine("8xH100", None, 2048)
             started, cpu = time.perf_counter(), time.process_time()
-            found = make_plans(f"preset:{model}", None, ["data.seq_length=4096"], machine)
+            result = make_plans(f"preset:{model}", None, ["data.seq_length=4096"], machine)
             seconds = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-            print(model, seconds, f"{found.evaluated} estimates", flush=True)
-            yield {"model": model, "ranks": machine.world_size, "estimates": found.evaluated, **seconds}
+            print(model, seconds, f"{result.evaluated} estimates", flush=True)
+            yield {"model": model, "ranks": machine.world_size, "estimates": result.evaluated, **seconds}
 
 
 def _row(name: str, estimated: int, measured: int, text: str) -> dict[str, Any]:

@@ -368,11 +368,11 @@ ROWS = (*_megatron(), *_torchtitan(), *_bridge(), *_amd(), *_meta())
 
 def compare() -> list[dict[str, Any]]:
     """Each row with the planner's estimate; errors are relative, above 0 where it is too fast."""
-    found = []
+    results = []
     for number, row in enumerate(ROWS):
         step, published = row.planned(), row.published()
         layout = " ".join(f"{name}={size}" for name, size in row.layout.items())
-        found.append(
+        results.append(
             {
                 "source": row.source[0], "url": row.source[1], "model": row.model, "gpu": row.part,
                 "devices": row.devices, "layout": layout, "precision": row.precision, "seq_length": row.seq,
@@ -384,7 +384,7 @@ def compare() -> list[dict[str, Any]]:
                 "parts": {name: round(seconds / step.total_s, 4) for name, seconds in step.parts.items() if seconds},
             }
         )  # fmt: skip
-    return found
+    return results
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -465,13 +465,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['planned_tokens_per_s']:9.0f}  {row['model']:16} {row['precision']} {row['devices']:5} x "
             f"{row['gpu']:10} {row['layout']:40} {row['binds']:9} {row['source']}"
         )
-    found = summary(rows)
+    result = summary(rows)
     print(*table(rows), sep="\n")
-    for name, numbers in found.items():
+    for name, numbers in result.items():
         print(f"{name}: {numbers}")
     publish_result(
         "planner-throughput",
-        {"certificate": certified, "summary": found, "rows": rows},
+        {"certificate": certified, "summary": result, "rows": rows},
         record=chosen.record,
         out=chosen.out,
     )

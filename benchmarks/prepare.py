@@ -104,12 +104,12 @@ def _row(kind: str, name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each claim with its limit, the measured value, and whether it holds."""
-    found = {(row["data"], row["contestant"]): row for row in rows}
+    values = {(row["data"], row["contestant"]): row for row in rows}
     checked: list[dict[str, Any]] = []
 
     def compare(kind: str, mine: str, other: str, wanted: float) -> None:
-        if (kind, mine) in found and (kind, other) in found:
-            got = found[kind, mine]["tokens_per_s"] / found[kind, other]["tokens_per_s"]
+        if (kind, mine) in values and (kind, other) in values:
+            got = values[kind, mine]["tokens_per_s"] / values[kind, other]["tokens_per_s"]
             claim = f"{kind}: tokens/s of {mine} / {other}"
             checked.append({"claim": claim, "wanted": f">= {wanted}", "got": got, "holds": got >= wanted})
 
@@ -117,9 +117,9 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         compare(kind, "isthmus", "encode-batch", SHARE_WANTED)
     compare("text", "isthmus-command", "megatron-lm", 1.0)
     compare("chat", "isthmus", "trl", 1.0)
-    if ("text", "isthmus") in found and ("text-quarter", "isthmus") in found:
+    if ("text", "isthmus") in values and ("text-quarter", "isthmus") in values:
         for key, who in (("peak_rss_gib", "the process"), ("largest_child_rss_gib", "a worker")):
-            got = found["text", "isthmus"][key] / found["text-quarter", "isthmus"][key]
+            got = values["text", "isthmus"][key] / values["text-quarter", "isthmus"][key]
             claim = f"memory of {who}, four times the text / once"
             checked.append({"claim": claim, "wanted": f"<= {GROWTH_WANTED}", "got": got, "holds": got <= GROWTH_WANTED})
     return checked

@@ -162,7 +162,7 @@ def _row(name: str, precision: str, turns: list[dict[str, Any]], ceiling: dict[s
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each claim with its limit, the measured value, and whether it holds; only if both sides have run."""
-    found = {(row["contestant"], row["precision"]): row for row in rows}
+    values = {(row["contestant"], row["precision"]): row for row in rows}
     checked: list[dict[str, Any]] = []
 
     def check(claim: str, wanted: float, got: float, *, at_most: bool = False) -> None:
@@ -175,14 +175,14 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rivals = [row for row in rows if row["precision"] == precision and not row["contestant"].startswith("isthmus")]
         trainers = [row for row in rivals if row["contestant"].startswith("trainer")]
         for name in ("isthmus", "isthmus-packed"):
-            ours = found.get((name, precision))
+            ours = values.get((name, precision))
             if ours is None:
                 continue
             if trainers:
                 best = max(trainers, key=lambda row: row["tokens_per_s"])
                 text = f"{precision}: tokens/s of {name} / fastest Trainer ({best['contestant']})"
                 check(text, 1.3, ours["tokens_per_s"] / best["tokens_per_s"])
-            packed = found.get(("trl-packed", precision))
+            packed = values.get(("trl-packed", precision))
             if packed is not None:
                 check(
                     f"{precision}: tokens/s of {name} / trl-packed", 1.0, ours["tokens_per_s"] / packed["tokens_per_s"]

@@ -114,7 +114,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
     workload = make_workload(
         folder, data=chosen.data, tokenizer=None, seq_length=SEQ_LENGTH, num_samples=400, shape=shape
     )
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    values: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for number in range(chosen.rounds):
         for others in sorted({0, chosen.others}):
             for name, (threads, spec) in contestants(folder, chosen.steps, chosen.threads).items():
@@ -122,12 +122,12 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     continue
                 with busy(others):
                     result = run_turn("shared_cores", spec, threads=threads)
-                found.setdefault((others, name), []).append(result)
+                values.setdefault((others, name), []).append(result)
                 print(f"round {number + 1}  {others} others  {name:<24} {result['tokens_per_s']:9.1f}", flush=True)
     rows = [
         {"contestant": name, "others": others, "tokens_per_s": median(turns, "tokens_per_s"),
          "tokens_per_s_rounds": spread(turns, "tokens_per_s")}
-        for (others, name), turns in found.items()
+        for (others, name), turns in values.items()
     ]  # fmt: skip
     settings = {"size": chosen.size, "steps": chosen.steps, "rounds": chosen.rounds, "threads": chosen.threads}
     return workload | {"settings": settings, "rows": rows}

@@ -78,12 +78,12 @@ def traced(model: str, tokens: int) -> list[list[str]]:
     except Unavailable as why:
         print(f"no kernels: {why}")
         return []
-    micro = {name: _difference(found["2"], found["1"]) for name, found in (("few", few), ("more", more))}
-    layer = [each / 2 for each in _difference(micro["more"], micro["few"])]
-    rest = _difference(micro["few"], [2 * each for each in layer])
+    micro = {name: _difference(result["2"], result["1"]) for name, result in (("few", few), ("more", more))}
+    layer = [item / 2 for item in _difference(micro["more"], micro["few"])]
+    rest = _difference(micro["few"], [2 * item for item in layer])
     step = _difference(few["1"], micro["few"])
     named = {"a layer, forward and backward": layer, "the rest of a micro batch": rest, "the rest of a step": step}
-    return [[name, *(f"{each:g}" for each in values)] for name, values in named.items()]
+    return [[name, *(f"{item:g}" for item in values)] for name, values in named.items()]
 
 
 def _difference(left: list[float], right: list[float]) -> list[float]:
@@ -115,9 +115,9 @@ def main(arguments: list[str]) -> None:
     arch = family.to_architecture(config)
     if arch.moe is not None or arch.latent is not None:
         parser.error(f"{chosen.model} has experts or latent attention, which these formulas do not count")
-    found = list(parts(arch, chosen.tokens, num_parameters(family, arch)))
+    results = list(parts(arch, chosen.tokens, num_parameters(family, arch)))
     rows, total_s, flops = [], 0.0, 0.0
-    for part in found:
+    for part in results:
         count = 1 if part.once_a_step else chosen.micro_batches
         seconds = part.seconds(chosen.tflops, chosen.tb_per_s)
         total_s, flops = total_s + count * seconds, flops + count * part.flops

@@ -179,14 +179,14 @@ class Campaign:
     def fail_at(self, name: str, call: str, error: str) -> dict[str, Any]:
         """Run a command in which the first call fails whose name and path ``call`` matches."""
         calls = self._undisturbed(name)[2][0]
-        at = next(number for number, each in enumerate(calls, start=1) if re.fullmatch(call, each))
+        at = next(number for number, item in enumerate(calls, start=1) if re.fullmatch(call, item))
         return self._fail(name, 0, at, error, "once")
 
     def kill_at(self, name: str, call: str) -> tuple[list[str], str | None]:
         """Kill a command before the last call that ``call`` matches; returns its files, and what is lost."""
         expected, _, calls = self._undisturbed(name)
         self._clean()
-        at = max(number for number, each in enumerate(calls[0], start=1) if re.fullmatch(call, each))
+        at = max(number for number, item in enumerate(calls[0], start=1) if re.fullmatch(call, item))
         lost = self._lost(name, self._killed(name, [0], at, by_call=True, number=signal.SIGKILL))
         return list(outputs(self._case)), lost or self._again(name, expected)
 
@@ -195,20 +195,20 @@ class Campaign:
         self._clean()
         done = self._start(name, {"rank": rank, "n": at, "error": getattr(errno, error), "mode": mode}).wait()
         row = {"kind": name, "rank": rank, "call": at, "failed": calls[rank][at - 1], "mode": mode, "error": error}
-        row |= {"codes": [one.returncode for one in done]}
+        row |= {"codes": [item.returncode for item in done]}
         return row | {"lost": self._failed(name, done, expected) or self._again(name, expected)}
 
     def _failed(self, name: str, done: Sequence[Any], expected: dict[str, Any]) -> str | None:
         """What is wrong after a failed call."""
-        codes, found = {one.returncode for one in done}, outputs(self._case)
+        codes, result = {item.returncode for item in done}, outputs(self._case)
         if codes == {0}:
-            return difference(found, expected)
-        lines = [line for one in done for line in one.errors]
-        if not codes <= {73, 74} or len(lines) != 1 or any("Traceback" in one.stderr for one in done):
-            return f"exit codes {sorted(codes)}: {[one.stderr[-1500:] for one in done]}"
+            return difference(result, expected)
+        lines = [line for item in done for line in item.errors]
+        if not codes <= {73, 74} or len(lines) != 1 or any("Traceback" in item.stderr for item in done):
+            return f"exit codes {sorted(codes)}: {[item.stderr[-1500:] for item in done]}"
         # Prepared data is several files, renamed one after the other: what is visible is complete, the rest is kept.
-        visible = {file: content for file, content in found.items() if ".partial/" not in file}
-        is_kept = len(visible) < len(found)
+        visible = {file: content for file, content in result.items() if ".partial/" not in file}
+        is_kept = len(visible) < len(result)
         if KINDS[name].publishes and visible and not (is_kept and visible.items() <= expected.items()):
             return difference(visible, expected)
         return None
@@ -230,7 +230,7 @@ class Campaign:
         if fault is not None:
             more = {key: value for key, value in fault.items() if key != "rank"}
             variables[fault["rank"]] |= variables_of(self._case, **more)
-        return self._isthmus.start_ranks([[(args, each) for each in variables]], cwd=self._case)
+        return self._isthmus.start_ranks([[(args, variable) for variable in variables]], cwd=self._case)
 
     def _undisturbed(self, name: str) -> tuple[dict[str, Any], float, list[list[str]]]:
         if name not in self._expected:
@@ -261,7 +261,7 @@ class Campaign:
             if running.running(victim):
                 running.send(victim, number)
         killed_s = time.monotonic()
-        codes = [one.returncode for one in running.wait(timeout_s=2 * LOST_RANK_S)]
+        codes = [item.returncode for item in running.wait(timeout_s=2 * LOST_RANK_S)]
         row = {"victims": victims, "signal": number.name, "codes": codes, "ended_after_s": time.monotonic() - killed_s}
         return row | ({"call": int(at)} if by_call else {"time_s": at})
 
@@ -284,13 +284,13 @@ class Campaign:
         for done in self._start(name).wait():
             if done.returncode and not (KINDS[name].publishes and done.returncode == 73):
                 return f"exit code {done.returncode} again: {done.errors}"
-        found = outputs(self._case)
-        return difference(*(same_checkpoints(found, expected) if stopped else (found, expected)))
+        result = outputs(self._case)
+        return difference(*(same_checkpoints(result, expected) if stopped else (result, expected)))
 
 
 def outputs(folder: Path) -> dict[str, Any]:
     """The files below a folder with the hash of their content; rows of metrics.jsonl without times."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if any(f"/{part}" in f"/{name}" for part in UNCOMPARED) or path.is_dir():
@@ -298,10 +298,10 @@ def outputs(folder: Path) -> dict[str, Any]:
         content = path.read_bytes()
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in content.splitlines()]
-            found[name] = [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+            values[name] = [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
         else:
-            found[name] = "" if path.name in OWN_CONTENT else hashlib.sha256(content).hexdigest()
-    return found
+            values[name] = "" if path.name in OWN_CONTENT else hashlib.sha256(content).hexdigest()
+    return values
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
@@ -309,12 +309,16 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
     for file in sorted(expected.keys() | found.keys()):
         if file not in found or file not in expected:
             return f"{file} is {'missing' if file in expected else 'left over'}"
-        one, other = found[file], expected[file]
-        if one != other and isinstance(one, list):
-            pairs = ((row, wanted) for row, wanted in zip(one, other, strict=False) if row != wanted)
-            row, wanted = next(pairs, (len(one), len(other)))
-            return f"{file}: {row} is not {wanted}; steps {[each['step'] for each in one]}"
-        if one != other:
+        item, other = found[file], expected[file]
+        if item != other and isinstance(item, list):
+            pairs = (
+                (row, expected_values)
+                for row, expected_values in zip(item, other, strict=False)
+                if row != expected_values
+            )
+            row, expected_values = next(pairs, (len(item), len(other)))
+            return f"{file}: {row} is not {expected_values}; steps {[entry['step'] for entry in item]}"
+        if item != other:
             return f"{file} differs"
     return None
 
@@ -334,8 +338,8 @@ def same_checkpoints(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[s
 
 
 def _checkpoint(file: str) -> str | None:
-    found = re.search("/iter_[0-9]+/", file)
-    return found and found[0]
+    result = re.search("/iter_[0-9]+/", file)
+    return result and result[0]
 
 
 def cases(path: Path) -> Iterator[dict[str, Any]]:
@@ -384,8 +388,8 @@ def main() -> int:
     certified = certificate(sys.argv)
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    wanted = tuple(arguments.kinds.split(","))
-    kinds = [name for name in KINDS if name.startswith(wanted)]
+    expected = tuple(arguments.kinds.split(","))
+    kinds = [name for name in KINDS if name.startswith(expected)]
     isthmus = ForkServer(work)
     rows = list(cases(work / "cases.jsonl"))
     campaign = Campaign(work, isthmus)

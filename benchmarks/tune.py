@@ -45,20 +45,20 @@ SMALL = {
 def contestants(matmuls: list[StepMatmul], tuned: TunedMatmuls) -> dict[str, Callable[[], float]]:
     """Each computes all matmuls once and returns milliseconds; a matmul counts as often as a micro batch has it."""
     cpu = torch.device("cpu")
-    operands = [(Operands(one, cpu), one.count) for one in matmuls]
+    operands = [(Operands(matmul, cpu), matmul.count) for matmul in matmuls]
     threads = torch.get_num_threads()
 
     def total(table: MatmulTable | None, number: int) -> float:
         use_table(table)
         torch.set_num_threads(number)
-        found = 0.0
+        result = 0.0
         for tensors, count in operands:
             start = time.perf_counter()
             tensors.run()
-            found += count * (time.perf_counter() - start)
+            result += count * (time.perf_counter() - start)
         use_table(None)
         torch.set_num_threads(threads)
-        return found * 1e3
+        return result * 1e3
 
     table = MatmulTable(tuned.choices)
     return {"default": lambda: total(None, threads), "tuned": lambda: total(table, tuned.threads or threads)}
@@ -73,7 +73,7 @@ def measure(precision: str, tokens: int, rounds: int, *, quick: bool) -> dict[st
     config = config_to_tune(None, [*words, "train.steps=1", f"model.config={model}"], None)
     watch = CpuWatch()
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
-        found, path = tune_run(config, Path(folder) / "tune.json", lambda line: print(line, file=sys.stderr))
+        result, path = tune_run(config, Path(folder) / "tune.json", lambda line: print(line, file=sys.stderr))
         tuned = read_tuned(path)
     matmuls = step_matmuls(
         plan_model(open_run_model(config), config, world_size=1), config, precision, detect("cpu"), token_counts(config)
@@ -85,9 +85,9 @@ def measure(precision: str, tokens: int, rounds: int, *, quick: bool) -> dict[st
             times[name] += [milliseconds] * (number > 0)  # the first round warms up
     medians = {f"{name}_ms": statistics.median(of) for name, of in times.items()}
     return {
-        "precision": precision, "tokens": tokens, "threads": found.threads, "default_threads": found.default_threads,
-        **medians, "gain": medians["default_ms"] / medians["tuned_ms"], "gain_while_tuning": found.as_dict()["gain"],
-        "rounds_ms": times, "matmuls": [row.as_dict() for row in found.rows], **watch.shares(),
+        "precision": precision, "tokens": tokens, "threads": result.threads, "default_threads": result.default_threads,
+        **medians, "gain": medians["default_ms"] / medians["tuned_ms"], "gain_while_tuning": result.as_dict()["gain"],
+        "rounds_ms": times, "matmuls": [row.as_dict() for row in result.rows], **watch.shares(),
     }  # fmt: skip
 
 

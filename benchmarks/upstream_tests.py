@@ -74,24 +74,24 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"{root} has no tests whose path contains {options.only}. Name a checkout of Megatron-LM.")
     if not options.count_only:
         prepare(checkout)
-    found: dict[str, Lines] = {}
+    entries: dict[str, Lines] = {}
     several = 0
     for ranks in sorted({1, options.ranks}):
         for name in names:
-            before = found.get(name, [])
+            before = entries.get(name, [])
             unclear = [line for line in before if line["outcome"] != "passed" and reason(line) in (RANKS, OTHER)]
-            wanted = frozenset(line["test"] for line in unclear)
-            if ranks > 1 and not wanted:
+            expected = frozenset(line["test"] for line in unclear)
+            if ranks > 1 and not expected:
                 continue
-            lines = run_file(root, name, ranks, wanted, options)
+            lines = run_file(root, name, ranks, expected, options)
             again = {line["test"] for line in lines}
-            found[name] = [*(line for line in before if line["test"] not in again), *lines]
+            entries[name] = [*(line for line in before if line["test"] not in again), *lines]
             several += ranks > 1 and bool(lines)
             print(f"{name:<75} {ranks} {dict(Counter(line['outcome'] for line in lines))}", flush=True)
-            files = {"run": sum(map(bool, found.values())), "not_run": sum(not lines for lines in found.values())}
+            files = {"run": sum(map(bool, entries.values())), "not_run": sum(not lines for lines in entries.values())}
             files |= {"run_again_with_several_ranks": several}
             result = {"certificate": certified, "megatron_lm": checkout.name, "ranks": options.ranks, "files": files}
-            result |= summary(found)
+            result |= summary(entries)
             if options.out or options.record:
                 write_result(options.out or result_path("upstream-tests", certified), result)
     print(json.dumps(result["total"]))
@@ -105,8 +105,8 @@ def run_file(root: Path, name: str, ranks: int, wanted: frozenset[str], options:
     if options.count_only and not complete.exists():
         return []
     if complete.exists() and not options.again:
-        kept: Lines = json.loads(complete.read_text())
-        return kept
+        remaining: Lines = json.loads(complete.read_text())
+        return remaining
     while options.wait_while is not None and options.wait_while.exists():
         time.sleep(2)
     import_before_fork(root / name)
@@ -142,7 +142,7 @@ def summary(found: dict[str, Lines]) -> dict[str, Any]:
                     unexplained[name, " ".join(line.get("reason", "")[:160].split()), line.get("where", "")] += 1
     total = sum(folders.values(), Counter())
     other = [{"file": key[0], "reason": key[1], "where": key[2], "tests": n} for key, n in unexplained.items()]
-    return {"total": rows(total), "folders": {name: rows(one) for name, one in folders.items()}, "other": other}
+    return {"total": rows(total), "folders": {name: rows(item) for name, item in folders.items()}, "other": other}
 
 
 def rows(counts: Counter[str]) -> dict[str, Any]:

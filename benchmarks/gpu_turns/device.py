@@ -16,10 +16,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     from isthmus.platforms.detect import detect
 
     platform = detect(spec["platform"])
-    found: dict[str, Any] = {"platform": platform.name, "device": platform.describe()}
+    values: dict[str, Any] = {"platform": platform.name, "device": platform.describe()}
     if platform.device_type == "cpu":
-        return found if spec["platform"] == "cpu" else {"refused": platform.reason}
-    return found | {
+        return values if spec["platform"] == "cpu" else {"refused": platform.reason}
+    return values | {
         "device_name": torch.cuda.get_device_name(),
         "devices": torch.cuda.device_count(),
         "driver": _driver(),

@@ -78,15 +78,20 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         profile = shares((out / "profile" / "rank0.md").read_text())
     steps = [
-        Step(one["step_time_s"], one["num_tokens"], one["tflops_per_device"] * one["step_time_s"] * 1e12, one["loss"])
-        for one in rows
+        Step(
+            item["step_time_s"],
+            item["num_tokens"],
+            item["tflops_per_device"] * item["step_time_s"] * 1e12,
+            item["loss"],
+        )
+        for item in rows
     ]
     timed = slice(turn.warmup_steps, turn.warmup_steps + turn.timed_steps)
-    found = row(
+    result = row(
         steps[timed], detect(turn.platform), turn.precision, first.at_s - turn.started_s, rows[timed][-1]["memory_gib"]
     )
-    kept = {name: value for name, value in chosen.items() if name not in ("model", "out", "data")}
-    return found | {"first_loss": steps[0].loss, "settings": kept, "profile": profile}
+    remaining = {name: value for name, value in chosen.items() if name not in ("model", "out", "data")}
+    return result | {"first_loss": steps[0].loss, "settings": remaining, "profile": profile}
 
 
 if __name__ == "__main__":

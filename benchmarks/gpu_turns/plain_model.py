@@ -35,7 +35,7 @@ class Attention(nn.Module):
         )
         if self.norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ((each * cos + _half_turn(each) * sin).to(v.dtype) for each in (q, k))
+        q, k = ((item * cos + _half_turn(item) * sin).to(v.dtype) for item in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended
@@ -107,7 +107,7 @@ class PlainModel(nn.Module):
         x = self.model.embed_tokens(ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # the residual stream, as with torchtitan's FSDP
-        cos, sin = (each[0] for each in self.rotary(x, torch.arange(ids.shape[1], device=ids.device)[None]))
+        cos, sin = (item[0] for item in self.rotary(x, torch.arange(ids.shape[1], device=ids.device)[None]))
         for block in self.model.layers:
             x = block(x, cos, sin)
         out: Tensor = self.lm_head(self.model.norm(x))

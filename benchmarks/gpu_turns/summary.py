@@ -16,8 +16,13 @@ Parts = Mapping[str, Mapping[str, Any]]
 def aims(parts: Parts) -> list[dict[str, Any]]:
     """Each aim with its limit and the measured value; None where a contestant has not run, or the peak is unknown."""
     return [
-        {"aim": text, "wanted": f"{'<=' if at_most else '>='} {wanted}", "got": got, "met": _met(got, wanted, at_most)}
-        for text, wanted, got, at_most in _aims(parts)
+        {
+            "aim": text,
+            "wanted": f"{'<=' if at_most else '>='} {expected}",
+            "got": got,
+            "met": _met(got, expected, at_most),
+        }
+        for text, expected, got, at_most in _aims(parts)
     ]
 
 
@@ -27,11 +32,11 @@ def _met(got: float | None, wanted: float, at_most: bool) -> bool | None:
 
 def _aims(parts: Parts) -> Iterator[tuple[str, float, float | None, bool]]:
     def value(name: str, key: str) -> float | None:
-        found: float | None = parts.get(name, {}).get(key)
-        return found
+        result: float | None = parts.get(name, {}).get(key)
+        return result
 
-    for case, wanted in MFU_WANTED.items():
-        yield f"{case}: MFU in bf16", wanted, value(f"{case}/isthmus", "mfu"), False
+    for case, expected in MFU_WANTED.items():
+        yield f"{case}: MFU in bf16", expected, value(f"{case}/isthmus", "mfu"), False
     for case, described in CASES.items():
         own = value(f"{case}/isthmus", "tokens_per_s")
         if "isthmus-fp8" in described.contestants:
@@ -59,11 +64,11 @@ def summary(result: Mapping[str, Any]) -> str:
         f"{certified['date']}, commit {certified['commit']}{' with changes' if certified['dirty'] else ''}, "
         f"source {certified['source_sha256'][:12]}; {described}.",
         *(["", "**A dry run of tiny models on a CPU: its numbers mean nothing.**"] if result["dry"] else []),
-        *_table("Aims", ["aim", "wanted", "got", ""], [_aim(each) for each in result["aims"]]),
+        *_table("Aims", ["aim", "wanted", "got", ""], [_aim(item) for item in result["aims"]]),
         *_table(
             "Speed",
             ["model", "contestant", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "start-up s", "step ms"],
-            [_speed(case, name, parts) for case, each in CASES.items() for name in each.contestants],
+            [_speed(case, name, parts) for case, item in CASES.items() for name in item.contestants],
         ),
         "",
         f"TFLOP/s: {CONVENTION}. MFU: of the peak of the precision. Peak GiB: reserved by the allocator. Start-up: "
@@ -75,12 +80,14 @@ def summary(result: Mapping[str, Any]) -> str:
         lines += _profile(case, parts)
     lines += _table("Tests", ["file", "passed", "failed", "skipped"], [*_tests(parts)])
     failures = [
-        f"- `{name}`: {found['state']}: {_short(found['error'])}" for name, found in parts.items() if "error" in found
+        f"- `{name}`: {outcome['state']}: {_short(outcome['error'])}"
+        for name, outcome in parts.items()
+        if "error" in outcome
     ]
     failures += [
         f"- `{name}` {test}: {_short(why)}"
-        for name, found in parts.items()
-        for test, why in found.get("failed", {}).items()
+        for name, outcome in parts.items()
+        for test, why in outcome.get("failed", {}).items()
     ]
     return "\n".join([*lines, *(["", "## Failures", "", *failures] if failures else []), ""])
 
@@ -98,12 +105,17 @@ def _aim(each: Mapping[str, Any]) -> list[str]:
 
 
 def _speed(case: str, name: str, parts: Parts) -> list[str]:
-    found = parts.get(f"{case}/{name}", {"state": "not run"})
-    if found["state"] != "done":
-        return [case, name, f"{found['state']}: {found['absent']}" if "absent" in found else found["state"], *[""] * 5]
-    mfu = "" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    numbers = [f"{found['tokens_per_s']:,.0f}", f"{found['tflops']:,.1f}", mfu, f"{found['memory_gib']:.1f}"]
-    return [case, name, *numbers, f"{found['startup_s']:.1f}", f"{1e3 * found['step_time_s']:.1f}"]
+    result = parts.get(f"{case}/{name}", {"state": "not run"})
+    if result["state"] != "done":
+        return [
+            case,
+            name,
+            f"{result['state']}: {result['absent']}" if "absent" in result else result["state"],
+            *[""] * 5,
+        ]
+    mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    numbers = [f"{result['tokens_per_s']:,.0f}", f"{result['tflops']:,.1f}", mfu, f"{result['memory_gib']:.1f}"]
+    return [case, name, *numbers, f"{result['startup_s']:.1f}", f"{1e3 * result['step_time_s']:.1f}"]
 
 
 def _layer(row: Mapping[str, Any]) -> list[str]:
@@ -115,16 +127,23 @@ def _profile(case: str, parts: Parts) -> list[str]:
     """Shares of the step by part, one column a contestant, the largest parts first."""
     names = [name for name in CASES[case].contestants if "profile" in parts.get(f"{case}/{name}", {})]
     profiles = [parts[f"{case}/{name}"]["profile"] for name in names]
-    rows = sorted({row for each in profiles for row in each}, key=lambda row: -max(one.get(row, 0) for one in profiles))
-    cells = [[row, *(f"{each[row]:.1%}" if row in each else "" for each in profiles)] for row in rows]
+    rows = sorted(
+        {row for profile in profiles for row in profile}, key=lambda row: -max(item.get(row, 0) for item in profiles)
+    )
+    cells = [[row, *(f"{profile[row]:.1%}" if row in profile else "" for profile in profiles)] for row in rows]
     return _table(f"Where the time of a step goes: {case}", ["part", *names], cells)
 
 
 def _tests(parts: Parts) -> Iterator[list[str]]:
-    for name, found in parts.items():
-        if name.startswith("tests/") and "passed" in found:
-            skipped = "; ".join(sorted(set(found["skipped"].values())))
-            yield [name, str(found["passed"]), str(len(found["failed"])), f"{len(found['skipped'])} {skipped}".strip()]
+    for name, result in parts.items():
+        if name.startswith("tests/") and "passed" in result:
+            skipped = "; ".join(sorted(set(result["skipped"].values())))
+            yield [
+                name,
+                str(result["passed"]),
+                str(len(result["failed"])),
+                f"{len(result['skipped'])} {skipped}".strip(),
+            ]
 
 
 def _short(text: str) -> str:

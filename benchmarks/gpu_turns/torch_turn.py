@@ -46,11 +46,11 @@ def build(turn: Turn, device: torch.device) -> tuple[nn.Module, Callable[[Tensor
     model.config.use_cache = False
     if turn.compiled:
         model.compile(backend=backend)
-    one = torch.ones((), device=device)
+    item = torch.ones((), device=device)
 
     def losses(ids: Tensor, labels: Tensor) -> Tensor:
         # The mask of causal attention without padding is not needed: padding comes last and has no loss.
-        loss: Tensor = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=one).loss
+        loss: Tensor = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=item).loss
         return loss
 
     return model, losses
@@ -84,9 +84,9 @@ def micro_batches(turn: Turn, vocabulary: int) -> Iterator[MicroBatch]:
         ids = torch.zeros(CHAT_SAMPLES, max(lengths), dtype=torch.int64)
         labels = torch.full_like(ids, -100)
         for k, (tokens, mask) in enumerate(samples):
-            whole = torch.from_numpy(tokens.astype("int64"))
-            ids[k, : lengths[k]] = whole[:-1]
-            labels[k, : lengths[k]] = whole[1:].where(torch.from_numpy(mask[1:].astype(bool)), -100)
+            full = torch.from_numpy(tokens.astype("int64"))
+            ids[k, : lengths[k]] = full[:-1]
+            labels[k, : lengths[k]] = full[1:].where(torch.from_numpy(mask[1:].astype(bool)), -100)
         yield ids, labels, lengths
 
 
@@ -125,15 +125,15 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         value = float(total)  # waits for the device
-        lengths = [length for _, _, each in micro for length in each]
+        lengths = [length for _, _, item in micro for length in item]
         flops = flops_per_batch(arch, sum(lengths), sum(length**2 for length in lengths), sum(counts))
         return Step(time.perf_counter() - started_s, sum(lengths), flops, value)
 
     steps = [train_step()]
     startup_s = time.time() - turn.started_s
     steps += [train_step() for _ in range(turn.warmup_steps + turn.timed_steps - 1)]
-    found = row(steps[turn.warmup_steps :], platform, turn.precision, startup_s, platform.memory_gib())
-    return found | {"first_loss": steps[0].loss, "profile": profiled(train_step, model, turn.profiled_steps)}
+    result = row(steps[turn.warmup_steps :], platform, turn.precision, startup_s, platform.memory_gib())
+    return result | {"first_loss": steps[0].loss, "profile": profiled(train_step, model, turn.profiled_steps)}
 
 
 def profiled(step: Callable[[], Step], model: nn.Module, steps: int) -> dict[str, float]:

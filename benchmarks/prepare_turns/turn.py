@@ -51,7 +51,7 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     opened = load_tokenizer(spec["tokenizer"])
     records = (parse_record(record) for chunk in read_chunks([spec["data"]]) for record in chunk_records(chunk))
     render = ChatRenderer(opened)
-    texts = [one if isinstance(one, str) else render(one)[0].text for one in records]
+    texts = [item if isinstance(item, str) else render(item)[0].text for item in records]
     backend = Tokenizer.from_str(opened.inner.backend_tokenizer.to_str())
 
     def encode() -> int:

@@ -65,7 +65,7 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
         by_torch, by_choice = (flops / statistics.mean(times) / 1e9 for times in turns_s(a, b, 0.01))
         rates["torch_mm"].append(by_torch)
         rates["faster"].append(max(by_torch, by_choice))
-    return {name: max(found) for name, found in rates.items()}
+    return {name: max(result) for name, result in rates.items()}
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def test_dry_run(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         assert sum(row["profile"].values()) == pytest.approx(1, abs=0.05), name
     assert {"attention", "loss", "norms", "optimizer"} <= parts["llama-1b/isthmus"]["profile"].keys()
     # The same weights; only the random tokens differ.
-    same_work = [each for each in result["aims"] if each["aim"].startswith(("llama-1b: first", "chats: first"))]
-    assert len(same_work) == 2 and all(each["met"] for each in same_work), same_work
+    same_work = [item for item in result["aims"] if item["aim"].startswith(("llama-1b: first", "chats: first"))]
+    assert len(same_work) == 2 and all(item["met"] for item in same_work), same_work
     certified = result["certificate"]
     assert certified["platform"] == "cpu" and len(certified["source_sha256"]) == 64
     assert str(tmp_path) not in json.dumps(certified)
@@ -150,13 +150,13 @@ def test_aims_are_judged() -> None:
         "llama-1b/transformers-compiled": {"mfu": 0.4, "tokens_per_s": 80.0, "first_loss": 12.3},
         "moe-layer": {"rows": [{"contestant": "isthmus", "model": "mixtral", "mfu": 0.39}]},
     }
-    found = {each["aim"]: (each["got"] and round(each["got"], 3), each["met"]) for each in summary.aims(parts)}
-    assert found["llama-1b: MFU in bf16"] == (0.51, True)
-    assert found["llama-1b: tokens/s of FP8 / bf16"] == (1.2, False)
-    assert found["llama-1b: tokens/s of isthmus / transformers-compiled"] == (1.25, True)
-    assert found["MoE layer mixtral: MFU in bf16"] == (0.39, False)
-    assert found["llama-1b: first losses of all contestants differ by, relative"] == (0.025, False)
-    assert found["layers-8b: MFU in bf16"] == (None, None)
+    values = {aim["aim"]: (aim["got"] and round(aim["got"], 3), aim["met"]) for aim in summary.aims(parts)}
+    assert values["llama-1b: MFU in bf16"] == (0.51, True)
+    assert values["llama-1b: tokens/s of FP8 / bf16"] == (1.2, False)
+    assert values["llama-1b: tokens/s of isthmus / transformers-compiled"] == (1.25, True)
+    assert values["MoE layer mixtral: MFU in bf16"] == (0.39, False)
+    assert values["llama-1b: first losses of all contestants differ by, relative"] == (0.025, False)
+    assert values["layers-8b: MFU in bf16"] == (None, None)
 
 
 @pytest.mark.parametrize("case", ["llama-1b", "qwen-0.6b"])
@@ -182,8 +182,8 @@ def test_wheels_are_resolved_around_the_torch_of_the_machine(tmp_path: Path, pyp
     chosen = argparse.Namespace(python_version="3.12", torch="2.10.0", machine="aarch64")
     arguments = wheels.pip_arguments(chosen, tmp_path, tmp_path / "found")
     assert "torch==2.10.0+there" in arguments and "--platform=manylinux_2_28_aarch64" in arguments
-    wanted = [one for one in pyproject["project"]["dependencies"] if not one.startswith("torch")]
-    assert set(wanted) <= set(arguments) and not any(one.startswith("torch>") for one in arguments)
+    expected = [item for item in pyproject["project"]["dependencies"] if not item.startswith("torch")]
+    assert set(expected) <= set(arguments) and not any(item.startswith("torch>") for item in arguments)
     assert "torch==" not in (tmp_path / "constraints.txt").read_text()
 
 

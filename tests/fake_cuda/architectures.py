@@ -125,10 +125,10 @@ def cases(trait: str, gpu: str) -> list[tuple[str, str]]:
         layouts = [name for name in layouts if family not in _WITHOUT_CP or "cp" not in LAYOUTS[name]]
         layouts += [] if has_experts else ["tp"]
     first = list(TRAITS).index(trait)
-    found = []
+    results = []
     for number, layout in enumerate(layouts):
         choices = PRECISIONS[:2] if "fsdp" in LAYOUTS[layout] else PRECISIONS  # fsdp refuses fp8 and fp16
-        found.append((layout, choices[(first + number) % len(choices)]))
-    missing = [precision for precision in reversed(PRECISIONS) if precision not in {each for _, each in found}]
-    found += [(layouts[-1 - number], precision) for number, precision in enumerate(missing)]
-    return found[(first // 2 + gpu.startswith("gfx")) % 2 :: 2]
+        results.append((layout, choices[(first + number) % len(choices)]))
+    missing = [precision for precision in reversed(PRECISIONS) if precision not in {item for _, item in results}]
+    results += [(layouts[-1 - number], precision) for number, precision in enumerate(missing)]
+    return results[(first // 2 + gpu.startswith("gfx")) % 2 :: 2]

@@ -43,7 +43,7 @@ class FakeGpuMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return func(*args)
-        if any(issubclass(each, DTensor) for each in types):  # its own dispatch calls operators of local tensors
+        if any(issubclass(item, DTensor) for item in types):  # its own dispatch calls operators of local tensors
             return NotImplemented
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", False)
@@ -92,14 +92,14 @@ class FakeGpuMode(TorchDispatchMode):
 
     def _indices(self, name: str, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """With the numbers of the rows instead of boolean masks, which a GPU reads to allocate the result."""
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         for index in indices:
             if isinstance(index, FakeTensor) and index.dtype == torch.bool:
                 tell("sync", "read", f"{name} with a mask")
-                found += [self._on_gpu(rows) for rows in value_of(index).nonzero(as_tuple=True)]
+                results += [self._on_gpu(rows) for rows in value_of(index).nonzero(as_tuple=True)]
             else:
-                found.append(index)
-        return found
+                results.append(index)
+        return results
 
 
 def _is_view(func: Any) -> bool:

@@ -145,8 +145,8 @@ def is_pinned(tensor: Tensor) -> bool:
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """Like torch's own, with a new parameter where the device or dtype changes: ``.data =`` refuses a fake tensor."""
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
+    for item in module.modules():
+        for name, parameter in item._parameters.items():
             if parameter is None:
                 continue
             with torch.no_grad():  # not detached: the function may ask for requires_grad
@@ -154,10 +154,10 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
             if moved.device != parameter.device or moved.dtype != parameter.dtype:
                 new = nn.Parameter(moved, requires_grad=parameter.requires_grad)
                 new.__dict__.update({key: value for key, value in vars(parameter).items() if key not in vars(new)})
-                each._parameters[name] = new
-        for name, buffer in each._buffers.items():
+                item._parameters[name] = new
+        for name, buffer in item._buffers.items():
             if buffer is not None:
-                each._buffers[name] = function(buffer)
+                item._buffers[name] = function(buffer)
     return module
 
 

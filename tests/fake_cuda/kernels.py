@@ -51,7 +51,7 @@ def _has_flash(query: Tensor, value: Tensor) -> bool:
 def _flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Any) -> Tensor:
     """With the conditions that torch checks before it compiles."""
     assert mask.shape == (1, 1, q.size(2), k.size(2)) and k.size(2) == v.size(2)
-    assert all(each.device == q.device for each in mask.as_tuple() if isinstance(each, Tensor))
+    assert all(item.device == q.device for item in mask.as_tuple() if isinstance(item, Tensor))
     return torch.ops.fake_cuda.flex_attention(q, k, v, sinks)
 
 
@@ -62,7 +62,7 @@ def _flex_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tens
 
 @torch.library.custom_op("fake_cuda::flex_attention_backward", mutates_args=())
 def _flex_backward(grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in inputs]
+    return [torch.empty_like(item) for item in inputs]
 
 
 _flex_forward.register_fake(lambda q, k, v, sinks: q.new_empty(*q.shape[:3], v.size(-1)))

@@ -54,8 +54,8 @@ def memory(
             traced.reset_peak()
             built.stepper.train_step([built.batch(*[seq_length] * samples)] * micro_batches)
     stage = rank * built.config.parallel.pp // size
-    found = estimate_ranks(built.model.plan, built.config, precision, gpu_bytes=80 << 30)[stage]
+    result = estimate_ranks(built.model.plan, built.config, precision, gpu_bytes=80 << 30)[stage]
     return {
-        "seconds": seconds, "persistent": persistent, "peak": traced.peak_bytes, "text": str(found),
-        "estimate": {"persistent": found.persistent, "total": found.total},
+        "seconds": seconds, "persistent": persistent, "peak": traced.peak_bytes, "text": str(result),
+        "estimate": {"persistent": result.persistent, "total": result.total},
     }  # fmt: skip

@@ -65,20 +65,20 @@ FEW, MANY = [256], [16] * 16
     ],
 )  # fmt: skip
 def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu: str, model: str, kernel: str) -> None:
-    found = fake_cuda.run(steps, gpu=gpu, model=model, lengths=[FEW, MANY])
-    few, many = (each["kernels"] for each in found["steps"])
+    results = fake_cuda.run(steps, gpu=gpu, model=model, lengths=[FEW, MANY])
+    few, many = (item["kernels"] for item in results["steps"])
     assert attention_of(few) == attention_of(many) == {kernel: 2, f"{kernel}_backward": 2}
     assert Counter(many) - Counter(few) == Counter(few) - Counter(many) == Counter()
     padded_values = 2 if model == "deepseek_v2" else 0  # one in each layer
     assert many.get("slice_backward", 0) == padded_values
     assert many.get("select_backward", 0) <= 1  # of the step, none of the 2 layers
-    assert not [sync for step in found["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
+    assert not [sync for step in results["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
 
 
 @pytest.mark.parametrize(("rank", "model"), [(0, "qwen3"), (3, "mistral")])
 def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCuda, rank: int, model: str) -> None:
-    found = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)
-    few, many = (each["kernels"] for each in found["steps"])
+    results = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)
+    few, many = (item["kernels"] for item in results["steps"])
     assert few["_varlen_attn"] == many["_varlen_attn"] <= 2 * 16
     assert not many.get("slice_backward")
 
@@ -87,9 +87,9 @@ def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCud
 def test_sdpa_needs_no_plain_matmuls(fake_cuda: FakeCuda, model: str, precision: str) -> None:
     """Which save all probabilities: for a mask or float32 with grouped query heads, the keys are copied instead."""
     settings = {"sections": {"train": {"attention": "sdpa"}}, "precision": precision}
-    found = fake_cuda.run(steps, model=model, lengths=[[40, 24]], **settings)
-    names = set(attention_of(found["steps"][0]["kernels"]))
+    results = fake_cuda.run(steps, model=model, lengths=[[40, 24]], **settings)
+    names = set(attention_of(results["steps"][0]["kernels"]))
     assert names and not any("math" in name for name in names)
-    assert "bmm" not in found["steps"][0]["kernels"]
-    assert not found["steps"][0]["kernels"].get("slice_backward")
-    assert not found["cudnn"]
+    assert "bmm" not in results["steps"][0]["kernels"]
+    assert not results["steps"][0]["kernels"].get("slice_backward")
+    assert not results["cudnn"]

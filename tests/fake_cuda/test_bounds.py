@@ -28,15 +28,15 @@ LAYERS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 def steps(trait: str, **settings: Any) -> list[dict[str, Any]]:
     """Kernels and synchronizations of steps of models with 2 and 4 layers."""
-    found = []
+    results = []
     for layers in (2, 4):
         config = config_of(trait, num_hidden_layers=layers)
         rank = build(config, **settings)
         rank.stepper.train_step([rank.batch(23, 41)])
         with record() as trace:
             rank.stepper.train_step([rank.batch(23, 41)])
-        found.append({"kernels": trace.num_kernels, "syncs": trace.syncs_in()})
-    return found
+        results.append({"kernels": trace.num_kernels, "syncs": trace.syncs_in()})
+    return results
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -46,8 +46,8 @@ def test_a_layer_starts_few_kernels_and_blocks_nothing(fake_cuda: FakeCuda, name
     kernels = (more["kernels"] - few["kernels"]) / 2
     assert 0 < kernels <= most
     # With ep, the host waits for the number of routed tokens of each layer, while the GPU is at work.
-    waits = [sum(sync.startswith("wait ") for sync in found["syncs"]) for found in (few, more)]
+    waits = [sum(sync.startswith("wait ") for sync in results["syncs"]) for results in (few, more)]
     assert waits == ([2, 4] if "ep" in settings else [0, 0])
     # Else it reads once in a step.
-    for found, waited in zip((few, more), waits, strict=True):
-        assert len(found["syncs"]) - waited == 1 and "to host" in found["syncs"][-1]
+    for results, waited in zip((few, more), waits, strict=True):
+        assert len(results["syncs"]) - waited == 1 and "to host" in results["syncs"][-1]

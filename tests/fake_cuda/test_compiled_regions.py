@@ -37,8 +37,8 @@ def layer_kernels(model_type: str) -> dict[str, int]:
                 rank.stepper.train_step([rank.batch(40, 24) for _ in range(micro_batches)])
             steps.append(traced.kernels)
         counts.append(steps[1] - steps[0])
-    found = counts[1] - counts[0]
-    return {name: number for name, number in found.items() if name not in MATMULS_AND_ATTENTION | VIEWS}
+    result = counts[1] - counts[0]
+    return {name: number for name, number in result.items() if name not in MATMULS_AND_ATTENTION | VIEWS}
 
 
 def count_regions() -> None:
@@ -69,8 +69,8 @@ def count_regions() -> None:
     ],
 )
 def test_kernels_of_a_layer(fake_cuda: FakeCuda, model_type: str, bound: int) -> None:
-    found = fake_cuda.run(layer_kernels, model_type=model_type)
-    assert sum(found.values()) <= bound
+    results = fake_cuda.run(layer_kernels, model_type=model_type)
+    assert sum(results.values()) <= bound
 
 
 def test_regions_are_not_compiled_without_values(fake_cuda: FakeCuda) -> None:

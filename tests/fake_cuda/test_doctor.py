@@ -39,11 +39,11 @@ def reported(
         return real(self, *args, **kwargs)
 
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]
-    found = [*torch_devices.check_devices(Machine(environment=environment or {}))]
+    results = [*torch_devices.check_devices(Machine(environment=environment or {}))]
     torch.Tensor.to = real  # type: ignore[method-assign]
     for name in kernels:
-        found += getattr(torch_kernels, f"check_{name}")(Machine())
-    return [asdict(one) for one in found]
+        results += getattr(torch_kernels, f"check_{name}")(Machine())
+    return [asdict(item) for item in results]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def reported(
 def test_device_and_its_kernels(
     fake_cuda: FakeCuda, gpu: str, archs: list[str], kernels: list[str], texts: list[str]
 ) -> None:
-    found = fake_cuda.run(reported, gpu=gpu, archs=archs, kernels=kernels)
-    assert [one for one in found if one["level"] != "ok" and not one["text"].startswith("compiler: ")] == []
-    shown = "\n".join(one["text"] for one in found)
+    results = fake_cuda.run(reported, gpu=gpu, archs=archs, kernels=kernels)
+    assert [item for item in results if item["level"] != "ok" and not item["text"].startswith("compiler: ")] == []
+    shown = "\n".join(item["text"] for item in results)
     assert [text for text in texts if text not in shown] == [], shown
 
 
@@ -88,6 +88,6 @@ def test_device_and_its_kernels(
     ],
 )  # fmt: skip
 def test_faults(fake_cuda: FakeCuda, gpu: str, arguments: dict[str, Any], level: str, text: str) -> None:
-    found = fake_cuda.run(reported, gpu=gpu, **arguments)
-    (problem,) = (one for one in found if one["level"] != "ok")
+    results = fake_cuda.run(reported, gpu=gpu, **arguments)
+    (problem,) = (item for item in results if item["level"] != "ok")
     assert problem["level"] == level and text in problem["text"] and problem["hint"]

@@ -78,8 +78,8 @@ def test_the_host_waits_for_no_layer_with_all_experts_on_a_rank(
 def test_expert_parallel_waits_for_row_counts_without_blocking_copies(
     fake_cuda: FakeCuda, moe: dict[str, Any], waits: int
 ) -> None:
-    found = fake_cuda.run(experts_step, size=2, moe=moe, ep=2)
-    assert found == {"wait (synchronize) in host_copies.py": waits * 2 * 2}
+    results = fake_cuda.run(experts_step, size=2, moe=moe, ep=2)
+    assert results == {"wait (synchronize) in host_copies.py": waits * 2 * 2}
 
 
 def gemms_of_experts() -> list[dict[str, int]]:
@@ -89,14 +89,14 @@ def gemms_of_experts() -> list[dict[str, int]]:
 
     rank = build(EXPERTS | {"num_hidden_layers": 1})
     (experts,) = (module for module in rank.model.stages[0].modules() if isinstance(module, GroupedExperts))
-    found = []
+    results = []
     for kernels in (GemmKernels(), GemmKernels(weight_gradient=False), GemmKernels(False, False)):
         experts.kernels = kernels
         with record() as trace:
             rank.stepper.train_step([rank.batch(20, 44)])
         waits = [sync for sync in trace.syncs_in("host_copies.py") if sync.startswith("wait")]
-        found.append({"grouped_mm": trace.kernels["_grouped_mm"], "waits": len(waits)})
-    return found
+        results.append({"grouped_mm": trace.kernels["_grouped_mm"], "waits": len(waits)})
+    return results
 
 
 def test_loops_over_experts_read_the_row_counts_once_per_layer(fake_cuda: FakeCuda) -> None:
@@ -122,8 +122,8 @@ def choices(precision: str) -> dict[str, Any]:
     module: Any = gemm_choice
     module.FakeTensor, module.time_gemms = type(None), timings
     rank = build(EXPERTS, precision=precision, size=2, ep=2)
-    experts = [each for each in rank.model.stages[0].modules() if isinstance(each, GroupedExperts)]
-    kernels = [[each.kernels.matmul, each.kernels.weight_gradient] for each in experts]
+    experts = [item for item in rank.model.stages[0].modules() if isinstance(item, GroupedExperts)]
+    kernels = [[item.kernels.matmul, item.kernels.weight_gradient] for item in experts]
     return {"lines": [line for line in rank.model.messages if "experts" in line], "kernels": kernels, "rows": rows}
 
 
@@ -134,8 +134,8 @@ def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
         "lines": [f"experts: 4 of 64 x 64 and 64 x 32: {timed}"], "kernels": [[True, False]] * 2, "rows": [128] * 2,
     }  # fmt: skip
     reason = "a loop of GEMMs, because grouped_mm has kernels for bfloat16, not for float32"
-    found = fake_cuda.run(choices, precision="fp32")
-    assert found["lines"] == [f"experts: 4 of 64 x 64 and 64 x 32: {reason}"] and not found["rows"]
+    results = fake_cuda.run(choices, precision="fp32")
+    assert results["lines"] == [f"experts: 4 of 64 x 64 and 64 x 32: {reason}"] and not results["rows"]
 
 
 def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
@@ -160,8 +160,8 @@ def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
 @pytest.mark.parametrize("number", [1, 3])
 def test_kernels_of_an_fp8_linear_layer(fake_cuda: FakeCuda, gpu: str, scaling: str, number: int) -> None:
     """Seven a micro batch and two a step: input and weight in two layouts, the output's gradient in both at once."""
-    found = fake_cuda.run(fp8_linear_kernels, gpu=gpu, scaling=scaling, micro_batches=number)
-    assert found == {
+    results = fake_cuda.run(fp8_linear_kernels, gpu=gpu, scaling=scaling, micro_batches=number)
+    assert results == {
         "region quantize": number + 1, "region quantize_columns": number + 1, "region quantize_both": number,
         "_scaled_mm_v2": 3 * number, "add_": number,
     }  # fmt: skip

@@ -54,19 +54,21 @@ def count_kernels() -> dict[str, int]:
 
 
 def test_kernels_are_counted_without_views_and_attention_is_one(fake_cuda: FakeCuda) -> None:
-    found = fake_cuda.run(count_kernels)
-    assert found["_scaled_dot_product_flash_attention"] == found["_scaled_dot_product_flash_attention_backward"] == 1
-    assert found["slice_backward"] == 1
-    assert "transpose" not in found
+    results = fake_cuda.run(count_kernels)
+    assert (
+        results["_scaled_dot_product_flash_attention"] == results["_scaled_dot_product_flash_attention_backward"] == 1
+    )
+    assert results["slice_backward"] == 1
+    assert "transpose" not in results
 
 
 def memory_of_a_function() -> list[int]:
-    kept = []
+    remaining = []
     with measure() as memory:
-        kept.append(torch.empty(1 << 20, device="cuda"))
-        kept[0] + 1
+        remaining.append(torch.empty(1 << 20, device="cuda"))
+        remaining[0] + 1
         live, peak = memory.live_bytes, memory.peak_bytes
-        kept.clear()
+        remaining.clear()
         return [live, peak, memory.live_bytes]
 
 
@@ -87,8 +89,8 @@ def test_token_counts_are_those_of_a_uniform_routing(fake_cuda: FakeCuda) -> Non
 def platform() -> list[Any]:
     from isthmus.platforms.detect import detect
 
-    found = detect()
-    return [found.name, found.describe(), str(found.fp8_types()[0]), found.peak_tflops("bf16")]
+    result = detect()
+    return [result.name, result.describe(), str(result.fp8_types()[0]), result.peak_tflops("bf16")]
 
 
 @pytest.mark.parametrize(

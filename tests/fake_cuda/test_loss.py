@@ -82,30 +82,30 @@ def distillation_of_a_micro_batch(tp: int = 1, **settings: Any) -> dict[str, Any
 
 def count_regions(module: Any, *names: str) -> list[int]:
     """Kernels of each later call of these functions, which a GPU compiles."""
-    found: list[int] = []
+    outcomes: list[int] = []
     for name in names:
         plain = getattr(module, name)
 
         def counted(*args: Any, plain: Any = plain) -> Any:
             with record() as trace:
                 results = plain(*args)
-            found.append(trace.num_kernels)
+            outcomes.append(trace.num_kernels)
             return results
 
         setattr(module, name, counted)
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
 def test_kernels_and_memory_of_the_loss(fake_cuda: FakeCuda, gpu: str) -> None:
     """Blocks that suit the cache of a CPU were 8,961 kernels."""
-    found = fake_cuda.run(loss_of_a_micro_batch, gpu=gpu)
-    assert found["rounded"] is None and not found["syncs"], found
-    assert found["kernels"]["addmm"] == 4 and found["kernels"]["mm"] == 8  # chunks
-    assert found["calls"] == 8 and found["total"] - found["regions"] <= 36
-    assert found["total"] <= 220  # not compiled
+    results = fake_cuda.run(loss_of_a_micro_batch, gpu=gpu)
+    assert results["rounded"] is None and not results["syncs"], results
+    assert results["kernels"]["addmm"] == 4 and results["kernels"]["mm"] == 8  # chunks
+    assert results["calls"] == 8 and results["total"] - results["regions"] <= 36
+    assert results["total"] <= 220  # not compiled
     grad_hidden = 2 * 2 * TOKENS * 2048
-    assert found["bytes"] <= (2 + 8) * TOKENS * VOCAB // 4 + grad_hidden + 2**24
+    assert results["bytes"] <= (2 + 8) * TOKENS * VOCAB // 4 + grad_hidden + 2**24
 
 
 def test_kernels_of_other_losses(fake_cuda: FakeCuda) -> None:
@@ -125,10 +125,10 @@ def test_distillation(fake_cuda: FakeCuda) -> None:
     from isthmus.engine.loss.distillation_loss import CHUNK_SHARE, TEMPORARY_BYTES
 
     grad_hidden = 2 * 2 * TOKENS * 2048
-    found = fake_cuda.run(distillation_of_a_micro_batch, beta=0.5, temperature=2.0, top_k=64, sft_weight=0.5)
+    results = fake_cuda.run(distillation_of_a_micro_batch, beta=0.5, temperature=2.0, top_k=64, sft_weight=0.5)
     chunks = -(-TOKENS * VOCAB * CHUNK_SHARE // CHUNK_ELEMENTS)
-    assert not found["syncs"] and found["kernels"]["addmm"] == chunks, found
-    used = (found["bytes"] - grad_hidden) / (TOKENS * VOCAB / chunks)
+    assert not results["syncs"] and results["kernels"]["addmm"] == chunks, results
+    used = (results["bytes"] - grad_hidden) / (TOKENS * VOCAB / chunks)
     assert used <= 2 + 2 + TEMPORARY_BYTES
     sharded = fake_cuda.run(distillation_of_a_micro_batch, tp=8, beta=0.0)
     assert not sharded["syncs"] and sharded["total"] - sharded["regions"] <= 45 * sharded["kernels"]["addmm"]
@@ -148,7 +148,7 @@ def kernels_of_a_step(**parallel: int | bool) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "async_tp": True}], ids=str)
 def test_weight_gradients_are_summed_by_the_gemm(fake_cuda: FakeCuda, layout: dict[str, Any]) -> None:
     """Of four projections of two layers, with biases, and the output layer, for two micro batches."""
-    found = fake_cuda.run(kernels_of_a_step, **layout)
-    assert found["kernels"]["addmm"] == 2 * (2 * 4 + 1)
-    assert not found["syncs"] and not any("weight gradients" in line for line in found["messages"])
-    assert ("async tensor parallelism: on" in found["messages"]) == ("async_tp" in layout)
+    results = fake_cuda.run(kernels_of_a_step, **layout)
+    assert results["kernels"]["addmm"] == 2 * (2 * 4 + 1)
+    assert not results["syncs"] and not any("weight gradients" in line for line in results["messages"])
+    assert ("async tensor parallelism: on" in results["messages"]) == ("async_tp" in layout)

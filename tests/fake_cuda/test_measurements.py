@@ -15,8 +15,8 @@ def bench() -> list[list[Any]]:
     from isthmus.tools.doctor import measurements
 
     measurements.SECONDS, measurements.COPY_BYTES = 0.0, 1 << 20
-    found = measurements.measure_device(detect(), lambda _: None)
-    return [[one.name, one.unit, one.reachable, one.value > 0] for one in found]
+    result = measurements.measure_device(detect(), lambda _: None)
+    return [[item.name, item.unit, item.reachable, item.value > 0] for item in result]
 
 
 def tune() -> list[list[Any]]:
@@ -36,7 +36,7 @@ def tune() -> list[list[Any]]:
         ("mlp.linear_fc1", MatmulShape("add_matmul", 96, 32, 64, False, bf16)),
     )
     matmuls = [StepMatmul(name, "x", shape, 1) for name, shape in shapes]
-    strides = [list(measure.Operands(one, torch.device("cuda")).a.stride()) for one in matmuls]
+    strides = [list(measure.Operands(matmul, torch.device("cuda")).a.stride()) for matmul in matmuls]
     choose.SECONDS = 0.0
     lines: list[str] = []
     choose.choose(matmuls, detect(), lines.append)
@@ -46,14 +46,14 @@ def tune() -> list[list[Any]]:
 
 @pytest.mark.parametrize(("gpu", "name"), [("sm_90", "NVIDIA H100 80GB HBM3"), ("gfx942", "AMD Instinct MI300X")])
 def test_bench(fake_cuda: FakeCuda, gpu: str, name: str) -> None:
-    found, part = fake_cuda.run(bench, gpu=gpu), find_part(name)
+    result, part = fake_cuda.run(bench, gpu=gpu), find_part(name)
     assert part is not None
-    assert all(positive for *_, positive in found)
-    reachable = {name: value for name, _, value, _ in found}
+    assert all(positive for *_, positive in result)
+    reachable = {name: value for name, _, value, _ in result}
     assert [reachable["GEMM bf16"], reachable["GEMM fp8"]] == [part.measured_tflops[of] for of in ("bf16", "fp8")]
     assert reachable["memory bandwidth"] == pytest.approx(0.8 * part.memory_gb_s)
     assert reachable["host to device"] == reachable["device to host"] == pytest.approx(0.8 * 64)
-    assert [unit for _, unit, _, _ in found[:6]] == ["TFLOP/s"] * 3 + ["GB/s"] * 3
+    assert [unit for _, unit, _, _ in result[:6]] == ["TFLOP/s"] * 3 + ["GB/s"] * 3
 
 
 def test_libraries_of_nvidia(fake_cuda: FakeCuda) -> None:

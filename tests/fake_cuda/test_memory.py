@@ -22,9 +22,9 @@ from fake_cuda.step_memory import RANKS, memory
 )
 @pytest.mark.parametrize("rank", RANKS)
 def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> None:
-    found = fake_cuda.run(memory, **RANKS[rank])
-    estimate = found["estimate"]
-    assert found["seconds"] < 15
+    results = fake_cuda.run(memory, **RANKS[rank])
+    estimate = results["estimate"]
+    assert results["seconds"] < 15
     if rank != "fsdp":  # whose estimate has the gathered weights, which are not there between steps
-        assert estimate["persistent"] == pytest.approx(found["persistent"], rel=0.02)
-    assert estimate["total"] == pytest.approx(found["peak"], rel=0.1)
+        assert estimate["persistent"] == pytest.approx(results["persistent"], rel=0.02)
+    assert estimate["total"] == pytest.approx(results["peak"], rel=0.1)

@@ -20,7 +20,7 @@ def steps(family: str) -> dict[str, list[str]]:
     moe_layer = importlib.import_module("moe_layer")
     world()
     sizes, device = moe_layer.GPU_SHAPES[family], torch.device("cuda")
-    found = {}
+    values = {}
     for name, (run, _) in moe_layer.contestants(family, sizes, "bf16", device).items():
         if name == "transformers-grouped":  # it counts tokens with an operator whose values a trace does not have
             continue
@@ -28,10 +28,10 @@ def steps(family: str) -> dict[str, list[str]]:
         out = run(hidden)
         out.backward(torch.ones_like(out))
         assert hidden.grad is not None
-        found[name] = [str(out.device.type), str(hidden.grad.device.type)]
-    return found
+        values[name] = [str(out.device.type), str(hidden.grad.device.type)]
+    return values
 
 
 def test_moe_benchmark(fake_cuda: FakeCuda) -> None:
-    found = fake_cuda.run(steps, family="qwen3_moe")
-    assert len(found) == 4 and all(devices == ["cuda", "cuda"] for devices in found.values()), found
+    results = fake_cuda.run(steps, family="qwen3_moe")
+    assert len(results) == 4 and all(devices == ["cuda", "cuda"] for devices in results.values()), results

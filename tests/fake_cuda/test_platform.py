@@ -59,10 +59,10 @@ def deterministic_step(model: dict[str, Any], precision: str, layout: dict[str, 
 def test_operators_of_a_deterministic_step_have_a_deterministic_version(
     fake_cuda: FakeCuda, model: dict[str, Any], precision: str, layout: dict[str, Any], gpu: str
 ) -> None:
-    found = fake_cuda.run(deterministic_step, gpu=gpu, model=model, precision=precision, layout=layout)
-    names = {name.partition(".")[0] for name in found["kernels"]}
+    results = fake_cuda.run(deterministic_step, gpu=gpu, model=model, precision=precision, layout=layout)
+    names = {name.partition(".")[0] for name in results["kernels"]}
     assert {"mm", "index_select"} & names and not NOT_DETERMINISTIC & names
-    assert not any("matmul=True" in kernels or "gradient=True" in kernels for kernels in found["experts"])
+    assert not any("matmul=True" in kernels or "gradient=True" in kernels for kernels in results["experts"])
 
 
 def allocator_calls() -> dict[str, int]:
@@ -114,13 +114,13 @@ def start_up(folder: str) -> dict[str, Any]:
 def test_variables_are_set_before_a_run_queries_the_device(
     fake_cuda: FakeCuda, tmp_path: Path, gpu: str, some: set[str]
 ) -> None:
-    found = fake_cuda.run(start_up, gpu=gpu, folder=str(tmp_path / "out"))
-    late = {"RCCL_WARP_SPEED_AUTO"} & found["ours"].keys()  # depends on the device, and is read for a process group
-    assert some <= found["ours"].keys() and bool(late) == (gpu == "gfx950")
-    assert {name: found["first"].get(name) for name in found["ours"].keys() - late} == {
-        name: value for name, value in found["ours"].items() if name not in late
+    results = fake_cuda.run(start_up, gpu=gpu, folder=str(tmp_path / "out"))
+    late = {"RCCL_WARP_SPEED_AUTO"} & results["ours"].keys()  # depends on the device, and is read for a process group
+    assert some <= results["ours"].keys() and bool(late) == (gpu == "gfx950")
+    assert {name: results["first"].get(name) for name in results["ours"].keys() - late} == {
+        name: value for name, value in results["ours"].items() if name not in late
     }
-    log = "\n".join(found["log"])
-    assert "too late" not in log and all(f"{name}={value}: " in log for name, value in found["ours"].items())
-    assert found["options"] == ["expandable_segments:True"] and "expandable segments on" in log
+    log = "\n".join(results["log"])
+    assert "too late" not in log and all(f"{name}={value}: " in log for name, value in results["ours"].items())
+    assert results["options"] == ["expandable_segments:True"] and "expandable segments on" in log
     assert "deterministic: torch uses deterministic kernels" in log

@@ -21,14 +21,14 @@ def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, 
     from isthmus.recipes.plan.step_matmuls import step_matmuls
 
     rank = build(config_of(trait), precision=precision, **parallel)
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
 
     def recorded(inner: Any, operation: Any) -> Any:
         def call(*tensors: Any, **more: Any) -> Any:
             a, b = tensors[-2:]
             transposed = b.stride(0) == 1
             shape = MatmulShape(operation, a.numel() // b.size(0), *b.shape, transposed, a.dtype)
-            found[str(shape)] = found.get(str(shape), 0) + 1
+            values[str(shape)] = values.get(str(shape), 0) + 1
             return inner(*tensors, **more)
 
         return call
@@ -37,9 +37,9 @@ def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, 
         setattr(module, name, recorded(getattr(module, name), name))
     rank.stepper.train_step([rank.batch(20, 44)])
     predicted: dict[str, int] = {}
-    for one in step_matmuls(rank.model.plan, rank.config, precision, detect(), [64]):
-        predicted[str(one.shape)] = predicted.get(str(one.shape), 0) + one.count
-    return {"computed": found, "predicted": predicted}
+    for matmul in step_matmuls(rank.model.plan, rank.config, precision, detect(), [64]):
+        predicted[str(matmul.shape)] = predicted.get(str(matmul.shape), 0) + matmul.count
+    return {"computed": values, "predicted": predicted}
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, 
     ],
 )
 def test_formula(fake_cuda: FakeCuda, trait: str, precision: str, parallel: dict[str, int]) -> None:
-    found = fake_cuda.run(matmuls, trait=trait, precision=precision, **parallel)
-    assert found["computed"] and found["computed"] == found["predicted"]
+    results = fake_cuda.run(matmuls, trait=trait, precision=precision, **parallel)
+    assert results["computed"] and results["computed"] == results["predicted"]

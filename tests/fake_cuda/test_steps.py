@@ -58,20 +58,20 @@ def _train_step(trait: str, layout: str, precision: str) -> str:
 @pytest.fixture(scope="module")
 def errors(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> Callable[[str], Errors]:
     """All selected cases of a GPU share a process, and so what torch learns about the operators."""
-    found: dict[str, Errors] = {}
+    values: dict[str, Errors] = {}
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     selected = {(item.callspec.params["trait"], item.callspec.params["gpu"]) for item in items}
 
     def on(gpu: str) -> Errors:
-        if gpu not in found:
+        if gpu not in values:
             chosen = {trait: cases(trait, gpu) for trait in TRAITS if (trait, gpu) in selected}
-            found[gpu] = fake_cuda.run(train_steps, gpu=gpu, chosen=chosen)
-        return found[gpu]
+            values[gpu] = fake_cuda.run(train_steps, gpu=gpu, chosen=chosen)
+        return values[gpu]
 
     return on
 
 
 @pytest.mark.parametrize(("trait", "gpu"), CASES)
 def test_step(errors: Callable[[str], Errors], trait: str, gpu: str) -> None:
-    found = errors(gpu)[trait]
-    assert found and {case: error for case, error in found.items() if error} == {}
+    result = errors(gpu)[trait]
+    assert result and {case: error for case, error in result.items() if error} == {}

@@ -69,17 +69,17 @@ def finished(process: subprocess.Popen[str], timeout_s: float = 120.0) -> Comple
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and modification time in ns of every file and folder below ``folder``."""
-    found = {}
+    values = {}
     for path in sorted(folder.rglob("*")):
         stat = path.lstat()
-        found[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
-    return found
+        values[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return values
 
 
 def rows(run_folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The objects of a file of rows, without their checksums."""
-    found = [json.loads(line) for line in (run_folder / file).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "checksum"} for row in found]
+    results = [json.loads(line) for line in (run_folder / file).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "checksum"} for row in results]
 
 
 def wait_for_step(out: Path, step: int) -> None:

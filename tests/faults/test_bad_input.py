@@ -292,13 +292,13 @@ def test_failed_export_keeps_the_previous_one(
     args = [*sft_args, "train.steps=3", "checkpoint.hf_every=2", "checkpoint.save_final=false"]
     assert isthmus(*args, "logging.to=[]", "--out", out).returncode == 0
     (out / "hf").rename(out / "other")
-    kept = listing(out / "hf-step-0000002")
+    remaining = listing(out / "hf-step-0000002")
     left_bytes = (model / "model.safetensors").stat().st_size // 2
     free = shutil.disk_usage(small_disk).free
     assert free > left_bytes
     (small_disk / "ballast").write_bytes(bytes(free - left_bytes))
     isthmus(*args, "logging.to=[]", "--out", out).error(73)
-    assert listing(out / "hf-step-0000002") == kept and not list(out.glob(".tmp*"))
+    assert listing(out / "hf-step-0000002") == remaining and not list(out.glob(".tmp*"))
 
 
 def test_file_size_limit_is_reported_as_no_space(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:

@@ -18,20 +18,20 @@ def test_grid_is_measured_and_continued(isthmus: ForkServer, model: Path, tmp_pa
         return isthmus(*words, *more)
 
     first = bench("train.micro_batch_size=2,3", "--json")
-    found = first.result
-    measured, refused = found["cells"]
+    outcome = first.result
+    measured, refused = outcome["cells"]
     assert measured["status"] == "ok" and len(measured["step_times_s"]) == 3
     assert round(measured["tokens_per_s"] * measured["step_time_s"]) == 128  # 4 sequences of 32 tokens
     assert 0.1 < measured["memory_gib"] < 8
     assert refused["status"] == "refused" and "is not a multiple of micro_batch_size=3" in refused["reason"]
-    environment = found["certificate"]["environment"]
+    environment = outcome["certificate"]["environment"]
     assert (
         environment["platform"] == "cpu"
         and "logical cores" in environment["device"]
         and environment["torch"]
         and environment["OMP_NUM_THREADS"] == "1"
     )
-    (best,) = found["best"]
+    (best,) = outcome["best"]
     config = load_config("sft", Path(best["file"]), ["data.mock=true", "train.steps=1", "out=x"])
     assert config.train.micro_batch_size == 2 and config.model.path == str(model)
 

@@ -34,8 +34,8 @@ def outcomes(requests: list[dict[str, Any]]) -> list[int]:
         [sys.executable, str(Path(__file__).with_name("kill_points.py"))],
         input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    found: list[int] = json.loads(done.stdout)
-    return found
+    result: list[int] = json.loads(done.stdout)
+    return result
 
 
 def request(model: Path, out: Path, target: str, number: int, point: Any) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def flip(path: Path, at: int) -> None:
 
 def tensor_offset(folder: Path, tensor: torch.Tensor) -> tuple[Path, int]:
     """The file that contains the bytes of a tensor, and their offset."""
-    wanted = tensor.numpy().tobytes()
-    (path,) = (path for path in folder.rglob("*") if path.is_file() and wanted in path.read_bytes())
-    return path, path.read_bytes().index(wanted)
+    expected = tensor.numpy().tobytes()
+    (path,) = (path for path in folder.rglob("*") if path.is_file() and expected in path.read_bytes())
+    return path, path.read_bytes().index(expected)
 
 
 @pytest.mark.parametrize("target", ["hf", "torch_dist", "torch"])

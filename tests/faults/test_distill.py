@@ -45,21 +45,21 @@ def test_the_student_approaches_the_teacher(
     isthmus: ForkServer, args: list[str], teacher: Path, tmp_path: Path
 ) -> None:
     args = [*args, f"distill.teacher={teacher}", "distill.sft_weight=0.5", "distill.temperature=1.5"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    completed = isthmus(*args, "--out", whole, "train.steps=16")
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    completed = isthmus(*args, "--out", full, "train.steps=16")
     assert completed.returncode == 0, completed.stderr
     assert f"teacher {teacher}: qwen3, 3 layers, fp32" in completed.stderr
     assert re.search(r"memory, estimated: .*teacher 0\.\d+", completed.stderr)
     assert re.search(r"loss +\d\.\d+  sft +\d", completed.stderr)
-    steps = [row for row in rows(whole) if "loss" in row]
+    steps = [row for row in rows(full) if "loss" in row]
     assert all(row["loss"] == pytest.approx(row["distill_loss"] + row["sft_loss"] / 2) for row in steps)
-    before, after = (row for row in rows(whole) if "valid_loss" in row)
+    before, after = (row for row in rows(full) if "valid_loss" in row)
     assert after["valid_distill_loss"] < 0.3 * before["valid_distill_loss"]
-    assert json.loads((whole / "hf/config.json").read_text())["hidden_size"] == 32
+    assert json.loads((full / "hf/config.json").read_text())["hidden_size"] == 32
 
     assert isthmus(*args, "--out", parts, "train.steps=9").returncode == 0
     assert "resumed from" in isthmus(*args, "--out", parts, "train.steps=16").stderr
-    assert (parts / "hf/model.safetensors").read_bytes() == (whole / "hf/model.safetensors").read_bytes()
+    assert (parts / "hf/model.safetensors").read_bytes() == (full / "hf/model.safetensors").read_bytes()
     refused = isthmus(*args, "--out", parts, "train.steps=17", f"distill.teacher={args[2]}")
     assert "distill.teacher num_layers 3 -> 2" in refused.stderr
     assert refused.error(2) and "--accept-changes distill.teacher" in refused.stderr

@@ -44,10 +44,10 @@ def test_answers_at_each_evaluation(isthmus: ForkServer, sft_args: list[str], tm
     assert [row["step"] for row in rows(out, "samples.jsonl")] == [0, 0, 2, 2, 3, 3]
     done = isthmus(*sft_args, *more, "train.steps=8", "train.eval_every=4", "optim.schedule=constant")
     assert done.returncode == 0, done.stderr
-    found = rows(out, "samples.jsonl")
-    assert [row["step"] for row in found] == [0, 0, 2, 2, 3, 3, 4, 4, 8, 8]
-    assert [row["prompt"] for row in found[-2:]] == PROMPTS
-    for row in found[-2:]:
+    results = rows(out, "samples.jsonl")
+    assert [row["step"] for row in results] == [0, 0, 2, 2, 3, 3, 4, 4, 8, 8]
+    assert [row["prompt"] for row in results[-2:]] == PROMPTS
+    for row in results[-2:]:
         assert row["answer"] == greedy_answer(out / "hf", row["prompt"], 8) and row["answer"]
     assert f"({out / 'samples.jsonl'})" in done.stderr and f"{PROMPTS[0]} -> " in done.stderr
 
@@ -124,11 +124,11 @@ def results_of_transformers(folder: Path, tasks: Path, **options: Any) -> dict[s
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    found = simple_evaluate(
+    result = simple_evaluate(
         "hf", {"pretrained": str(folder), "dtype": "float32"}, NAMES, device="cpu", batch_size=4,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False), log_samples=False, **options,
     )  # fmt: skip
-    return dict(found["results"])
+    return dict(result["results"])
 
 
 NAMES = ["numbers_choice", "numbers_text", "numbers_answer"]
@@ -149,19 +149,19 @@ def test_tasks_of_lm_eval(isthmus: ForkServer, sft_args: list[str], tasks: Path,
     out = tmp_path / "out"
     assert isthmus(*sft_args, "train.precision=fp32", "train.steps=20").returncode == 0
     args = ["--tasks", ",".join(NAMES), "--include-path", tasks, "train.precision=fp32", "--num-fewshot", "1"]
-    wanted = numbers(results_of_transformers(out / "hf", tasks, num_fewshot=1))
-    assert len(wanted) >= 6
+    expected = numbers(results_of_transformers(out / "hf", tasks, num_fewshot=1))
+    assert len(expected) >= 6
     written = tmp_path / "results.json"
     alone = isthmus("eval", out, *args, "--out", written)
     assert alone.returncode == 0, alone.stderr
     assert "|numbers_choice|" in alone.stdout and "acc_norm" in alone.stdout
-    assert numbers(json.loads(written.read_text())["results"]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert numbers(json.loads(written.read_text())["results"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     command = ["eval", out / "checkpoints", *args, "--json", "parallel.tp=2", "--batch-tokens", "64"]
     ranks = isthmus.start_ranks([[([str(word) for word in command], variables) for variables in rank_variables(2)]])
     split, other = ranks.wait()
     assert (split.returncode, other.returncode, other.stdout) == (0, 0, ""), split.stderr + other.stderr
     results = json.loads(split.stdout)
-    assert numbers(results["results"]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert numbers(results["results"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert results["n-shot"]["numbers_choice"] == 1 and results["config"]["model"] == str(out / "checkpoints")
 
 

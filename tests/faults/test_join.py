@@ -16,9 +16,9 @@ from faults.hosts import rank_variables
 
 def error(completed: list[CompletedCommand], code: int) -> str:
     """Check the exit code of all ranks and return their only error message."""
-    assert [one.returncode for one in completed] == [code] * len(completed), completed
-    (line,) = [line for one in completed for line in one.errors]
-    assert not any("Traceback" in one.stderr for one in completed), completed
+    assert [item.returncode for item in completed] == [code] * len(completed), completed
+    (line,) = [line for item in completed for line in item.errors]
+    assert not any("Traceback" in item.stderr for item in completed), completed
     return line
 
 
@@ -110,7 +110,7 @@ def test_rank_that_is_lost_outside_of_steps(
 ) -> None:
     variables = rank_variables(2)
     variables[rank]["FAULT"] = f"suspend in {phase}"
-    ranks = isthmus.start_ranks([[([*sft_args, "parallel.timeout_s=2"], each) for each in variables]])
+    ranks = isthmus.start_ranks([[([*sft_args, "parallel.timeout_s=2"], variable) for variable in variables]])
     while ranks.running(1 - rank):
         time.sleep(0.05)
     ranks.send(rank, signal.SIGKILL)
@@ -134,8 +134,8 @@ def test_error_of_one_rank_ends_all_ranks(isthmus: ForkServer, sft_args: list[st
     args = [*sft_args, "parallel.tp=2"]
     first, second = rank_variables(2)
     completed = isthmus.start_ranks([[(args, first)], [(args, second | {"FAULT": "fail"})]]).wait()
-    assert [one.returncode for one in completed] == [70, 70], completed
-    (line,) = [line for one in completed for line in one.errors]
+    assert [item.returncode for item in completed] == [70, 70], completed
+    (line,) = [line for item in completed for line in item.errors]
     assert "rank 1: ZeroDivisionError: division by zero" in line
 
 
@@ -144,6 +144,6 @@ def test_hanging_rank_with_heartbeat(isthmus: ForkServer, sft_args: list[str]) -
     first, second = rank_variables(2)
     ranks = isthmus.start_ranks([[(args, first)], [(args, second | {"FAULT": "sleep"})]])
     completed = ranks.wait()
-    assert [one.returncode for one in completed] == [76, 76], completed
+    assert [item.returncode for item in completed] == [76, 76], completed
     (line,) = completed[0].errors
     assert "got no answer" in line and "rank 1 on " in line and "step 3: data" in line and "timeout_s=2" in line

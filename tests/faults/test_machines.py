@@ -43,14 +43,14 @@ def test_two_hosts_train_as_single_process(
     args = [*sft_args, "parallel.tp=2", "train.steps=6"]
     ranks = [[(args, slurm_variables(2 * host + local)) for local in (0, 1)] for host in (0, 1)]
     completed = isthmus.start_ranks(ranks, namespaces).wait()
-    assert [one.returncode for one in completed] == [0, 0, 0, 0], completed
+    assert [item.returncode for item in completed] == [0, 0, 0, 0], completed
     for host, address in enumerate(ADDRESSES):
         assert f"ranks {2 * host}-{2 * host + 1} on " in completed[0].stderr and f"({address})" in completed[0].stderr
     two_hosts_rows = [row for row in rows(tmp_path / "out") if "loss" in row]
 
     alone = tmp_path / "alone"
-    (one,) = isthmus.start_ranks([[([*sft_args, "--out", str(alone), "train.steps=6"], {})]]).wait()
-    assert one.returncode == 0, one
+    (item,) = isthmus.start_ranks([[([*sft_args, "--out", str(alone), "train.steps=6"], {})]]).wait()
+    assert item.returncode == 0, item
     one_host_rows = [row for row in rows(alone) if "loss" in row]
     assert len(two_hosts_rows) == len(one_host_rows) == 6
     for name in ("loss", "grad_norm"):
@@ -62,8 +62,8 @@ def test_interface_without_route(isthmus: ForkServer, namespaces: tuple[str, str
     for _, variables in ranks[1]:
         variables["GLOO_SOCKET_IFNAME"] = "dead0"
     completed = isthmus.start_ranks(ranks, namespaces).wait()
-    assert [one.returncode for one in completed] == [76, 76, 76, 76], completed
-    messages = [line for one in completed for line in one.errors]
+    assert [item.returncode for item in completed] == [76, 76, 76, 76], completed
+    messages = [line for item in completed for line in item.errors]
     assert len(messages) == 2  # one per host
     for line in messages:
         assert "rank 1 " in line and "cannot reach rank 2" in line and DEAD_ADDRESSES[1] in line

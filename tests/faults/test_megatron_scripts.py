@@ -107,11 +107,11 @@ def translated(isthmus: ForkServer, folder: Path, name: str) -> list[str]:
     launcher, more, steps = LINES[name]
     command = f"{launcher} \\\n{COMMAND.format(steps=steps, more=more, name=name)}"
     (folder / f"{name}.sh").write_text(EXPORTS + command)
-    found = isthmus("config", "from-megatron", f"{name}.sh", cwd=folder)
-    assert found.returncode == 0, found
-    (folder / "run.yaml").write_text(found.stdout)
-    (folder / f"{name}.yaml").write_text(found.stdout)
-    start = found.stdout.splitlines()[2].removeprefix("#").split()
+    result = isthmus("config", "from-megatron", f"{name}.sh", cwd=folder)
+    assert result.returncode == 0, result
+    (folder / "run.yaml").write_text(result.stdout)
+    (folder / f"{name}.yaml").write_text(result.stdout)
+    start = result.stdout.splitlines()[2].removeprefix("#").split()
     assert start[:2] == ["isthmus", "pretrain"]
     return start[1:]
 
@@ -124,7 +124,7 @@ def test_each_line_of_the_guide_trains(isthmus: ForkServer, folder: Path) -> Non
         assert command[2:] == (["--nproc", "2"] if LINES[name][0].startswith("torchrun") else [])
         ranks = rank_variables(2) if "--nproc" in command else [{}]
         done = isthmus.start_ranks([[(command[:2], variables) for variables in ranks]], cwd=folder).wait()
-        assert [one.returncode for one in done] == [0] * len(ranks), done
+        assert [item.returncode for item in done] == [0] * len(ranks), done
         steps = [row for row in rows(folder / name / "checkpoints") if "loss" in row]
         losses[name] = [row["loss"] for row in steps]
         scales[name] = [row["loss_scale"] for row in steps]
@@ -146,9 +146,9 @@ def test_an_experiment_without_data_trains_after_the_error_is_followed(
     assert "data.files  is missing" in (error := isthmus(*words, cwd=tmp_path).error(2)) and "--data or" in error
     words += ["--data", f"{folder}/text.txt", f"tokenizer.path={folder}/gpt2", "tokenizer.type=GPT2BPETokenizer"]
     words += ["data.seq_length=32", "train.global_batch_size=4", "train.steps=4"]
-    found = isthmus(*words, cwd=tmp_path)
-    assert found.returncode == 0 and "disable_wandb: false (unsupported)" in found.stdout, found
-    (tmp_path / "run.yaml").write_text(found.stdout)
+    result = isthmus(*words, cwd=tmp_path)
+    assert result.returncode == 0 and "disable_wandb: false (unsupported)" in result.stdout, result
+    (tmp_path / "run.yaml").write_text(result.stdout)
     done = isthmus("pretrain", "run.yaml", cwd=tmp_path)
     assert done.returncode == 0, done
     steps = [row for row in rows(tmp_path / "runs" / "llama3.1_8B-pretrain") if "loss" in row]

@@ -67,8 +67,8 @@ def outputs(prefix: Path) -> dict[str, bytes]:
 
 def test_killed_prepare_continues(tmp_path: Path, args: list[str]) -> None:
     prepare([args[0]], tmp_path / "whole", args[2], workers=1)
-    whole = outputs(tmp_path / "whole")
-    assert len(whole) == 4
+    full = outputs(tmp_path / "whole")
+    assert len(full) == 4
     out = tmp_path / "out"
     assert run("main", 40, *args, str(out)).returncode == -signal.SIGKILL
     assert not outputs(out) and list(Path(f"{out}.partial").glob("*.npz"))
@@ -82,7 +82,7 @@ def test_killed_prepare_continues(tmp_path: Path, args: list[str]) -> None:
     done = run("none", 0, *args, str(out), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["records"] == 80
-    assert outputs(out) == whole and not Path(f"{out}.partial").exists()
+    assert outputs(out) == full and not Path(f"{out}.partial").exists()
     os.truncate(f"{out}.bin", 10)  # a finished output is never used as a part
     with pytest.raises(OutputExists):
         prepare([args[0]], out, args[2], workers=1)

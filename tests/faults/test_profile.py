@@ -19,20 +19,20 @@ LAYERS, MICRO_BATCHES = 2, 4
 
 
 def start(isthmus: ForkServer, args: list[str], size: int) -> RunningRanks:
-    return isthmus.start_ranks([[(args, one) for one in (rank_variables(size) if size > 1 else [{}])]])
+    return isthmus.start_ranks([[(args, item) for item in (rank_variables(size) if size > 1 else [{}])]])
 
 
 def run(isthmus: ForkServer, args: list[str], size: int = 1) -> list[CompletedCommand]:
     done = start(isthmus, args, size).wait()
-    assert [one.returncode for one in done] == [0] * size, done
+    assert [item.returncode for item in done] == [0] * size, done
     return done
 
 
 def table(out: Path, rank: int = 0) -> dict[str, tuple[float, float]]:
     """Milliseconds and calls per step of each row."""
     text = (out / "profile" / f"rank{rank}.md").read_text()
-    found = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+% \| ([\d.]*) ?\|", text, re.MULTILINE)
-    return {name: (float(ms), float(calls or 0)) for name, ms, calls in found}
+    results = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| [\d.]+% \| ([\d.]*) ?\|", text, re.MULTILINE)
+    return {name: (float(ms), float(calls or 0)) for name, ms, calls in results}
 
 
 def trace(out: Path, rank: int = 0) -> set[str]:

@@ -35,13 +35,13 @@ def scores(folder: Path, records: list[dict[str, str]]) -> torch.Tensor:
     """The scores of the chosen and the rejected answer of each record, [records, 2], by transformers."""
     tokenizer = open_tokenizer(folder)
     network = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    results = []
     for record, answer in itertools.product(records, ("chosen", "rejected")):
         turns = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[answer]}]
         tokens = tokenizer.encode_batch([tokenizer.apply_chat_template(turns)])[0]
         with torch.no_grad():
-            found.append(network(torch.tensor([tokens])).logits.item())
-    return torch.tensor(found).view(-1, 2)
+            results.append(network(torch.tensor([tokens])).logits.item())
+    return torch.tensor(results).view(-1, 2)
 
 
 def test_training_resume_and_scores(isthmus: ForkServer, model: Path, pairs: Path, chats: Path, tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_training_resume_and_scores(isthmus: ForkServer, model: Path, pairs: Pat
     assert (interrupted / "hf/model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
     # The scores of the run, from the loss of a pair, are those of transformers.
-    one = tmp_path / "one.jsonl"
-    one.write_text(pairs.read_text().splitlines()[0] + "\n" + pairs.read_text().splitlines()[1] + "\n")
-    again = ["reward", "--model", str(exported), "--json", "--out", str(tmp_path / "again"), "--data", str(one)]
+    item = tmp_path / "one.jsonl"
+    item.write_text(pairs.read_text().splitlines()[0] + "\n" + pairs.read_text().splitlines()[1] + "\n")
+    again = ["reward", "--model", str(exported), "--json", "--out", str(tmp_path / "again"), "--data", str(item)]
     again += [
         "train.steps=1",
         "train.global_batch_size=2",
@@ -73,7 +73,7 @@ def test_training_resume_and_scores(isthmus: ForkServer, model: Path, pairs: Pat
     ]
     assert isthmus(*again).returncode == 0
     (row,) = (row for row in rows(tmp_path / "again") if "loss" in row)
-    chosen, rejected = scores(exported, [json.loads(line) for line in one.read_text().splitlines()]).mean(0).tolist()
+    chosen, rejected = scores(exported, [json.loads(line) for line in item.read_text().splitlines()]).mean(0).tolist()
     assert (row["rewards/chosen"], row["rewards/rejected"]) == pytest.approx((chosen, rejected), abs=1e-5)
 
     verified = isthmus("verify", exported, exported, "--logits")

@@ -81,7 +81,7 @@ def test_lines_for_several_ranks(isthmus: ForkServer, script: str, line: str, la
     args = ["pretrain", "run.yaml", "--rehearse"]
     ranks = [(args, variables) for variables in rank_variables(2)]
     completed = isthmus.start_ranks([ranks], cwd=tmp_path).wait()
-    assert [one.returncode for one in completed] == [0, 0], completed
+    assert [item.returncode for item in completed] == [0, 0], completed
     log = completed[0].stdout + completed[0].stderr
     check(log, fp8="TE_FP8=1" in line)
     assert layout in log
@@ -98,7 +98,7 @@ def test_two_nodes_share_a_log_folder(isthmus: ForkServer, tmp_path: Path) -> No
         words = f"{line} NODE_RANK={node} {more}".split()
         nodes.append([(["config", "from-env", "llama3", "--run", "--", *words], {})])
     completed = isthmus.start_ranks(nodes, cwd=tmp_path).wait()
-    assert [one.returncode for one in completed] == [0, 0], completed
+    assert [item.returncode for item in completed] == [0, 0], completed
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
         "output_perf.log", "output_perf.yaml", "output_perf_rank1.log", "output_perf_rank1.yaml", "run-rehearsal",
     ]  # fmt: skip

@@ -122,8 +122,8 @@ def test_early_stopping_and_the_best_checkpoint(isthmus: ForkServer, sft_args: l
         run.stderr
     )
     assert run.result["valid_loss"] == valid[lowest] and run.result["steps"] == lowest + 2
-    kept = {path.name for path in (out / "checkpoints").glob("iter_*")}
-    assert kept == {f"iter_{lowest:07d}", f"iter_{lowest + 2:07d}"}
+    remaining = {path.name for path in (out / "checkpoints").glob("iter_*")}
+    assert remaining == {f"iter_{lowest:07d}", f"iter_{lowest + 2:07d}"}
     compare_models(out / "checkpoints" / f"iter_{lowest:07d}", out / "hf")
     shutil.rmtree(out / "hf")
     again = isthmus(*command)

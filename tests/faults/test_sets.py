@@ -64,13 +64,13 @@ def test_mixture_splits_each_set_and_resumes(
     completed = isthmus(*args, *mix, "train.steps=8")
     # 32 sequences: 24 of the 38 training sequences of many, 8 of the 4 of few.
     assert "epochs of each set in 8 steps: many 0.63, few 2.00" in completed.stderr
-    whole = losses(tmp_path / "out")
+    full = losses(tmp_path / "out")
     checkpoints = tmp_path / "out" / "checkpoints"
     shutil.rmtree(checkpoints / "iter_0000008")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
     (checkpoints / "latest_checkpointed_iteration.json").unlink()  # its copy, which protects it from damage
     assert isthmus(*args, *mix, "train.steps=8").returncode == 0
-    assert losses(tmp_path / "out")[-2:] == whole[6:]
+    assert losses(tmp_path / "out")[-2:] == full[6:]
     other = [word.replace("weight: 3", "weight: 2") for word in mix]
     assert "differ from those of" in isthmus(*args, *other, "train.steps=9").error(65)
     assert open_indexed(tmp_path / "out" / "data" / "set-0", verify=True).mask is not None

@@ -32,8 +32,8 @@ def wait_for_step(command: RunningRanks, run_folder: Path, step: int, timeout_s:
 def ranks_of(command: RunningRanks) -> list[psutil.Process]:
     """The processes of the ranks of a command, by rank."""
     children = psutil.Process(command.pids[0]).children(recursive=True)
-    found = {rank: child for child in children if (rank := child.environ().get("RANK")) is not None}
-    return [found[rank] for rank in sorted(found)]
+    values = {rank: child for child in children if (rank := child.environ().get("RANK")) is not None}
+    return [values[rank] for rank in sorted(values)]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -199,8 +199,8 @@ def test_bad_data_under_another_launcher_is_reported_once_and_ends_all_ranks(
     data = tmp_path / "bad.json"
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
     completed = two_ranks(isthmus, [*sft_args, "--data", str(data)]).wait()
-    assert [one.returncode for one in completed] == [65, 65], completed
-    (line,) = [line for one in completed for line in one.errors]
+    assert [item.returncode for item in completed] == [65, 65], completed
+    (line,) = [line for item in completed for line in item.errors]
     assert f"{data}:1" in line and not (tmp_path / "out").exists()
 
 

@@ -24,9 +24,9 @@ FURTHER = (
 def torture(repository: Path) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(repository / "benchmarks"))
-        found = importlib.import_module("torture")
-    found.MOST_KILLS = 2  # type: ignore[attr-defined]
-    return found
+        result = importlib.import_module("torture")
+    result.MOST_KILLS = 2  # type: ignore[attr-defined]
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +105,11 @@ def test_a_lost_row_is_found(torture: ModuleType, tmp_path: Path) -> None:
 def test_a_stop_may_keep_another_checkpoint(torture: ModuleType) -> None:
     """With ``checkpoint.keep=2`` of steps 2, 4 and 6, and a stop after step 5."""
     expected = {f"out/checkpoints/iter_000000{step}/common.pt": step for step in (4, 6)}
-    found = {f"out/checkpoints/iter_000000{step}/common.pt": step for step in (5, 6)}
-    assert torture.difference(*torture.same_checkpoints(found, expected)) is None
-    kept_more = torture.same_checkpoints(found | expected, expected)
+    values = {f"out/checkpoints/iter_000000{step}/common.pt": step for step in (5, 6)}
+    assert torture.difference(*torture.same_checkpoints(values, expected)) is None
+    kept_more = torture.same_checkpoints(values | expected, expected)
     assert torture.difference(*kept_more) == "out/checkpoints/iter_0000005/common.pt is left over"
-    found["out/checkpoints/iter_0000006/common.pt"] = 0
-    assert "iter_0000006" in torture.difference(*torture.same_checkpoints(found, expected))
-    del found["out/checkpoints/iter_0000005/common.pt"]
-    assert "iter_0000004" in torture.difference(*torture.same_checkpoints(found, expected))
+    values["out/checkpoints/iter_0000006/common.pt"] = 0
+    assert "iter_0000006" in torture.difference(*torture.same_checkpoints(values, expected))
+    del values["out/checkpoints/iter_0000005/common.pt"]
+    assert "iter_0000004" in torture.difference(*torture.same_checkpoints(values, expected))

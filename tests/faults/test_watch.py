@@ -34,13 +34,13 @@ def test_a_spike_names_samples_and_changes_nothing(
     run = [*sft_args, "train.steps=28", "checkpoint.save_final=false", "checkpoint.export_final=false"]
     done = isthmus(*run, "logging.spike_factor=0.01")
     assert done.returncode == 0, done
-    found = events(tmp_path / "out", "spike")
-    assert found and found[0]["text"] in done.stderr
+    results = events(tmp_path / "out", "spike")
+    assert results and results[0]["text"] in done.stderr
     number = len(json.loads(chats.read_text()))
-    for sample in found[0]["samples"]:
+    for sample in results[0]["samples"]:
         assert sample["file"] == str(chats) and 1 <= sample["record"] <= number and sample["loss_tokens"] > 0
-    assert [one["loss"] for one in found[0]["samples"]] == sorted(
-        (s["loss"] for s in found[0]["samples"]), reverse=True
+    assert [item["loss"] for item in results[0]["samples"]] == sorted(
+        (s["loss"] for s in results[0]["samples"]), reverse=True
     )
     assert isthmus(*run, "logging.spike_factor=null", "--out", str(tmp_path / "plain")).returncode == 0
     assert losses(tmp_path / "out") == losses(tmp_path / "plain") and not (tmp_path / "plain" / "events.jsonl").exists()

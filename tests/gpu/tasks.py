@@ -20,31 +20,31 @@ def collectives() -> dict[str, list[Any]]:
     """Name -> [result, expected result] of each collective that the engine uses, in the dtypes that it uses."""
     open_groups(ParallelConfig(), platform(), seed=0)
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device(platform().device_type)
-    every = [float(each) for each in range(size)]
-    found: dict[str, list[Any]] = {}
+    every = [float(item) for item in range(size)]
+    values: dict[str, list[Any]] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32):
         mine = torch.full((3,), rank, dtype=dtype, device=device)
-        for operation, wanted in ((dist.ReduceOp.SUM, sum(every)), (dist.ReduceOp.MAX, every[-1])):
+        for operation, expected in ((dist.ReduceOp.SUM, sum(every)), (dist.ReduceOp.MAX, every[-1])):
             reduced = mine.clone()
             dist.all_reduce(reduced, operation)
-            found[f"all_reduce {operation} {dtype}"] = [reduced.tolist(), [wanted] * 3]
+            values[f"all_reduce {operation} {dtype}"] = [reduced.tolist(), [expected] * 3]
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         mine = torch.full((2,), rank, dtype=dtype, device=device)
         gathered = mine.new_empty(2 * size)
         dist.all_gather_into_tensor(gathered, mine)
-        found[f"all_gather_into_tensor {dtype}"] = [gathered.tolist(), [each for each in every for _ in range(2)]]
+        values[f"all_gather_into_tensor {dtype}"] = [gathered.tolist(), [item for item in every for _ in range(2)]]
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.arange(2 * size, device=device).to(dtype)
         scattered = parts.new_empty(2)
         dist.reduce_scatter_tensor(scattered, parts)
-        found[f"reduce_scatter_tensor {dtype}"] = [scattered.tolist(), [size * (2.0 * rank + k) for k in range(2)]]
+        values[f"reduce_scatter_tensor {dtype}"] = [scattered.tolist(), [size * (2.0 * rank + k) for k in range(2)]]
         # Rank r sends r + 1 rows to each rank.
         rows = torch.full(((rank + 1) * size, 2), rank, dtype=dtype, device=device)
-        received = rows.new_empty(sum(each + 1 for each in range(size)), 2)
-        dist.all_to_all_single(received, rows, [each + 1 for each in range(size)], [rank + 1] * size)
-        found[f"all_to_all_single {dtype}"] = [
+        received = rows.new_empty(sum(item + 1 for item in range(size)), 2)
+        dist.all_to_all_single(received, rows, [item + 1 for item in range(size)], [rank + 1] * size)
+        values[f"all_to_all_single {dtype}"] = [
             received[:, 0].tolist(),
-            [each for each in every for _ in range(int(each) + 1)],
+            [item for item in every for _ in range(int(item) + 1)],
         ]
     neighbor = torch.full((4,), -1.0, device=device)
     operations = [
@@ -53,10 +53,10 @@ def collectives() -> dict[str, list[Any]]:
     ]
     for work in dist.batch_isend_irecv(operations) if size > 1 else ():
         work.wait()
-    found["batch_isend_irecv"] = [neighbor.tolist(), [float((rank - 1) % size) if size > 1 else -1.0] * 4]
-    found["sum_over_ranks"] = [sum_over_ranks([1.0, 0.5], device), [size, size / 2]]
+    values["batch_isend_irecv"] = [neighbor.tolist(), [float((rank - 1) % size) if size > 1 else -1.0] * 4]
+    values["sum_over_ranks"] = [sum_over_ranks([1.0, 0.5], device), [size, size / 2]]
     agree(lambda: None)
-    return found
+    return values
 
 
 def checkpoint_peak(*, root: str, **settings: Any) -> dict[str, int]:

@@ -52,7 +52,7 @@ def test_layout_trains_like_one_rank(
 ) -> None:
     model = build_model_folder(tmp_path / "model", family)
     run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
-    wanted, got = one.run("ranks.tasks.train", **run), two.run("ranks.tasks.train", **run | layout)
-    assert got["loss_tokens"] == wanted["loss_tokens"]
+    expected, got = one.run("ranks.tasks.train", **run), two.run("ranks.tasks.train", **run | layout)
+    assert got["loss_tokens"] == expected["loss_tokens"]
     for curve in ("loss", "grad_norm"):
-        assert max_relative_difference(got[curve], wanted[curve]) < tolerance
+        assert max_relative_difference(got[curve], expected[curve]) < tolerance

@@ -30,8 +30,8 @@ def compiled() -> Iterator[None]:
 def test_compiled_regions(case: str, dtype: torch.dtype) -> None:
     """Gradients of weights are sums over the tokens, so tolerances are relative to the largest value."""
     for length in (5, 700, WIDTH):
-        for mine, wanted in zip(results(case, length, "cuda", dtype), results(case, length), strict=True):
+        for mine, expected in zip(results(case, length, "cuda", dtype), results(case, length), strict=True):
             assert mine.dtype == dtype
-            error = (mine.cpu().float() - wanted).abs().max()
-            assert error <= TOLERANCES[dtype] * wanted.abs().max(), (length, error)
+            error = (mine.cpu().float() - expected).abs().max()
+            assert error <= TOLERANCES[dtype] * expected.abs().max(), (length, error)
     assert counters["stats"]["unique_graphs"] <= 2  # none for another length

@@ -61,5 +61,5 @@ def test_allocator_is_as_the_log_says() -> None:
     on = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     assert f"expandable segments {'on' if on else 'off'}" in line
     held = torch.zeros(1 << 24, device="cuda")
-    found = {segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"]}
-    assert held.is_cuda and (True in found) == on
+    results = {segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"]}
+    assert held.is_cuda and (True in results) == on

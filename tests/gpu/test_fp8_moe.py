@@ -55,10 +55,10 @@ def test_grouped_gemms(kernels: GemmKernels) -> None:
     grad = torch.randn(sum(COUNTS), 96, device=DEVICE, dtype=torch.bfloat16)
     out = grouped_linear(x, GroupSizes(torch.tensor(COUNTS, device=DEVICE)), weights, kernels)
     out.backward(grad)
-    wide, leaves = x.detach().double().requires_grad_(), [each.double().requires_grad_() for each in stacked]
-    wanted = torch.cat([part @ leaf.t() for part, leaf in zip(wide.split(COUNTS), leaves, strict=True)])
-    grad_x, *of_weights = torch.autograd.grad(wanted, [wide, *leaves], grad.double(), materialize_grads=True)
-    assert error(out, wanted) < 5e-3 and x.grad is not None and error(x.grad, grad_x) < 5e-3
+    wide, leaves = x.detach().double().requires_grad_(), [item.double().requires_grad_() for item in stacked]
+    expected = torch.cat([part @ leaf.t() for part, leaf in zip(wide.split(COUNTS), leaves, strict=True)])
+    grad_x, *of_weights = torch.autograd.grad(expected, [wide, *leaves], grad.double(), materialize_grads=True)
+    assert error(out, expected) < 5e-3 and x.grad is not None and error(x.grad, grad_x) < 5e-3
     assert error(buffers - 1, torch.stack(of_weights)) < 5e-3
 
 
@@ -87,8 +87,8 @@ def test_capacity_without_reading_the_number_of_dropped_choices(factor: float) -
         return [out, *torch.autograd.grad(out.square().sum(), [x, *experts])]
 
     bound = 8 * expert_capacity(400, 8, factor)
-    found, wanted = run(lambda routed: routed.keep_at_most(bound)), run(RoutedTokens.keep_counted)
-    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-2) for a, b in zip(found, wanted, strict=True))
+    result, expected = run(lambda routed: routed.keep_at_most(bound)), run(RoutedTokens.keep_counted)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-2) for a, b in zip(result, expected, strict=True))
 
 
 def test_host_copies_have_the_values_of_their_start() -> None:
@@ -156,14 +156,14 @@ def test_compiled_quantization_is_compiled_once_for_all_lengths(recipe: Fp8Recip
             compiled = 0
             for number, length in enumerate((48, 37, 64, 51)):
                 matrix = torch.randn(length, 128, device=DEVICE, dtype=torch.bfloat16)
-                found: Any = function(matrix, recipe.forward, recipe.scaling)
+                result: Any = function(matrix, recipe.forward, recipe.scaling)
                 set_compile(False)
-                wanted: Any = function(matrix, recipe.forward, recipe.scaling)
+                expected: Any = function(matrix, recipe.forward, recipe.scaling)
                 set_compile(True, device=DEVICE.type)
-                pairs = zip(found, wanted, strict=True) if function is quantize_both else [(found, wanted)]
+                pairs = zip(result, expected, strict=True) if function is quantize_both else [(result, expected)]
                 for ours, theirs in pairs:
                     # Division may be rounded differently: then an element can be the next FP8 number.
-                    a, b = (each.values.double() * each.inverse_scale.double() for each in (ours, theirs))
+                    a, b = (item.values.double() * item.inverse_scale.double() for item in (ours, theirs))
                     assert a.shape == b.shape and error(a, b) < 0.01
                 compiled = compiled if number else counters["stats"]["unique_graphs"]
             assert counters["stats"]["unique_graphs"] == compiled

@@ -40,7 +40,7 @@ def inputs(tokens: int, dtype: torch.dtype, vocab: int = VOCAB, width: int = HID
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    wide = [item.detach().double().requires_grad_() for item in (hidden, weight)]
     logits = wide[0] @ wide[1].t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -57,27 +57,27 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def test_values(regions: str, dtype: torch.dtype, softcap: float | None) -> None:
     for per_token in (False, True):
         hidden, weight, labels = inputs(333, dtype)
-        wanted = reference(hidden, weight, labels, softcap)
+        expected = reference(hidden, weight, labels, softcap)
         shard = VocabShard(softcap=softcap)
         if per_token:
             losses = token_cross_entropies(hidden, weight, labels, shard)
             losses.sum().backward()
-            assert error(losses, wanted[0]) < ERRORS[dtype]
+            assert error(losses, expected[0]) < ERRORS[dtype]
         else:
             loss = linear_cross_entropy(hidden, weight, labels, shard)
             loss.backward()
-            assert error(loss, wanted[0].sum()) < ERRORS[dtype]
-        assert hidden.grad is not None and error(hidden.grad, wanted[1]) < ERRORS[dtype]
-        assert error(weight.main_grad, wanted[2]) < ERRORS[dtype]
+            assert error(loss, expected[0].sum()) < ERRORS[dtype]
+        assert hidden.grad is not None and error(hidden.grad, expected[1]) < ERRORS[dtype]
+        assert error(weight.main_grad, expected[2]) < ERRORS[dtype]
 
 
 def test_loss_scale_of_fp16(regions: str) -> None:
     hidden, weight, labels = inputs(333, torch.float16)
-    wanted = reference(hidden, weight, labels, None)
+    expected = reference(hidden, weight, labels, None)
     scale = torch.full((), 1024.0, device=DEVICE)
     (linear_cross_entropy(hidden, weight, labels, grad_scale=scale) * scale).backward()
-    assert hidden.grad is not None and error(hidden.grad / 1024, wanted[1]) < ERRORS[torch.float16]
-    assert error(weight.main_grad / 1024, wanted[2]) < ERRORS[torch.float16]
+    assert hidden.grad is not None and error(hidden.grad / 1024, expected[1]) < ERRORS[torch.float16]
+    assert error(weight.main_grad / 1024, expected[2]) < ERRORS[torch.float16]
 
 
 def test_kernels_memory_and_compilation(regions: str) -> None:
@@ -109,12 +109,12 @@ def test_weight_gradients_are_summed_in_float32(dtype: torch.dtype, shape: tuple
         pytest.skip(reason)
     outputs, tokens, width = shape
     torch.manual_seed(0)
-    total, wanted = torch.zeros(outputs, width, device=device), torch.zeros(outputs, width, device=device).double()
+    total, expected = torch.zeros(outputs, width, device=device), torch.zeros(outputs, width, device=device).double()
     for _ in range(4):
         grad, x = (
             torch.randn(tokens, outputs, device=device).to(dtype),
             torch.randn(tokens, width, device=device).to(dtype),
         )
         matmul.add_matmul(total, grad.t(), x)
-        wanted += grad.double().t() @ x.double()
-    assert error(total, wanted) < 1e-5
+        expected += grad.double().t() @ x.double()
+    assert error(total, expected) < 1e-5

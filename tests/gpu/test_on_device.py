@@ -90,8 +90,8 @@ def test_fp8_matmul_equals_reference(scaling: str, backward: bool) -> None:
     torch.manual_seed(0)
     a = quantize(torch.randn(40, 64, device="cuda"), e5m2 if backward else e4m3, scaling)
     b = quantize(torch.randn(48, 64, device="cuda"), e4m3, scaling)
-    got, wanted = scaled_mm(a, b, torch.bfloat16, fast=not backward), emulated_scaled_mm(a, b, torch.float32)
-    assert (got.float() - wanted).norm() < 0.01 * wanted.norm()
+    got, expected = scaled_mm(a, b, torch.bfloat16, fast=not backward), emulated_scaled_mm(a, b, torch.float32)
+    assert (got.float() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_dropout_masks() -> None:

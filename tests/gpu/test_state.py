@@ -26,27 +26,27 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resume(precision: str, one: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
     run: dict[str, Any] = {"model": build_model_folder(tmp_path / "model", "qwen3"), "samples": samples}
     run |= {"precision": precision, "steps": 4}
-    whole = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "checkpoints")
+    full = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "checkpoints")
     resumed = one.run("ranks.tasks.train", **run, resume=tmp_path / "checkpoints" / "iter_0000002")
     for curve in ("loss", "grad_norm"):
-        assert resumed[curve] == pytest.approx(whole[curve][2:], rel=tolerance)
+        assert resumed[curve] == pytest.approx(full[curve][2:], rel=tolerance)
 
 
 @gpu
 def test_a_checkpoint_needs_little_memory(one: RankPool, large: Path, samples: Path, tmp_path: Path) -> None:
     """Less than one float32 copy of the weights; the state is 18 bytes a parameter."""
-    found = one.run("gpu.tasks.checkpoint_peak", model=large, samples=samples, precision="bf16", root=tmp_path)
-    assert found["peak"] - found["before"] < 4 * found["parameters"], found
+    results = one.run("gpu.tasks.checkpoint_peak", model=large, samples=samples, precision="bf16", root=tmp_path)
+    assert results["peak"] - results["before"] < 4 * results["parameters"], results
 
 
 @gpu
 def test_offload_lowers_the_peak(one: RankPool, large: Path, samples: Path) -> None:
     """By most of the 8 bytes a parameter that the moments have: they are never on the GPU all at once."""
     run = {"model": large, "samples": samples, "precision": "bf16"}
-    kept, offloaded = (
+    remaining, offloaded = (
         one.run("gpu.tasks.training_peak", **run, optim={"offload": offload}) for offload in (False, True)
     )
-    assert kept["peak"] - offloaded["peak"] > 6 * kept["parameters"], (kept, offloaded)
+    assert remaining["peak"] - offloaded["peak"] > 6 * remaining["parameters"], (remaining, offloaded)
 
 
 @gpu
@@ -56,7 +56,7 @@ def test_compiled_regions(
 ) -> None:
     """They compute what eager regions do, and other lengths do not compile them again."""
     run = {"model": build_model_folder(tmp_path / "model", family), "samples": samples, "precision": precision}
-    found = one.run("gpu.tasks.compiled", **run, steps=6, timeout_s=540)
-    assert found["compiled"] == pytest.approx(found["eager"], rel=tolerance)
-    early, late = found["graphs"]
-    assert late == early > 0, found
+    results = one.run("gpu.tasks.compiled", **run, steps=6, timeout_s=540)
+    assert results["compiled"] == pytest.approx(results["eager"], rel=tolerance)
+    early, late = results["graphs"]
+    assert late == early > 0, results

@@ -32,7 +32,7 @@ def attempt(reader: Reader, content: bytes, folder: Path) -> str:
         return "refused"
     except BaseException as error:  # some errors of libraries are not an Exception
         frames = traceback.extract_tb(error.__traceback__)
-        frame = next((one for one in reversed(frames) if "isthmus" in one.filename), frames[-1])
+        frame = next((item for item in reversed(frames) if "isthmus" in item.filename), frames[-1])
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         raise Finding(f"{type(error).__name__} at {where}: {' '.join(str(error).split())[:200]}") from error
     return "read"

@@ -264,13 +264,13 @@ def gzipped(raw: bytes, rng: random.Random) -> bytes:
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container and key, without recursion."""
-    found: list[tuple[Any, Any]] = []
+    results: list[tuple[Any, Any]] = []
     left = [tree]
     while left:
         inner = left.pop()
         keys = list(inner) if isinstance(inner, dict) else range(len(inner))
         for key in keys:
-            found.append((inner, key))
+            results.append((inner, key))
             if isinstance(inner[key], dict | list):
                 left.append(inner[key])
-    return found
+    return results

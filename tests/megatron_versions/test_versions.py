@@ -51,11 +51,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def written(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """Folder and run of each version."""
-    found = {}
+    values = {}
     for version in VERSIONS:
         root = tmp_path_factory.mktemp("written")
-        found[version] = root, run_under(version, "write", root=root, **settings)["runs"]
-    return found
+        values[version] = root, run_under(version, "write", root=root, **settings)["runs"]
+    return values
 
 
 @pytest.mark.parametrize("reader", VERSIONS)
@@ -63,10 +63,10 @@ def test_reads_checkpoints_of_all_versions(
     reader: str, written: dict[str, tuple[Path, Any]], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     roots = {version: root for version, (root, _) in written.items()}
-    found = run_under(reader, "read", written=roots, out=tmp_path, **settings)["found"]
+    result = run_under(reader, "read", written=roots, out=tmp_path, **settings)["found"]
     for writer, (_, runs) in written.items():
         for family, run in runs.items():
-            read = found[writer][family]
+            read = result[writer][family]
             assert read["loss"] == run["loss"][10:] and read["digest"] == run["digest"]
             assert read["max_difference"] == 0 and read["exported"] and read["converted"] and read["saved"]
 

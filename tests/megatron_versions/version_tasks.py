@@ -45,9 +45,9 @@ def write(*, models: dict[str, str], samples: str, root: str) -> dict[str, Any]:
 
 def read(*, models: dict[str, str], samples: str, written: dict[str, str], out: str) -> dict[str, Any]:
     """What each checkpoint in ``written``, by the version that wrote it, is for this version."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for version, root in written.items():
-        found[version] = {}
+        values[version] = {}
         for family, model in models.items():
             folder, to = Path(root, family), Path(out, version, family)
             saved = folder / "run" / f"iter_{HALF:07d}"
@@ -59,7 +59,7 @@ def read(*, models: dict[str, str], samples: str, written: dict[str, str], out: 
                 checkpoint_folder=str(folder / "converted" / "release"),
                 strict="raise_unexpected",
             )
-            found[version][family] = {
+            values[version][family] = {
                 "loss": run["loss"],
                 "digest": run["digest"],
                 "exported": content(to / "run").keys() == content(Path(model)).keys(),
@@ -67,7 +67,7 @@ def read(*, models: dict[str, str], samples: str, written: dict[str, str], out: 
                 "converted": equal_after_conversion(folder / "converted", to / "converted", Path(model)),
                 "saved": equal_after_conversion(folder / "saved", to / "saved", Path(model)),
             }
-    return {"version": megatron.core.__version__, "found": found}
+    return {"version": megatron.core.__version__, "found": values}
 
 
 def save_with_megatron_core(converted: str, folder: Path) -> None:

@@ -38,8 +38,8 @@ class MtpLayer(nn.Module):
             {part: own.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
             for expert in range(config.n_routed_experts)
         ]
-        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in experts])
-        own["mlp.experts.down_proj"] = torch.stack([each["down"] for each in experts])
+        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([item["gate"], item["up"]]) for item in experts])
+        own["mlp.experts.down_proj"] = torch.stack([item["down"] for item in experts])
         del own["embed_tokens.weight"], own["shared_head.head.weight"], own["lm_head.weight"]
         self.layer.load_state_dict(own)
 

@@ -78,9 +78,9 @@ def train_steps(policy: Any, loss_of: Callable[[int], Tensor], *, lr: list[float
 def _log_probs(network: Any, batch: PackedBatch) -> list[Tensor]:
     """Log-probabilities of the tokens of the chosen and of the rejected answer, each [n]."""
     assert batch.labels is not None and batch.loss_mask is not None
-    bounds, found = [*itertools.accumulate(batch.lengths, initial=0)], []
+    bounds, result = [*itertools.accumulate(batch.lengths, initial=0)], []
     for sample in (slice(*bounds[k : k + 2]) for k in range(2)):
         logits = network(batch.input_ids[None, sample]).logits[0]
         log_probs = logits.log_softmax(-1).gather(1, batch.labels[sample, None])[:, 0]
-        found.append(log_probs[batch.loss_mask[sample]])
-    return found
+        result.append(log_probs[batch.loss_mask[sample]])
+    return result

@@ -31,9 +31,9 @@ class StrangeForCausalLM(LlamaForCausalLM):
                 layer.register_forward_hook(lambda _module, _inputs, output: output * 0.5)
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:
-        found = super().forward(*inputs, **settings)
-        found.logits = self._changed(found.logits, self.config)
-        return found
+        result = super().forward(*inputs, **settings)
+        result.logits = self._changed(result.logits, self.config)
+        return result
 
     @staticmethod
     def _changed(logits: Tensor, config: Any) -> Tensor:
@@ -71,5 +71,5 @@ def strange_config(trick: str, **settings: Any) -> dict[str, Any]:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = StrangeForCausalLM.__name__
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": LAYERS, "vocab_size": 128}
-    found: dict[str, Any] = StrangeConfig(trick=trick, **sizes, **settings).to_dict()
-    return found
+    result: dict[str, Any] = StrangeConfig(trick=trick, **sizes, **settings).to_dict()
+    return result

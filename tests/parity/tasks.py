@@ -90,13 +90,13 @@ def limited_logits(
         ours = load_model(model)
     alone = [model_logits(ours, sample) for sample in samples]
     network = load_network(model, dtype=torch.float32).eval()
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name in ("theirs", "limited"):
         with torch.no_grad():
             theirs = [network(sample[None]).logits[0] for sample in samples]
-        found[name] = _max_difference(alone, theirs)
+        values[name] = _max_difference(alone, theirs)
         _limit_experts(network, routed, others)
-    return found
+    return values
 
 
 def _limit_experts(network: Any, of_routed: list[float | None], of_others: list[float | None]) -> None:
@@ -229,8 +229,8 @@ def gradients(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
     tokens, labels = _samples([length, length], vocab_size)
     decoder = load_model(model)
     ours = _own_gradients(decoder, tokens, labels)
-    wanted = _their_gradients(decoder, model, tokens, labels, torch.float32)
-    return {name: ((ours[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in ours}
+    expected = _their_gradients(decoder, model, tokens, labels, torch.float32)
+    return {name: ((ours[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in ours}
 
 
 def gradient_rounding(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
@@ -263,13 +263,13 @@ def _their_gradients(decoder: Any, model: str, tokens: Tensor, labels: Tensor, d
     cross_entropy(network(tokens[None]).logits[0].float(), labels, reduction="sum").backward()
     theirs = _gradients_by_file_name(network)
     placements = family_for(network.config.to_dict()).placements(decoder.architecture)
-    wanted = {}
+    expected = {}
     for name, parameter in decoder.named_parameters():
         if parameter.requires_grad:
             placed = placements[name]
             read = lambda part, index, names=placed.hf: theirs[names[part]][index]  # noqa: E731
-            wanted[name] = assemble(placed.rule, decoder.architecture, read, placed.expert)
-    return wanted
+            expected[name] = assemble(placed.rule, decoder.architecture, read, placed.expert)
+    return expected
 
 
 def dropout(*, model: str, length: int, vocab_size: int) -> dict[str, float]:
@@ -350,7 +350,7 @@ def train(
         network = peft.PeftModel.from_pretrained(network, adapter, is_trainable=True)
     network.train()
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-    decays = {name: each.dim() > 1 and not name.endswith("A_log") for name, each in trained.items()}
+    decays = {name: entry.dim() > 1 and not name.endswith("A_log") for name, entry in trained.items()}
     with_decay = [parameter for name, parameter in trained.items() if decays[name]]
     without_decay = [parameter for name, parameter in trained.items() if not decays[name]]
     optimizer = torch.optim.AdamW(

@@ -48,7 +48,9 @@ def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path)
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.2
 
-    factors = {one: LoraFactors(random(RANK, one.inputs), random(one.out, RANK), 7 / RANK) for one in experts}
+    factors = {
+        expert: LoraFactors(random(RANK, expert.inputs), random(expert.out, RANK), 7 / RANK) for expert in experts
+    }
     base, adapter = build_model_folder(tmp_path / "base", name), tmp_path / "adapter"
     adapter.mkdir()
     write_adapter(adapter, AdapterConfig(r=RANK, lora_alpha=7), factors, every)
@@ -56,6 +58,6 @@ def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path)
     with torch.no_grad():
         plain, merged = (load_network(folder).eval() for folder in (base, tmp_path / "merged"))
         before, expected = (model(TOKENS, use_cache=False).logits for model in (plain, merged))
-        found = peft.PeftModel.from_pretrained(plain, adapter).eval()(TOKENS, use_cache=False).logits
+        result = peft.PeftModel.from_pretrained(plain, adapter).eval()(TOKENS, use_cache=False).logits
     assert (expected - before).abs().max() > 0.1
-    assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+    assert (result - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))

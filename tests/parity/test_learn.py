@@ -74,14 +74,14 @@ def test_inferred_family_round_trip(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, found = converted[case]
-    print(found["err"])
-    assert found["code"] == 0 and "proven: logits agree to" in found["err"]
-    print(case, found["theirs"], found["packed"])
-    assert found["theirs"] < 1e-4 and found["packed"] < 1e-5
+    model, result = converted[case]
+    print(result["err"])
+    assert result["code"] == 0 and "proven: logits agree to" in result["err"]
+    print(case, result["theirs"], result["packed"])
+    assert result["theirs"] < 1e-4 and result["packed"] < 1e-5
     kind = ACCEPTED[case][0]
     disregard_family(monkeypatch, model)
-    assert json.loads(found["out"].partition("\nsource ")[0])["name"] == kind
+    assert json.loads(result["out"].partition("\nsource ")[0])["name"] == kind
     # Converting back needs only the checkpoint.
     megatron, back = f"{model}-megatron", tmp_path / "back"
     assert main(["convert", megatron, str(back)]) == 0
@@ -94,11 +94,11 @@ def test_inferred_family_round_trip(
     # The family as a module is the same table, without the file.
     config = read_json(model / "config.json")
     inferred = family_for(config)
-    kept = runpy.run_path(str(save_family(inferred, tmp_path / "kept.py")))["FAMILY"]
-    arch = kept.to_architecture(config)
-    assert kept.data is None and arch == inferred.to_architecture(config)
-    assert kept.placements(arch) == inferred.placements(arch)
-    assert kept.to_hf_config(arch, config) == inferred.to_hf_config(arch, config)
+    remaining = runpy.run_path(str(save_family(inferred, tmp_path / "kept.py")))["FAMILY"]
+    arch = remaining.to_architecture(config)
+    assert remaining.data is None and arch == inferred.to_architecture(config)
+    assert remaining.placements(arch) == inferred.placements(arch)
+    assert remaining.to_hf_config(arch, config) == inferred.to_hf_config(arch, config)
     with pytest.raises(OutputExists, match=r"kept.* exists already"):
         save_family(inferred, tmp_path / "kept.py")
 
@@ -107,7 +107,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """The config as transformers reads it, without its path and keys of older releases."""
     config = AutoConfig.from_pretrained(folder).to_dict()
     return {
-        key: {name: each for name, each in value.items() if name != "dtype"} if key.endswith("_config") else value
+        key: {name: item for name, item in value.items() if name != "dtype"} if key.endswith("_config") else value
         for key, value in config.items()
         if key not in ("_name_or_path", "rope_theta", "rope_scaling", "torch_dtype")
     }
@@ -122,10 +122,10 @@ def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         command_lines.append(["convert", str(folder), f"{folder}-megatron", "--learn", "--keep", f"{folder}-families"])
     done = one.run("parity.tasks.commands", command_lines=command_lines)
-    for (kind, _, reason), found in zip(REFUSED.values(), done, strict=True):
-        line = found["err"].splitlines()[-1]
+    for (kind, _, reason), result in zip(REFUSED.values(), done, strict=True):
+        line = result["err"].splitlines()[-1]
         print(line)
-        assert found["code"] == 2
+        assert result["code"] == 2
         assert reason in line and f"model_type '{kind}' was not learned" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
 
@@ -148,13 +148,13 @@ def test_features_that_usual_small_models_hide(one: RankPool) -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
 def test_small_weights_show_the_epsilon_of_norms(kind: str, one: RankPool) -> None:
     config = AutoConfig.for_model(kind, **SIZES, rms_norm_eps=1e-6).to_dict()
-    found = one.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
-    print(kind, found)
-    assert found["usual"] < TOLERANCE < 1e-3 < found["small"] and found["right"] < TOLERANCE
+    results = one.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
+    print(kind, results)
+    assert results["usual"] < TOLERANCE < 1e-3 < results["small"] and results["right"] < TOLERANCE
 
 
 def test_inferred_family_equals_built_in_family(one: RankPool) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BUILT_IN]
-    found = one.run("parity.tasks.compare_inferred_families", configs=configs)
-    assert dict(zip(BUILT_IN, found, strict=True)) == {kind: [] for kind in BUILT_IN}
+    results = one.run("parity.tasks.compare_inferred_families", configs=configs)
+    assert dict(zip(BUILT_IN, results, strict=True)) == {kind: [] for kind in BUILT_IN}

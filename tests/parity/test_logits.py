@@ -216,10 +216,10 @@ def test_logits_equal_transformers(case: str, one: RankPool, tmp_path: Path) -> 
     family, settings, off = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
     other = None if off is None else build_model_folder(tmp_path / "other", family, **{**_plain(settings), **off})
-    found = one.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
-    assert found["theirs"] < 1e-4
-    assert found["packed"] < 1e-5
-    assert off is None or found["other"] > 1e-2
+    results = one.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
+    assert results["theirs"] < 1e-4
+    assert results["packed"] < 1e-5
+    assert off is None or results["other"] > 1e-2
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
 def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)
-    found = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
-    assert found["ours"] < 1.5 * found["theirs"]
+    results = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
+    assert results["ours"] < 1.5 * results["theirs"]
 
 
 @pytest.mark.parametrize("length", [24, 17])
@@ -265,10 +265,10 @@ def test_rotary_settings_over_weights(
 ) -> None:
     """The exported config gives transformers our logits, which are those of its own settings."""
     base = build_model_folder(tmp_path / "base", family)
-    found = open_source(ModelConfig(path=str(base), config=keys))
-    own = family_for(found.config)
+    outcome = open_source(ModelConfig(path=str(base), config=keys))
+    own = family_for(outcome.config)
     exported = shutil.copytree(base, tmp_path / "exported")
-    config = own.to_hf_config(own.to_architecture(found.config), found.config)
+    config = own.to_hf_config(own.to_architecture(outcome.config), outcome.config)
     (exported / "config.json").write_text(json.dumps(config))
     result = one.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
     assert result["theirs"] < 1e-4 and result["other"] > 1e-3
@@ -285,16 +285,16 @@ def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:
     models = [build_model_folder(tmp_path / family, family) for family in ("llama", "qwen3")]
     tokens = [1, 5, 9, 2]
     ours = one.run("parity.tasks.logits_of_models", models=[str(model) for model in models], tokens=tokens)
-    for folder, found in zip(models, ours, strict=True):
+    for folder, result in zip(models, ours, strict=True):
         with torch.no_grad():
             theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, -1]
-        assert torch.allclose(torch.tensor(found), theirs, atol=1e-4)
+        assert torch.allclose(torch.tensor(result), theirs, atol=1e-4)
 
 
 def test_limits_of_swiglu_by_layer(one: RankPool, tmp_path: Path) -> None:
     routed, others = [None, None, 0.02, 0.01], [None, 0.015, None, 0.02]
     model = build_model_folder(tmp_path, "bailing_hybrid")
-    found = one.run(
+    results = one.run(
         "parity.tasks.limited_logits", model=model, routed=routed, others=others, lengths=[40, 3], vocab_size=VOCAB
     )
-    assert found["limited"] <= 1e-5 and found["theirs"] > 1e-3
+    assert results["limited"] <= 1e-5 and results["theirs"] > 1e-3

@@ -109,8 +109,8 @@ def test_pissa_starts_as_in_peft(one: RankPool, two: RankPool, samples: Path, tm
     plain = one.run("ranks.tasks.train", steps=0, evaluate=True, **run)["valid_before"]
     alone = one.run("ranks.tasks.train", steps=3, evaluate=True, lora=lora, **run)
     assert alone["valid_before"] == pytest.approx(plain, rel=1e-6)
-    found = two.run("ranks.tasks.train", steps=3, lora=lora, tp=2, **run)
-    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    results = two.run("ranks.tasks.train", steps=3, lora=lora, tp=2, **run)
+    assert results["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     fast = one.run("ranks.tasks.train", steps=0, evaluate=True, lora=lora | {"init": "pissa_niter_4"}, **run)
     assert fast["valid_before"] == pytest.approx(plain, rel=1e-6)
 
@@ -126,14 +126,14 @@ def test_principal_parts_are_those_of_peft(family: str, tmp_path: Path) -> None:
     source = ModelFolder.open(base)
     kind = family_for(source.config)
     (linear,) = (
-        one for own in adapted_linears(kind, kind.to_architecture(source.config), [target]).values() for one in own
+        item for own in adapted_linears(kind, kind.to_architecture(source.config), [target]).values() for item in own
     )
     a, b = principal_part(Adapter(linear, 3, 7 / 3), source, None, torch.device("cpu"))
     weights = {name: parameter for name, parameter in theirs.named_parameters() if linear.module in name}
     remaining = source.read(linear.tensors[0])
     remaining = remaining - 7 / 3 * ((b @ a).mT if linear.transposed else b @ a)
     for name, value in (("lora_A.default", a), ("lora_B.default", b), ("base_layer", remaining)):
-        (expected,) = (each for each_name, each in weights.items() if f".{name}.weight" in each_name)
+        (expected,) = (entry for each_name, entry in weights.items() if f".{name}.weight" in each_name)
         torch.testing.assert_close(value, expected.data, atol=1e-6, rtol=0)
 
 

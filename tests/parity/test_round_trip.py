@@ -59,10 +59,10 @@ LAYOUTS = [
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        values |= load_file(file)
+    return values
 
 
 def assert_same_tensors(export: Path, source: Path) -> None:

@@ -39,13 +39,13 @@ ONE_OF_EACH_MIXER = ("kimi_linear", "qwen3_next", "nemotron_h", "jamba", "lfm2",
 @pytest.mark.parametrize("family", sorted(all_families()))
 def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **{"num_hidden_layers": 2, **SETTINGS.get(family, {})})
-    found = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
+    results = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
     config = ModelFolder.open(model).config
     arch = all_families()[family].to_architecture(config)
     placements = all_families()[family].placements(arch).values()
     expected = {placed.canonical for placed in placements if placed.rule.trained and not placed.rule.alias}
-    assert found.keys() == expected
-    assert max(found.values()) < 2e-5
+    assert results.keys() == expected
+    assert max(results.values()) < 2e-5
 
 
 @pytest.mark.thorough_cases("llama-tied", "mistral-window-of-5", "qwen2-untied")
@@ -138,5 +138,5 @@ def test_dropout_is_where_transformers_has_it(
     rates = dict(zip(keys, (0.2, 0.3, 0.4), strict=False))
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4}
     model = build_model_folder(tmp_path / "model", family, **sizes, **rates)
-    found = one.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
-    assert max(found["logits"], found["gradient"]) < 2e-5 and found["without"] > 0.05
+    results = one.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
+    assert max(results["logits"], results["gradient"]) < 2e-5 and results["without"] > 0.05

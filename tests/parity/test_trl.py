@@ -26,13 +26,13 @@ BETA = 0.3
 def answers(batch: PackedBatch) -> list[tuple[list[int], list[int]]]:
     """Tokens of each sample, and which of them have a loss."""
     assert batch.labels is not None and batch.loss_mask is not None
-    found, start = [], 0
+    result, start = [], 0
     for length in batch.sample_lengths:
         own = slice(start, start + length)
         tokens = [*batch.input_ids[own].tolist(), int(batch.labels[start + length - 1])]
-        found.append((tokens, [0, *batch.loss_mask[own].int().tolist()]))
+        result.append((tokens, [0, *batch.loss_mask[own].int().tolist()]))
         start += length
-    return found
+    return result
 
 
 def padded(rows: list[list[int]], value: int) -> Tensor:
@@ -73,8 +73,8 @@ def dpo_loss(policy: Any, reference: Any, out: Path, *, loss: str, smoothing: fl
         rows, masks = zip(*answers(batch), strict=True)
         inputs = {"input_ids": padded(list(rows), 0), "completion_mask": padded(list(masks), 0)}
         inputs["attention_mask"] = padded([[1] * len(row) for row in rows], 0)
-        found = trainer.compute_loss(policy, inputs)
-        return found, torch.tensor(trainer._metrics["train"]["rewards/margins"][-1])
+        result = trainer.compute_loss(policy, inputs)
+        return result, torch.tensor(trainer._metrics["train"]["rewards/margins"][-1])
 
     return loss_of
 
@@ -108,22 +108,22 @@ def orpo_loss(policy: Any, out: Path) -> PairLoss:
 
     def loss_of(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         labelled = _labelled(batch)
-        found, margin = _loss_and_margin(trainer.get_batch_loss_metrics(policy, labelled))
+        result, margin = _loss_and_margin(trainer.get_batch_loss_metrics(policy, labelled))
         # TRL's cross entropy includes the prompt, unlike the paper's.
         prompt = policy(labelled["chosen_input_ids"], labels=labelled["chosen_input_ids"]).loss
         answer = policy(labelled["chosen_input_ids"], labels=labelled["chosen_labels"]).loss
-        return found - prompt + answer, margin
+        return result - prompt + answer, margin
 
     return loss_of
 
 
 def _labelled(batch: PackedBatch) -> dict[str, Tensor]:
-    found = {}
+    values = {}
     for name, (tokens, mask) in zip(("chosen", "rejected"), answers(batch), strict=True):
         ids = torch.tensor([tokens])
-        found[f"{name}_input_ids"], found[f"{name}_attention_mask"] = ids, torch.ones_like(ids)
-        found[f"{name}_labels"] = ids.masked_fill(torch.tensor([mask]) == 0, -100)
-    return found
+        values[f"{name}_input_ids"], values[f"{name}_attention_mask"] = ids, torch.ones_like(ids)
+        values[f"{name}_labels"] = ids.masked_fill(torch.tensor([mask]) == 0, -100)
+    return values
 
 
 def _loss_and_margin(found: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from ranks.tiny import SEQ_LENGTH, build_answers, build_model_folder, open_sampl
 
 def inputs(batch: PackedBatch) -> dict[str, Tensor]:
     rows, masks = zip(*answers(batch), strict=True)
-    found = {"input_ids": padded(list(rows), 0), "completion_mask": padded(list(masks), 0)}
-    return found | {"attention_mask": padded([[1] * len(row) for row in rows], 0)}
+    values = {"input_ids": padded(list(rows), 0), "completion_mask": padded(list(masks), 0)}
+    return values | {"attention_mask": padded([[1] * len(row) for row in rows], 0)}
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -43,14 +43,14 @@ def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
         train_dataset=Dataset.from_list([{"prompt": "a", "completion": "b", "label": True}] * 2),
         processing_class=tokenizer(),
     )
-    found: list[float] = []
+    results: list[float] = []
 
     def loss_of(step: int) -> Tensor:
         (batch,) = batches.step(step)
-        mismatched: dict[str, Any] = {f"KL_{name}": each for name, each in inputs(batch.mismatched or batch).items()}
+        mismatched: dict[str, Any] = {f"KL_{name}": item for name, item in inputs(batch.mismatched or batch).items()}
         labels = torch.tensor(batch.values) > 0
         result = trainer.compute_loss(policy, inputs(batch) | mismatched | {"label": labels})
-        found.append(trainer._metrics["train"]["kl"][-1])
+        results.append(trainer._metrics["train"]["kl"][-1])
         return result
 
     settings = BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=8, global_batch_size=8, packing=False)
@@ -60,5 +60,5 @@ def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
     assert max(differences.values()) < 1e-5
     if loss == "kto":
         divergences = [metrics["kl"] for metrics in ours["metrics"]]
-        assert divergences == pytest.approx(found, rel=1e-5, abs=1e-6)
+        assert divergences == pytest.approx(results, rel=1e-5, abs=1e-6)
         assert max(divergences) > 0.01

@@ -238,12 +238,12 @@ def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path
 
 def in_fp8(tensors: Tensors) -> Tensors:
     """Projections as FP8 codes with scales of 16 x 16 blocks."""
-    found = dict(tensors)
+    result = dict(tensors)
     for name in [name for name in tensors if "_proj" in name]:
         codes = tensors[name].to(torch.float8_e4m3fn)
         rows, cols = codes.shape
-        found |= {name: codes, f"{name}_scale_inv": torch.rand(-(-rows // 16), -(-cols // 16)) + 0.5}
-    return found
+        result |= {name: codes, f"{name}_scale_inv": torch.rand(-(-rows // 16), -(-cols // 16)) + 0.5}
+    return result
 
 
 def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples/python"
 def run_example(*, name: str, args: list[str]) -> list[float]:
     """Run an example; returns its losses, if it has any."""
     with mock.patch.object(sys, "argv", [name, *args]):
-        found: list[float] = runpy.run_path(str(EXAMPLES / name)).get("losses", [])
-    return found
+        result: list[float] = runpy.run_path(str(EXAMPLES / name)).get("losses", [])
+    return result
 
 
 def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
@@ -61,7 +61,7 @@ def export_weights(
     *, model: str, rank0_only: bool = False, dtype: str | None = None, **parallel: Any
 ) -> list[dict[str, Any]]:
     """Compare all exported tensors with the file, bit by bit; one result per rank."""
-    wanted = load_file(f"{model}/model.safetensors")
+    expected_values = load_file(f"{model}/model.safetensors")
     bridge = isthmus.AutoBridge.from_hf_pretrained(model)
     live = bridge.to_megatron_model(parallel)
     chosen = None if dtype is None else getattr(torch, dtype)
@@ -69,11 +69,11 @@ def export_weights(
     with LiveMemory() as memory:
         for name, tensor in bridge.export_weights(live, dtype=chosen, rank0_only=rank0_only):
             names.append(name)
-            expected = wanted[name] if chosen is None else wanted[name].to(chosen)
+            expected = expected_values[name] if chosen is None else expected_values[name].to(chosen)
             same = tensor.dtype == expected.dtype and tensor.shape == expected.shape
             if not same or not torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)):
                 different.append(name)
-    total = sum(tensor.nbytes for tensor in wanted.values())
+    total = sum(tensor.nbytes for tensor in expected_values.values())
     result = {"names": sorted(names), "different": different, "peak": memory.peak_bytes / total}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, result)

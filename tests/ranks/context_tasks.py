@@ -46,8 +46,8 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
     random = torch.Generator().manual_seed(0)
     tokens, spans = sum(lengths), local_spans(sum(lengths))
     shapes = {"q": (2, 3, 8), "k": (2, 8), "v": (2, 6), "upstream": (36,)}
-    whole = {name: torch.randn(tokens, *shape, dtype=torch.float64, generator=random) for name, shape in shapes.items()}
-    part = {name: local_tokens(tensor, spans) for name, tensor in whole.items()}
+    full = {name: torch.randn(tokens, *shape, dtype=torch.float64, generator=random) for name, shape in shapes.items()}
+    part = {name: local_tokens(tensor, spans) for name, tensor in full.items()}
 
     def run(inputs_by_name: dict[str, torch.Tensor], batch: PackedBatch) -> list[torch.Tensor]:
         inputs = [inputs_by_name[name].clone().requires_grad_() for name in "qkv"]
@@ -56,10 +56,10 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
         return [out.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
     batch = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in lengths])
-    got, wanted = run(part, replace(batch, spans=spans)), run(whole, batch)
+    got, expected = run(part, replace(batch, spans=spans)), run(full, batch)
     mine = [
         ((ours - local_tokens(theirs, spans)).abs().max() / theirs.abs().max()).item()
-        for ours, theirs in zip(got, wanted, strict=True)
+        for ours, theirs in zip(got, expected, strict=True)
     ]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)

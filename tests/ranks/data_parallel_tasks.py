@@ -30,7 +30,7 @@ def shares(**layout: Any) -> list[dict[str, float]]:
     stepper = training.stepper
     stepper.train_step(training.batches.step(0))
     # The next step clears the gradients.
-    parameters = [each for stage in training.model.stages for each in stage.parameters()]
+    parameters = [item for stage in training.model.stages for item in stage.parameters()]
     (adam,) = torch_optimizers(stepper.optimizer)
     tensors_by_kind = {
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],

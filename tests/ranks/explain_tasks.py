@@ -29,18 +29,18 @@ def first_nonfinite(*, where: str, kind: str, **layout: Any) -> dict[str, Any]:
         _poison(training.stepper, now=True)
     for stage in training.stepper.model:
         decoder = get_attr_wrapped_model(stage, "decoder", return_model_obj=True)
-        named = {canonical_name(decoder, name): each for name, each in decoder.named_modules()}
+        named = {canonical_name(decoder, name): item for name, item in decoder.named_modules()}
         if kind.startswith("output") and where in named:
             named[where].register_forward_hook(_poisoned(training, decoder, sample, gradient="gradient" in kind))
-        parameters = {canonical_name(decoder, name): each for name, each in decoder.named_parameters()}
+        parameters = {canonical_name(decoder, name): item for name, item in decoder.named_parameters()}
         if kind == "weight" and where in parameters:
             parameters[where].data.view(-1)[0] = math.nan
-    found = [one for ranks in gather_objects(find_nonfinite(training.stepper, batches)) for one in ranks]
-    found.sort(key=lambda one: (*one.order, one.rank))
+    results = [one for ranks in gather_objects(find_nonfinite(training.stepper, batches)) for one in ranks]
+    results.sort(key=lambda one: (*one.order, one.rank))
     losses = [one for ranks in gather_objects(training.stepper.sample_losses(batches)) for one in ranks]
     return {
         "sample": sample,
-        "found": [[one.kind, one.name, one.rank, list(one.samples)] for one in found],
+        "found": [[one.kind, one.name, one.rank, list(one.samples)] for one in results],
         "losses": [one.sample for one in losses if not math.isfinite(one.loss)],
     }
 
@@ -53,8 +53,8 @@ def _poisoned(training: Training, decoder: Any, sample: int, *, gradient: bool) 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         now = batch[-1]
         ids = torch.tensor([*now.sample_ids, *[-1] * bool(now.padding)])
-        whole = ids.repeat_interleave(torch.tensor(now.lengths))
-        own = local_tokens(whole, local_spans(len(whole)))
+        full = ids.repeat_interleave(torch.tensor(now.lengths))
+        own = local_tokens(full, local_spans(len(full)))
         ranks = len(own) // len(tensor)
         return (own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0]) == sample
 
@@ -83,13 +83,13 @@ def train_with_sample_losses(*, measures: bool, steps: int = 3, **layout: Any) -
         measured: list[Any] = []
         if measures:
             stepper.before_update = lambda _, batches=batches, measured=measured: measured.extend(  # type: ignore[misc]
-                one for ranks in gather_objects(stepper.sample_losses(batches)) for one in ranks
+                rank for ranks in gather_objects(stepper.sample_losses(batches)) for rank in ranks
             )
         done = stepper.train_step(batches)
         result["loss"].append(done.loss)
         if measures:
-            tokens = sum(one.loss_tokens for one in measured)
+            tokens = sum(rank.loss_tokens for rank in measured)
             per_token = layout.get("dpo") is None and layout.get("kto") is None and layout.get("reward") is None
             result["loss_tokens"].append([tokens, done.loss_tokens])
-            result["mean"].append(sum(one.loss for one in measured) / (tokens if per_token else len(measured)))
+            result["mean"].append(sum(rank.loss for rank in measured) / (tokens if per_token else len(measured)))
     return result | {"digest": _digest(training)}

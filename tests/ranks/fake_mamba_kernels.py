@@ -29,7 +29,7 @@ def install(patch: pytest.MonkeyPatch, *, ignore_samples: bool = False) -> list[
         assert dt.shape == (batch, length, heads) and A.shape == D.shape == (heads,) and seq_idx.shape == (1, length)
         assert B.shape == C.shape and B.shape[:2] == (batch, length) and heads % B.shape[2] == 0
         assert seq_idx.dtype == torch.int32 and chunk_size & (chunk_size - 1) == 0
-        keys, queries = (each[0].float().repeat_interleave(heads // each.size(2), dim=1)[:, :, None] for each in (B, C))
+        keys, queries = (item[0].float().repeat_interleave(heads // item.size(2), dim=1)[:, :, None] for item in (B, C))
         decay = (dt[0].float() * A).exp()[..., None, None]
         added = (dt[0].float()[..., None] * x[0].float())[..., None] * keys
         out = _recurrence(decay, added, queries, _firsts(seq_idx[0], ignore_samples)) + x[0].float() * D[:, None]
@@ -43,7 +43,7 @@ def install(patch: pytest.MonkeyPatch, *, ignore_samples: bool = False) -> list[
         assert u.dtype == delta.dtype == B.dtype == C.dtype and A.dtype == D.dtype == torch.float32
         batch, channels, length = u.shape
         assert delta.shape == u.shape and A.size(0) == channels and B.shape == C.shape == (batch, A.size(1), length)
-        assert all(each.is_contiguous() for each in (u, delta, B, C)), "vectors of 16 bytes"
+        assert all(item.is_contiguous() for item in (u, delta, B, C)), "vectors of 16 bytes"
         x, dt = u[0].t(), delta[0].t()
         decay, added = (dt[..., None] * A).exp(), (dt * x)[..., None] * B[0].t()[:, None]
         firsts = torch.zeros(length, dtype=torch.bool)
@@ -88,8 +88,8 @@ def _firsts(samples: Tensor, ignore: bool) -> Tensor:
 
 
 def _recurrence(decay: Tensor, added: Tensor, queries: Tensor, firsts: Tensor) -> Tensor:
-    found, state = [], torch.zeros_like(added[0])
+    result, state = [], torch.zeros_like(added[0])
     for token in range(len(added)):
         state = added[token] if firsts[token] else decay[token] * state + added[token]
-        found.append((state * queries[token]).sum(-1))
-    return torch.stack(found)
+        result.append((state * queries[token]).sum(-1))
+    return torch.stack(result)

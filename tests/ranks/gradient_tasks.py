@@ -38,17 +38,17 @@ def gradients(*, model: str, saved: str, vocab_size: int, lengths: list[int], **
     assert own.keys() == live.keys()
     replicas = max(_spread(own[name]) for name, parameter in live.items() if _is_replicated(parameter))
     plan = built.plan
-    whole = dict(
+    full = dict(
         full_weights(
             own, plan.family, plan.architecture, torch.float64, layout=built.layout, device=torch.device("cpu")
         )
     )
     if not Path(saved).exists():
-        save_file(whole, saved)
+        save_file(full, saved)
         return {"replicas": replicas}
-    wanted = load_file(saved)
-    assert whole.keys() == wanted.keys()
-    return {"replicas": replicas} | {name: _difference(whole[name], wanted[name]) for name in whole}
+    expected = load_file(saved)
+    assert full.keys() == expected.keys()
+    return {"replicas": replicas} | {name: _difference(full[name], expected[name]) for name in full}
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

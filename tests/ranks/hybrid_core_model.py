@@ -43,8 +43,8 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         state = self.state_dict(prefix="", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
-        return found
+        result: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return result
 
 
 class GatedNormWeight(nn.Module):
@@ -64,7 +64,7 @@ def load_into_mamba_model(*, model: str, checkpoint_folder: str, strict: str, tp
     """
     config = _plain_config(model, tp)
     plan = plan_model(open_run_model(config), config)
-    wanted = live_tensors(join_and_build(config, plan, platform(), "fp32", training=False).stages)
+    expected = live_tensors(join_and_build(config, plan, platform(), "fp32", training=False).stages)
     theirs = _mamba_model(plan.architecture, tp)
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -74,12 +74,12 @@ def load_into_mamba_model(*, model: str, checkpoint_folder: str, strict: str, tp
         del entries["model"]["output_layer._extra_state"]  # an object of TransformerEngine, and None here
     state = dist_checkpointing.load(entries, checkpoint_folder, strict=StrictHandling(strict))
     theirs.load_state_dict(state["model"], strict=strict == StrictHandling.RAISE_ALL.value)
-    found = {_own_name(name, wanted): parameter.data for name, parameter in theirs.named_parameters()}
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    values = {_own_name(name, expected): parameter.data for name, parameter in theirs.named_parameters()}
+    assert values.keys() == expected.keys(), values.keys() ^ expected.keys()
     return {
-        "max_difference": max(float((found[name] - wanted[name]).abs().max()) for name in wanted),
-        "tensors": len(found),
-        "dtypes": [str(tensors["decoder.layers.0.mixer.A_log"].dtype) for tensors in (found, wanted)],
+        "max_difference": max(float((values[name] - expected[name]).abs().max()) for name in expected),
+        "tensors": len(values),
+        "dtypes": [str(tensors["decoder.layers.0.mixer.A_log"].dtype) for tensors in (values, expected)],
     }
 
 
@@ -103,7 +103,7 @@ def _mamba_model(arch: Any, tp: int) -> Any:
     kernels = ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")  # needs Triton
     for function in ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"):
         setattr(kernels, function, None)
-    stubs |= {each.__name__: each for each in (einops, norm, scan, kernels)}
+    stubs |= {item.__name__: item for item in (einops, norm, scan, kernels)}
     with patch.dict(sys.modules, stubs):
         from megatron.core.models.mamba.mamba_model import MambaModel
         from megatron.core.ssm import mamba_block, mamba_mixer

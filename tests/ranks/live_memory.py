@@ -23,7 +23,7 @@ class LiveMemory(TorchDispatchMode):
         self._total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):  # its own dispatch calls operators of local tensors
+        if any(issubclass(item, DTensor) for item in types):  # its own dispatch calls operators of local tensors
             return NotImplemented
         input_ids = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         results = func(*args, **(kwargs or {}))

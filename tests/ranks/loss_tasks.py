@@ -34,12 +34,14 @@ def smoothed_loss(*, rate: float) -> list[float]:
     loss = linear_cross_entropy(
         mine, own, labels, VocabShard(*shard, smoothing=Smoothing(rate, rate / VOCAB)), grad_scale=torch.tensor(2.0)
     )
-    found = torch.autograd.grad(loss * 2, (mine, own))
+    result = torch.autograd.grad(loss * 2, (mine, own))
     hidden.requires_grad_()
     weight.requires_grad_()
-    wanted = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum", label_smoothing=rate)
-    expected = torch.autograd.grad(wanted * 2, (hidden, weight))
-    return [relative(loss, wanted), *gradient_differences(found, expected, rows)]
+    expected_values = torch.nn.functional.cross_entropy(
+        hidden @ weight.t(), labels, reduction="sum", label_smoothing=rate
+    )
+    expected = torch.autograd.grad(expected_values * 2, (hidden, weight))
+    return [relative(loss, expected_values), *gradient_differences(result, expected, rows)]
 
 
 def distilled_loss(*, cases: list[dict[str, Any]]) -> list[float]:
@@ -52,17 +54,17 @@ def distilled_loss(*, cases: list[dict[str, Any]]) -> list[float]:
     theirs, _, _ = shard_of(teacher)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found = []
+    results = []
     for case in cases:
         settings = DistillConfig(**case)
-        whole = TeacherOutput(taught, teacher, VocabShard(), settings)
-        wanted = linear_distillation(hidden, weight, labels, teacher=whole)
-        expected = torch.autograd.grad(wanted[0], (hidden, weight))
+        full = TeacherOutput(taught, teacher, VocabShard(), settings)
+        expected_values = linear_distillation(hidden, weight, labels, teacher=full)
+        expected = torch.autograd.grad(expected_values[0], (hidden, weight))
         part = TeacherOutput(taught, theirs.detach(), VocabShard(*shard[:2]), settings)
         losses = linear_distillation(hidden, own, labels, VocabShard(*shard), teacher=part)
         gradients = torch.autograd.grad(losses[0], (hidden, own))
-        found.append(max([relative(losses, wanted), *gradient_differences(gradients, expected, rows)]))
-    return found
+        results.append(max([relative(losses, expected_values), *gradient_differences(gradients, expected, rows)]))
+    return results
 
 
 def shard_of(weight: Tensor) -> tuple[Tensor, slice, tuple[Any, ...]]:

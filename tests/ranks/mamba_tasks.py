@@ -22,16 +22,16 @@ from ranks.tiny import VOCAB
 
 def save_float64(*, model: str, lengths: list[int], file: str, **layout: Any) -> None:
     """Save logits and canonical gradients, computed in float64, of samples of these lengths."""
-    found = _computed(model, lengths, layout)
+    result = _computed(model, lengths, layout)
     if dist.get_rank() == 0:
-        torch.save(found, file)
+        torch.save(result, file)
 
 
 def differences_from_float64(*, model: str, lengths: list[int], file: str, **layout: Any) -> dict[str, float]:
     """Largest differences from :func:`save_float64`, relative to the largest value of each tensor."""
-    found, wanted = _computed(model, lengths, layout), torch.load(file)
-    assert found.keys() == wanted.keys()
-    return {name: float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted}
+    result, expected = _computed(model, lengths, layout), torch.load(file)
+    assert result.keys() == expected.keys()
+    return {name: float((result[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected}
 
 
 def _computed(model: str, lengths: list[int], layout: dict[str, Any]) -> dict[str, Tensor]:
@@ -57,16 +57,16 @@ def _whole(model: str, arch: Any, every: list[dict[str, Tensor]]) -> dict[str, T
     """Whole canonical tensors from those of all tensor-parallel ranks."""
     placements, ranks = family_for(ModelFolder.open(model).config).placements(arch), len(every)
     padded = every[0]["embedding.word_embeddings.weight"].size(0) * ranks
-    found = {}
+    values = {}
     for name in every[0]:
         rule = placements[name].rule
-        whole = torch.full(rule.canonical_shape(arch), torch.nan, dtype=torch.float64)
+        complete = torch.full(rule.canonical_shape(arch), torch.nan, dtype=torch.float64)
         for rank, own in enumerate(every):
             layout = Layout(tp_rank=rank, tp_size=ranks, etp_size=ranks, etp_rank=rank, padded_vocab_size=padded)
             for owned, local in owned_slices(rule, arch, layout):
-                whole[owned] = own[name][local]
-        found[name] = whole
-    return found
+                complete[owned] = own[name][local]
+        values[name] = complete
+    return values
 
 
 def with_kernels(*, model: str, lengths: list[int], **layout: Any) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def with_kernels(*, model: str, lengths: list[int], **layout: Any) -> dict[str, 
         logits = decoder(batch).float()
         return [logits.detach(), *torch.autograd.grad(logits.square().sum(), decoder.embedding.word_embeddings.weight)]
 
-    wanted = run()
+    expected = run()
     with pytest.MonkeyPatch.context() as patch:
         called = install(patch)
         patch.setattr(mamba_kernels, "_on_gpu", lambda _: True)
         messages = mamba_kernels.choose_mamba_kernels(decoder)
         called.clear()
-        found = run()
+        result = run()
     differences = [
         float((mine - own).abs().max().float() / own.abs().max().float())
-        for mine, own in zip(found, wanted, strict=True)
+        for mine, own in zip(result, expected, strict=True)
     ]
     return {"messages": messages, "called": sorted({*called}), "difference": max(differences)}

@@ -42,7 +42,7 @@ def load_into_megatron_model(
     ours = join_and_build(
         config, plan_model(open_run_model(config), config), detect("cpu"), "fp32", training=False
     ).stages
-    wanted = live_tensors(ours)
+    expected = live_tensors(ours)
     args = dist_checkpointing.load_common_state_dict(checkpoint_folder)["args"]
     theirs = build_megatron_model(args, tp, pp)
     with torch.no_grad():
@@ -52,11 +52,11 @@ def load_into_megatron_model(
         {"model": theirs.sharded_state_dict()}, checkpoint_folder, strict=StrictHandling(strict)
     )
     theirs.load_state_dict(state["model"])
-    found = live_tensors(theirs)
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in found.items())
+    result = live_tensors(theirs)
+    assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
+    difference = max((tensor - expected[name]).abs().max().item() for name, tensor in result.items())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (difference, len(found)))
+    dist.all_gather_object(every, (difference, len(result)))
     return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
 
 

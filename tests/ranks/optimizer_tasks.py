@@ -20,7 +20,7 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
     """Largest difference of weights to ``torch.optim.Muon`` and ``AdamW`` with the same gradients, on one rank."""
     training = start(**settings)
     plan, stepper = training.model.plan, training.stepper
-    own = {name: main for one in chain(stepper.optimizer) for name, main in _mains(training, one)}
+    own = {name: main for entry in chain(stepper.optimizer) for name, main in _mains(training, entry)}
     placements = trained_tensors(plan.family, plan.architecture)
     matrices = hidden_matrices(plan.family, plan.architecture)
     copies = {
@@ -74,10 +74,10 @@ def _parts(training: Training, placement: Placement, main: Tensor) -> list[Tenso
     """The Hugging Face tensors in a canonical tensor, each apart, [out, in]."""
     plan, layout = training.model.plan, training.model.layout
     shape = placement.rule.canonical_shape(plan.architecture)
-    whole = main.detach().view(-1, *shape[1:])
+    full = main.detach().view(-1, *shape[1:])
     parts: dict[int, list[Tensor]] = {}
     for piece in tensor_slices(placement.rule, plan.architecture, layout, placement.expert):
-        parts.setdefault(piece.part, []).append(whole[piece.local])
+        parts.setdefault(piece.part, []).append(full[piece.local])
     return [torch.cat(pieces) for _, pieces in sorted(parts.items())]
 
 
@@ -86,5 +86,5 @@ def changes(**settings: Any) -> dict[str, float]:
     training = start(**settings)
     before = {name: weight.clone() for name, weight in live_tensors(training.model.stages).items()}
     training.stepper.train_step(training.batches.step(0))
-    found = live_tensors(training.model.stages)
-    return {"lr": training.stepper.lr} | {name: (found[name] - was).abs().max().item() for name, was in before.items()}
+    result = live_tensors(training.model.stages)
+    return {"lr": training.stepper.lr} | {name: (result[name] - was).abs().max().item() for name, was in before.items()}

@@ -368,13 +368,13 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     _draw()
     parallel = training.model.plan.parallel
     save_load.save(Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, SaveOptions(keep=1))
-    wanted = _draw()
+    expected = _draw()
     parallel_state.destroy_model_parallel()
     training = start(**layout)
     fresh = _draw()
     save_load.load(Path(root) / "iter_0000001", training.stepper, parallel)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {"wanted": wanted, "fresh": fresh, "loaded": _draw()})
+    dist.all_gather_object(every, {"wanted": expected, "fresh": fresh, "loaded": _draw()})
     return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
 
 
@@ -433,7 +433,7 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
     (live,) = join_and_build(
         config, plan_model(open_run_model(config), config), platform(), "fp32", training=False
     ).stages
-    wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
+    expected = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.zero_()
@@ -442,9 +442,9 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
     strict = StrictHandling.RAISE_UNEXPECTED if two_names else StrictHandling.RAISE_ALL
     state = dist_checkpointing.load({"model": live.sharded_state_dict()}, checkpoint_folder, strict=strict)
     live.load_state_dict(state["model"])
-    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    difference = max((tensor - expected[name]).abs().max().item() for name, tensor in live_tensors(live).items())
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (difference, len(wanted)))
+    dist.all_gather_object(every, (difference, len(expected)))
     return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
 
 
@@ -453,7 +453,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     config = _plain_config(model, tp, pp)
     built = join_and_build(config, plan_model(open_run_model(config), config), platform(), "fp32", training=False)
     (live,), position = built.stages, built.position
-    wanted = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
+    expected = {name: tensor.clone() for name, tensor in live_tensors(live).items()}
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.zero_()
@@ -461,7 +461,7 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     folder = Path(checkpoint_folder) / (f"mp_rank_{position.tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
     state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
     live.load_state_dict(state["model"], strict=True)
-    difference = max((tensor - wanted[name]).abs().max().item() for name, tensor in live_tensors(live).items())
+    difference = max((tensor - expected[name]).abs().max().item() for name, tensor in live_tensors(live).items())
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (difference, state["args"].tensor_model_parallel_size))
     return {"max_difference": max(difference for difference, _ in every), "tp": every[0][1]}
@@ -480,7 +480,7 @@ def run_cases(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[
 def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, Any]:
     """Bytes that autograd saves for one micro batch on this rank, and the estimate of the formula.
 
-    The formula is ``Layer.saved_bytes`` (families/blocks/layer.py), and ``outside_bytes`` outside of layers. Each storage
+    The formula is ``Layer.saved_bytes`` (families/blocks/layer.py), with ``outside_bytes`` for the rest. Each storage
     counts once; weights do not count.
     """
     training = start(model=model, samples=samples, **layout)
@@ -503,9 +503,9 @@ def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, A
         """A block of ``recompute_if`` saves either the tensor or what computes it again."""
         packed = pack_recomputed(own, tensor)
         cells = [cell.cell_contents for cell in own.compute.__closure__ or ()]
-        for kept in [packed] if packed is tensor else cells:
-            if isinstance(kept, torch.Tensor):
-                pack(kept)
+        for remaining in [packed] if packed is tensor else cells:
+            if isinstance(remaining, torch.Tensor):
+                pack(remaining)
         return packed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -560,8 +560,8 @@ def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in local),
         "estimate": {"parameters": estimate.parameters, "optimizer": estimate.optimizer, "weights": estimate.weights},
         "weights": sum(
-            sum(each.nbytes for each in (one.elements if isinstance(one, QuantizedWeight) else (one,)))
-            for one in parameters
+            sum(item.nbytes for item in (entry.elements if isinstance(entry, QuantizedWeight) else (entry,)))
+            for entry in parameters
         ),
     }
     every: list[Any] = [None] * dist.get_world_size()

@@ -59,14 +59,14 @@ def test_plain_loop_updates_replicated_parameters_alike(
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2} if family == "gpt2" else {}
     model = build_model_folder(tmp_path / "model", family, **dropout)
     one.run("ranks.bridge_tasks.train_plainly", model=model, destination=tmp_path / "one")
-    before, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "one"))
-    for name, tensor in wanted.items():
+    before, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "one"))
+    for name, tensor in expected.items():
         assert not torch.equal(tensor, before[name]) or "e_score_correction_bias" in name or "experts" in name, name
     for sp in (False, True):
         out = tmp_path / f"sp-{sp}"
         two.run("ranks.bridge_tasks.train_plainly", model=model, destination=out, tp=2, sp=sp)
         got = load_file(out / "model.safetensors")
-        assert {name for name, tensor in wanted.items() if (got[name] - tensor).abs().max() > 2e-6} == set()
+        assert {name for name, tensor in expected.items() if (got[name] - tensor).abs().max() > 2e-6} == set()
 
 
 @pytest.mark.thorough

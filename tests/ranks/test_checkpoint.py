@@ -74,15 +74,15 @@ def test_resume_is_bitwise_identical(
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
 ) -> None:
-    whole, saved = halves(ranks, **layout)
+    full, saved = halves(ranks, **layout)
     if ranks == 1:
         worlds[1].close()  # resume in a new process
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **layout}
     rest = worlds[ranks].run("ranks.tasks.train", resume=saved, **settings)
     assert rest["first"] == HALF
     for curve in ("loss", "grad_norm", "lr", "loss_tokens"):
-        assert rest[curve] == whole[curve][HALF:]
-    assert rest["digest"] == whole["digest"]
+        assert rest[curve] == full[curve][HALF:]
+    assert rest["digest"] == full["digest"]
 
 
 def test_optimizer_offload_is_bitwise_identical(
@@ -93,15 +93,15 @@ def test_optimizer_offload_is_bitwise_identical(
     tmp_path: Path,
 ) -> None:
     """On a CPU the memory is the same: this tests arithmetic and checkpoints, to offload and back."""
-    whole, saved = halves(2, precision="bf16")
+    full, saved = halves(2, precision="bf16")
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
     offloaded = two.run(
         "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[15], root=tmp_path, **settings
     )
     back = two.run("ranks.tasks.train", resume=tmp_path / "iter_0000015", **settings)
     for curve in ("loss", "grad_norm", "lr", "loss_tokens"):
-        assert offloaded[curve] == whole[curve][HALF:] and back[curve] == whole[curve][15:]
-    assert offloaded["digest"] == back["digest"] == whole["digest"]
+        assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][15:]
+    assert offloaded["digest"] == back["digest"] == full["digest"]
 
 
 @pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"tp": 2}], ids=["dp2-bf16", "tp2"])
@@ -142,11 +142,11 @@ def test_resume_in_another_layout(
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
 ) -> None:
-    whole, saved = halves(writer[0], **writer[1])
+    full, saved = halves(writer[0], **writer[1])
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, **reader[1]}
     rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings)
-    assert rest["lr"] == whole["lr"][HALF:]
-    differences = {curve: max_relative_difference(rest[curve], whole[curve][HALF:]) for curve in CURVES}
+    assert rest["lr"] == full["lr"][HALF:]
+    differences = {curve: max_relative_difference(rest[curve], full[curve][HALF:]) for curve in CURVES}
     assert max(differences.values()) < TOLERANCE
 
 
@@ -178,21 +178,21 @@ def test_other_families_resume_in_another_layout(
 ) -> None:
     model = build_model_folder(tmp_path / "model", family)
     settings = {"model": model, "samples": samples, "micro_batch_size": 4, "steps": 4}
-    whole = worlds[writer[0]].run("ranks.tasks.train", save_at=[2], root=tmp_path / "root", **settings, **writer[1])
+    full = worlds[writer[0]].run("ranks.tasks.train", save_at=[2], root=tmp_path / "root", **settings, **writer[1])
     saved = tmp_path / "root/iter_0000002"
     rest = worlds[reader[0]].run("ranks.tasks.train", resume=saved, **settings, **reader[1])
-    assert max(max_relative_difference(rest[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
-    assert writer != reader or rest["digest"] == whole["digest"]
+    assert max(max_relative_difference(rest[curve], full[curve][2:]) for curve in CURVES) < TOLERANCE
+    assert writer != reader or rest["digest"] == full["digest"]
 
 
 def test_learning_rate_comes_from_the_config(
     one: RankPool, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
 ) -> None:
-    whole, saved = halves(1)
+    full, saved = halves(1)
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
     optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice the values of the first part
     rest = one.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
-    assert rest["lr"] == pytest.approx([2 * lr for lr in whole["lr"][HALF:]])
+    assert rest["lr"] == pytest.approx([2 * lr for lr in full["lr"][HALF:]])
 
 
 @pytest.mark.thorough_cases("dp2-bf16-lora", "fsdp2", "pp2-8bit")
@@ -377,8 +377,8 @@ def hostile_common_state(folder: Path, code: CreateFolder) -> None:
 def replace_object(folder: Path, prefix: str, value: Any) -> None:
     """Replace the first object whose key has the prefix, or add it."""
     index = dcp.FileSystemReader(folder).read_metadata()
-    found = (key for key in index.storage_data if key.fqn.startswith(prefix))
-    key, file = next(found, MetadataIndex(prefix)), largest(folder)
+    results = (key for key in index.storage_data if key.fqn.startswith(prefix))
+    key, file = next(results, MetadataIndex(prefix)), largest(folder)
     torch.save(value, content := io.BytesIO())
     index.state_dict_metadata[key.fqn] = BytesStorageMetadata()
     index.storage_data[key] = _StorageInfo(file.name, file.stat().st_size, len(content.getvalue()))

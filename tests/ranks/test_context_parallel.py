@@ -107,10 +107,10 @@ def test_export_equals_single_process(
     for name, world, sizes in (("whole", one, {}), ("sharded", two, {"cp": 2})):
         folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
         world.run("ranks.tasks.save_and_export", model=models["qwen3-tied"], samples=samples, **folders, **sizes)
-    whole, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded"))
-    assert whole.keys() == sharded.keys()
+    full, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded"))
+    assert full.keys() == sharded.keys()
     # The first AdamW steps have full size also for gradients near zero, where rounding decides the sign.
-    assert all(torch.allclose(sharded[name], whole[name], rtol=0, atol=1e-5) for name in whole)
+    assert all(torch.allclose(sharded[name], full[name], rtol=0, atol=1e-5) for name in full)
 
 
 @pytest.mark.thorough
@@ -123,9 +123,9 @@ def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, sampl
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": vocab}
     model = build_model_folder(tmp_path / "model", "llama", **sizes)
     run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
-    whole = one.run("ranks.context_tasks.memory_of_a_step", **run)
+    full = one.run("ranks.context_tasks.memory_of_a_step", **run)
     sharded = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
-    assert whole[1]["peak"] < 4.2 * whole[0]["peak"]
-    for step_bytes in (whole, sharded):
+    assert full[1]["peak"] < 4.2 * full[0]["peak"]
+    for step_bytes in (full, sharded):
         assert step_bytes[1]["largest"] < 4 * 8192 * 8192 / 8
-    assert sharded[1]["peak"] < 0.7 * whole[1]["peak"]
+    assert sharded[1]["peak"] < 0.7 * full[1]["peak"]

@@ -35,11 +35,11 @@ def test_one_checkpoint_loads_in_every_layout(
 ) -> None:
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
     convert(model, tmp_path / "megatron")
-    found = worlds[ranks].run(
+    results = worlds[ranks].run(
         "ranks.tasks.load_strictly", model=model, checkpoint_folder=tmp_path / "megatron" / "release", **layout
     )
-    assert found["max_difference"] == 0
-    assert found["tensors"] >= 4 * 8
+    assert results["max_difference"] == 0
+    assert results["tensors"] >= 4 * 8
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_megatron_core_layers_load_it(
     convert(model, tmp_path / "megatron")
     # The norm before experts has two names in the checkpoint, one per kind of layer; a model loads one of them.
     strict = "raise_unexpected" if "mixtral" in family or "moe" in family else "raise_all"
-    found = worlds[ranks].run(
+    results = worlds[ranks].run(
         "ranks.megatron_core_model.load_into_megatron_model",
         model=model,
         checkpoint_folder=tmp_path / "megatron" / "release",
         strict=strict,
         **layout,
     )
-    assert found["max_difference"] == 0
-    assert found["tensors"] >= 4 * 6
+    assert results["max_difference"] == 0
+    assert results["tensors"] >= 4 * 6
 
 
 @LAYOUTS
@@ -78,8 +78,8 @@ def test_legacy_checkpoint_loads_strictly(
     model = build_model_folder(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
     convert(model, tmp_path / "megatron", "torch", spelling="local", layout=LegacyLayout(**layout))
     folder = tmp_path / "megatron" / "release"
-    found = worlds[ranks].run("ranks.tasks.load_legacy", model=model, checkpoint_folder=folder, **layout)
-    assert found == {"max_difference": 0, "tp": layout.get("tp", 1)}
+    results = worlds[ranks].run("ranks.tasks.load_legacy", model=model, checkpoint_folder=folder, **layout)
+    assert results == {"max_difference": 0, "tp": layout.get("tp", 1)}
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)

@@ -55,7 +55,7 @@ def test_layout_trains_as_single_process(
     result = worlds[ranks].run(TRAIN, **run | layout)
     assert_same(result, alone)
     for name in ("distill_loss", "sft_loss"):
-        curves = [[step[name] for step in each["metrics"]] for each in (result, alone)]
+        curves = [[step[name] for step in item["metrics"]] for item in (result, alone)]
         assert max_relative_difference(*curves) < TOLERANCE
 
 
@@ -105,13 +105,13 @@ def test_the_loss_is_that_of_transformers(
     """The validation loss before training, from both models' logits."""
     folders = (models["qwen3-tied"], teachers["llama"])
     networks = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
-    found = one.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
+    results = one.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
     total, count = 0.0, 0
     store = open_samples(run["samples"])
     for number in range(VALID_SAMPLES):
-        tokens, mask = (torch.tensor(each) for each in store[number])
+        tokens, mask = (torch.tensor(entry) for entry in store[number])
         with torch.no_grad():
             log_probs = [net(tokens[None].long()).logits[0, :-1, :VOCAB].log_softmax(-1) for net in networks]
         divergence = torch.nn.functional.kl_div(*log_probs, reduction="none", log_target=True).sum(-1)
         total, count = total + divergence[mask[1:].bool()].sum().item(), count + int(mask[1:].sum())
-    assert found["valid_before"] == pytest.approx(total / count, rel=1e-5)
+    assert results["valid_before"] == pytest.approx(total / count, rel=1e-5)

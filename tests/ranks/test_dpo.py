@@ -56,7 +56,7 @@ def test_layout_trains_as_single_process(
     assert_same(result, alone)
     assert max_relative_difference(metric(result, "logps/rejected"), metric(alone, "logps/rejected")) < TOLERANCE
     # Rewards are small differences of large numbers: compare with an absolute tolerance.
-    margins = np.array([metric(each, "rewards/margins") for each in (result, alone)])
+    margins = np.array([metric(item, "rewards/margins") for item in (result, alone)])
     assert np.abs(margins[0] - margins[1]).max() < 1e-4 * np.abs(margins).max()
 
 

@@ -46,8 +46,8 @@ def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
 def test_layout_has_the_masks_of_a_single_process(
     ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    found = worlds[ranks].run(TRAIN, **run | layout)
-    differences = {curve: max_relative_difference(found[curve], alone[curve]) for curve in CURVES}
+    results = worlds[ranks].run(TRAIN, **run | layout)
+    differences = {curve: max_relative_difference(results[curve], alone[curve]) for curve in CURVES}
     assert max(differences.values()) < TOLERANCE
 
 
@@ -70,11 +70,11 @@ def test_dropout_changes_training_and_no_evaluation(one: RankPool, run: dict[str
 def test_recomputed_and_resumed_runs_are_bitwise_identical(
     layout: dict[str, Any], two: RankPool, run: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole = two.run(TRAIN, **run | layout, save_at=[2], root=tmp_path)
+    full = two.run(TRAIN, **run | layout, save_at=[2], root=tmp_path)
     rest = two.run(TRAIN, **run | layout, resume=tmp_path / "iter_0000002", recompute="full")
-    assert rest["first"] == 2 and rest["digest"] == whole["digest"]
+    assert rest["first"] == 2 and rest["digest"] == full["digest"]
     for curve in CURVES:
-        assert rest[curve] == whole[curve][2:]
+        assert rest[curve] == full[curve][2:]
 
 
 def test_sinks_windows_and_experts_with_dropout(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_sinks_windows_and_experts_with_dropout(one: RankPool, two: RankPool, sa
     model = build_model_folder(tmp_path / "model", "gpt_oss", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
     more = {"more": {"attention_dropout": 0.2, "hidden_dropout": 0.1}}
-    found = [pool.run(TRAIN, **run, **more, **layout) for pool, layout in ((one, {}), (two, {"tp": 2}))]
-    assert max(max_relative_difference(found[1][curve], found[0][curve]) for curve in CURVES) < TOLERANCE
-    assert max_relative_difference(found[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
+    results = [pool.run(TRAIN, **run, **more, **layout) for pool, layout in ((one, {}), (two, {"tp": 2}))]
+    assert max(max_relative_difference(results[1][curve], results[0][curve]) for curve in CURVES) < TOLERANCE
+    assert max_relative_difference(results[0]["loss"], one.run(TRAIN, **run)["loss"]) > 1e-3
 
 
 def test_drawn_experts_are_the_same_in_every_layout(
@@ -94,14 +94,14 @@ def test_drawn_experts_are_the_same_in_every_layout(
     run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
     alone = one.run(TRAIN, **run)
     for layout in ({"ep": 2, "recompute": "full"}, {"tp": 2, "sp": True}):
-        found = two.run(TRAIN, **run, **layout)
-        assert max(max_relative_difference(found[curve], alone[curve]) for curve in CURVES) < TOLERANCE
+        results = two.run(TRAIN, **run, **layout)
+        assert max(max_relative_difference(results[curve], alone[curve]) for curve in CURVES) < TOLERANCE
     other = one.run(TRAIN, **run | {"steps": 1, "more": {"seed": 1}})
     assert max_relative_difference(other["loss"], alone["loss"][:1]) > 1e-4
 
 
 def test_reference_of_dpo_has_no_dropout(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     pairs = build_pairs(tmp_path / "pairs")
-    found = one.run(TRAIN, **run | {"samples": pairs, "steps": 1, "dpo": {"beta": 0.3}}, evaluate=True)
-    assert found["valid_before"] == pytest.approx(math.log(2), abs=1e-6)  # the policy equals the reference
-    assert abs(found["loss"][0] - math.log(2)) > 1e-3
+    results = one.run(TRAIN, **run | {"samples": pairs, "steps": 1, "dpo": {"beta": 0.3}}, evaluate=True)
+    assert results["valid_before"] == pytest.approx(math.log(2), abs=1e-6)  # the policy equals the reference
+    assert abs(results["loss"][0] - math.log(2)) > 1e-3

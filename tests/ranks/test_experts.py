@@ -40,12 +40,12 @@ def alone(
     one: RankPool, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[dict[str, Any], Path]]:
     """Result of one process, and its checkpoint at step 2."""
-    found = {}
+    values = {}
     for family, model in folders.items():
         root = tmp_path_factory.mktemp("checkpoints")
         run = one.run("ranks.tasks.train", **settings(family, model, samples), save_at=[2], root=root)
-        found[family] = run, root / "iter_0000002"
-    return found
+        values[family] = run, root / "iter_0000002"
+    return values
 
 
 def settings(family: str, model: Path, samples: Path) -> dict[str, Any]:
@@ -154,10 +154,10 @@ def test_resume_with_same_ep_is_bitwise_identical(
     two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     run_settings = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
-    whole = two.run("ranks.tasks.train", **run_settings, save_at=[2], root=tmp_path)
+    full = two.run("ranks.tasks.train", **run_settings, save_at=[2], root=tmp_path)
     rest = two.run("ranks.tasks.train", **run_settings, resume=tmp_path / "iter_0000002")
-    assert rest["digest"] == whole["digest"]
-    assert rest["loss"] == whole["loss"][2:]
+    assert rest["digest"] == full["digest"]
+    assert rest["loss"] == full["loss"][2:]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_export_has_every_expert_once(
 ) -> None:
     """No rank has all experts; a missing write would leave zeros."""
     worlds[ranks].run("ranks.tasks.export", model=folders[family], destination=tmp_path / "hf", **layout)
-    got, wanted = load_file(tmp_path / "hf/model.safetensors"), load_file(folders[family] / "model.safetensors")
-    assert got.keys() == wanted.keys()
-    assert all((got[name] == wanted[name]).all() for name in wanted)
+    got, expected = load_file(tmp_path / "hf/model.safetensors"), load_file(folders[family] / "model.safetensors")
+    assert got.keys() == expected.keys()
+    assert all((got[name] == expected[name]).all() for name in expected)
 
 
 def test_expert_capacity_drops_tokens(

@@ -36,15 +36,15 @@ def test_the_first_tensor_and_its_sample(
 ) -> None:
     """``rank`` None: the ranks share the sample."""
     result = two.run(FIND, **run, **layout, where=MLP, kind="output")
-    kind, name, found_rank, found = result["found"][0]
-    assert (kind, name, found) == ("output", MLP, [result["sample"]])
+    kind, name, found_rank, outcome = result["found"][0]
+    assert (kind, name, outcome) == ("output", MLP, [result["sample"]])
     assert rank is None or found_rank == rank
     assert result["sample"] in result["losses"]  # attention may carry NaN into other samples, as zero times NaN
     if "recompute" not in layout:  # with it, gradients are those of a micro batch that is not known
         result = two.run(FIND, **run, **layout, where=MLP, kind="output gradient")
-        kind, name, found_rank, found = result["found"][0]
+        kind, name, found_rank, outcome = result["found"][0]
         assert (kind, name) == ("output gradient", MLP) and not result["losses"]
-        assert found in ([result["sample"]], []) if "pp" in layout else found == [result["sample"]]
+        assert outcome in ([result["sample"]], []) if "pp" in layout else outcome == [result["sample"]]
 
 
 @pytest.mark.thorough
@@ -53,7 +53,7 @@ def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None
     result = two.run(FIND, **run, pp=2, where=weight, kind="weight")
     assert result["found"][0][:3] == ["weight", weight, 1]
     result = two.run(FIND, **run, where="", kind="weight gradient")
-    assert [one[0] for one in result["found"]] == ["weight gradient"] and not result["losses"]
+    assert [item[0] for item in result["found"]] == ["weight gradient"] and not result["losses"]
     clean = two.run(FIND, **run, tp=2, where="", kind="none")
     assert clean["found"] == [] == clean["losses"]
 

@@ -45,13 +45,13 @@ def test_gradients_of_the_other_tensors_are_bitwise_equal(
 ) -> None:
     model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False)
     common: dict[str, Any] = {"model": model, "samples": samples, "micro_batch_size": 4, **settings}
-    whole = worlds[ranks].run("ranks.freeze_tasks.gradients", **common)
+    full = worlds[ranks].run("ranks.freeze_tasks.gradients", **common)
     common["more"] = {**common.get("more", {}), "freeze": freeze}
     partial = worlds[ranks].run("ranks.freeze_tasks.gradients", **common)
-    assert 0 < len(partial["hashes"]) < len(whole["hashes"])
-    assert partial["hashes"].items() <= whole["hashes"].items()
+    assert 0 < len(partial["hashes"]) < len(full["hashes"])
+    assert partial["hashes"].items() <= full["hashes"].items()
     for kind in ("gradients", "optimizer state"):
-        assert partial["memory"][kind] < whole["memory"][kind]
+        assert partial["memory"][kind] < full["memory"][kind]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_training_with_a_frozen_stage(
     settings: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 4}
     settings |= {"more": {"freeze": LOWER_HALF}, "steps": STEPS}
     task = "ranks.tasks.train"
-    whole = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
+    full = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
     saved = tmp_path / f"iter_{HALF:07d}"
     resumed = worlds[ranks].run(task, resume=saved, **settings, **layout)
-    assert resumed["digest"] == whole["digest"]
-    assert resumed["loss"] == whole["loss"][HALF:]
+    assert resumed["digest"] == full["digest"]
+    assert resumed["loss"] == full["loss"][HALF:]
     if "precision" not in layout:
         alone = worlds[1].run(task, resume=saved, **settings)
-        assert max_relative_difference(alone["loss"], whole["loss"][HALF:]) < TOLERANCE
+        assert max_relative_difference(alone["loss"], full["loss"][HALF:]) < TOLERANCE

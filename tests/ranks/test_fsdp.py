@@ -55,13 +55,13 @@ def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, sam
         "steps": 4,
         "moe": {"expert_bias_update_rate": 0.05},
     }
-    sharded, whole = tmp_path / "sharded", tmp_path / "whole"
-    truth = one.run(TRAIN, **run, save_at=[2], root=whole)
-    resumed = one.run(TRAIN, **run | {"resume": whole / "iter_0000002"})
+    sharded, full = tmp_path / "sharded", tmp_path / "whole"
+    truth = one.run(TRAIN, **run, save_at=[2], root=full)
+    resumed = one.run(TRAIN, **run | {"resume": full / "iter_0000002"})
     fsdp = four.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
     assert max(max_relative_difference(fsdp[curve], truth[curve]) for curve in CURVES) < TOLERANCE
     # Both checkpoints differ only by the order in which gradients are summed.
-    for world, layout, folder in ((one, {}, sharded), (two, {"fsdp": True}, whole), (two, {"fsdp": True}, sharded)):
+    for world, layout, folder in ((one, {}, sharded), (two, {"fsdp": True}, full), (two, {"fsdp": True}, sharded)):
         restarted = world.run(TRAIN, **run | layout | {"resume": folder / "iter_0000002"})
         assert restarted["first"] == 2
         assert max(max_relative_difference(restarted[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
@@ -111,9 +111,9 @@ def test_fsdp_export_equals_import(two: RankPool, four: RankPool, samples: Path,
             "ranks.data_parallel_tasks.export",
             destination=destination, model=model, samples=samples, fsdp=True, **layout,
         )  # fmt: skip
-        wanted, got = (load_file(folder / "model.safetensors") for folder in (model, destination))
-        assert got.keys() == wanted.keys()
-        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        expected, got = (load_file(folder / "model.safetensors") for folder in (model, destination))
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_disk_failure_stops_every_rank(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_tensor_parallel_gradients(family: str, one: RankPool, two: RankPool, tm
     settings = {"model": model, "saved": tmp_path / "saved", "vocab_size": VOCAB, "lengths": [25, 1, 14]}
     one.run("ranks.gradient_tasks.gradients", **settings)
     for sp in (False, True):
-        found = two.run("ranks.gradient_tasks.gradients", tp=2, sp=sp, **settings)
-        worst = max(found, key=lambda name: found[name])
-        assert len(found) > 20
-        assert found[worst] < 1e-12
+        results = two.run("ranks.gradient_tasks.gradients", tp=2, sp=sp, **settings)
+        worst = max(results, key=lambda name: results[name])
+        assert len(results) > 20
+        assert results[worst] < 1e-12

@@ -22,11 +22,11 @@ def test_the_mamba_model_of_megatron_core_loads_it(
     settings = {"layers_block_type": blocks, "conv_kernel": 4, "tie_word_embeddings": False}
     model = build_model_folder(tmp_path / "hf", "nemotron_h", **settings)
     convert(model, tmp_path / "megatron")
-    found = worlds[tp].run(
+    results = worlds[tp].run(
         "ranks.hybrid_core_model.load_into_mamba_model",
         model=model,
         checkpoint_folder=tmp_path / "megatron" / "release",
         strict=strict,
         tp=tp,
     )
-    assert found["max_difference"] == 0 and found["tensors"] == 2 * 9 + 3 + 3 + 3
+    assert results["max_difference"] == 0 and results["tensors"] == 2 * 9 + 3 + 3 + 3

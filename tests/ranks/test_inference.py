@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    found = {}
+    values = {}
     for name, folder in folders.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         greedy = [
@@ -55,8 +55,8 @@ def expected(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
             logits = model(prompt[None]).logits[0, :-1]
             losses = torch.nn.functional.cross_entropy(logits, prompt[1:], reduction="none")
             scores.append([losses.tolist(), logits.argmax(-1).tolist()])
-        found[name] = {"answers": greedy, "scores": scores}
-    return found
+        values[name] = {"answers": greedy, "scores": scores}
+    return values
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,15 @@ def test_scores_and_greedy_answers_equal_those_of_transformers(
     folders: dict[str, Path],
     expected: dict[str, dict[str, Any]],
 ) -> None:
-    wanted = expected[model]
+    expected_values = expected[model]
     # An answer ends with an end token: the third one of the first answer is one.
-    end = wanted["answers"][0][2]
-    found = worlds[ranks].run("ranks.test_inference.answer", model=folders[model], ends=[end], **layout)
-    cut = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in wanted["answers"]]
-    assert found["answers"] == cut and len(cut[0]) < NEW_TOKENS
-    for (losses, tokens), (right_losses, right_tokens) in zip(found["scores"], wanted["scores"], strict=True):
+    end = expected_values["answers"][0][2]
+    results = worlds[ranks].run("ranks.test_inference.answer", model=folders[model], ends=[end], **layout)
+    cut = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in expected_values["answers"]]
+    assert results["answers"] == cut and len(cut[0]) < NEW_TOKENS
+    for (losses, tokens), (right_losses, right_tokens) in zip(
+        results["scores"], expected_values["scores"], strict=True
+    ):
         assert tokens == right_tokens
         assert losses == pytest.approx(right_losses, abs=1e-4)
 

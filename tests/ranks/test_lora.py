@@ -83,13 +83,13 @@ def test_resumed_runs_are_bitwise_identical_and_continue_in_other_layouts(
     """With DoRA, and with an embedding that is trained whole."""
     settings = {"model": folders["qwen3"], "samples": samples, "steps": STEPS, "micro_batch_size": 2}
     settings["lora"] = LORA | {"dora": True, "dropout": 0.0, "modules_to_save": ["embed_tokens"]}
-    whole = two.run("ranks.tasks.train", tp=2, save_at=[2], root=tmp_path, **settings)
+    full = two.run("ranks.tasks.train", tp=2, save_at=[2], root=tmp_path, **settings)
     rest = two.run("ranks.tasks.train", tp=2, resume=tmp_path / "iter_0000002", **settings)
     for curve in CURVES:
-        assert rest[curve] == whole[curve][2:]
-    assert rest["digest"] == whole["digest"]
+        assert rest[curve] == full[curve][2:]
+    assert rest["digest"] == full["digest"]
     alone = one.run("ranks.tasks.train", resume=tmp_path / "iter_0000002", **settings)
-    assert_same(alone, {curve: whole[curve][2:] for curve in CURVES})
+    assert_same(alone, {curve: full[curve][2:] for curve in CURVES})
 
 
 def test_reference_of_dpo_is_the_starting_model(one: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:

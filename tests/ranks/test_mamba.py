@@ -41,8 +41,8 @@ def test_logits_and_gradients_in_float64(
     model = build_model_folder(tmp_path / "model", family, **SIZES[family], **settings)
     run = {"model": model, "lengths": LENGTHS, "file": tmp_path / "alone.pt"}
     worlds[1].run("ranks.mamba_tasks.save_float64", **run)
-    found = worlds[layout["tp"]].run("ranks.mamba_tasks.differences_from_float64", **run, **layout)
-    assert max(found.values()) < 1e-12, found
+    results = worlds[layout["tp"]].run("ranks.mamba_tasks.differences_from_float64", **run, **layout)
+    assert max(results.values()) < 1e-12, results
 
 
 @pytest.mark.thorough
@@ -74,6 +74,6 @@ def test_kernels_of_a_model(
     family: str, settings: dict[str, Any], kernels: list[str], two: RankPool, tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "model", family, **SIZES.get(family, {}), **settings)
-    found = two.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
-    assert found["called"] == kernels and all(": the kernel of " in line for line in found["messages"]), found
-    assert found["difference"] < 3e-2, found
+    results = two.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
+    assert results["called"] == kernels and all(": the kernel of " in line for line in results["messages"]), results
+    assert results["difference"] < 3e-2, results

@@ -30,16 +30,16 @@ def test_parameters_and_optimizer_state_are_exact(two: RankPool, samples: Path, 
     for layout in LAYOUTS[family]:
         if "quantize" in layout.get("lora", {}) and find_spec("bitsandbytes") is None:
             continue
-        found = two.run("ranks.tasks.estimated_and_actual_memory", model=model, samples=samples, **layout)
-        estimate = found[0]["estimate"]
-        largest = max(found, key=lambda rank: rank["parameters"])
+        results = two.run("ranks.tasks.estimated_and_actual_memory", model=model, samples=samples, **layout)
+        estimate = results[0]["estimate"]
+        largest = max(results, key=lambda rank: rank["parameters"])
         assert largest["parameters"] == estimate["parameters"]
         if "fsdp" not in layout:
             assert largest["weights"] == estimate["weights"]
         # With 16-bit weights, the optimizer also has float32 weights. Shards of the state are padded to 64 elements.
         moments_ratio = 8 / 12 if layout.get("precision") == "bf16" else 1.0
         tolerance = 0.02 if {"fsdp", "ep"} & layout.keys() else 1e-9
-        assert max(rank["moments"] for rank in found) == pytest.approx(
+        assert max(rank["moments"] for rank in results) == pytest.approx(
             estimate["optimizer"] * moments_ratio, rel=tolerance
         )
 

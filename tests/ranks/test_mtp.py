@@ -101,9 +101,9 @@ def test_one_tied_embedding_for_lookups_and_both_heads(
 def test_mtp_resumes_from_virtual_pipeline(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
     deeper = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=4, num_mtp_layers=1)
     settings = {"model": add_mtp_layers(deeper), "samples": samples, "micro_batch_size": 2, "steps": STEPS}
-    whole = two.run("ranks.tasks.train", **settings, pp=2, vpp=2, save_at=[2], root=tmp_path / "root")
+    full = two.run("ranks.tasks.train", **settings, pp=2, vpp=2, save_at=[2], root=tmp_path / "root")
     rest = one.run("ranks.tasks.train", **settings, resume=tmp_path / "root" / "iter_0000002")
-    assert max(max_relative_difference(rest[curve], whole[curve][2:]) for curve in ALL) < TOLERANCE
+    assert max(max_relative_difference(rest[curve], full[curve][2:]) for curve in ALL) < TOLERANCE
 
 
 def test_mtp_single_process_checkpoint_resumes_in_pipeline(

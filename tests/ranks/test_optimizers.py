@@ -59,12 +59,12 @@ def test_layouts_equal_one_rank_and_resume(
     settings: dict[str, Any] = {"model": moe, "samples": samples, "steps": STEPS, "optim": OPTIM | GROUPS}
     task, precision = "ranks.tasks.train", layout.get("precision", "fp32")
     alone = worlds[1].run(task, save_at=[HALF], root=tmp_path / "alone", **settings, precision=precision)
-    whole = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
+    full = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
     # Newton-Schulz iterations are in bfloat16, so differences in the last bit of a gradient grow.
     tolerance = 1e-5 if precision == "fp32" else 1e-3
-    assert max_relative_difference(whole["loss"], alone["loss"]) < tolerance
+    assert max_relative_difference(full["loss"], alone["loss"]) < tolerance
     resumed = worlds[ranks].run(task, resume=tmp_path / f"iter_{HALF:07d}", **settings, **layout)
-    assert resumed["digest"] == whole["digest"]
+    assert resumed["digest"] == full["digest"]
     elsewhere = worlds[ranks].run(task, resume=tmp_path / "alone" / f"iter_{HALF:07d}", **settings, **layout)
     assert max_relative_difference(elsewhere["loss"], alone["loss"][HALF:]) < tolerance
 
@@ -73,11 +73,11 @@ def test_tensors_have_their_own_learning_rates(one: RankPool, models: dict[str, 
     """The first step of AdamW is that of the sign, as long as the gradient is larger than eps."""
     groups = {"model.embed_tokens.*": 0.1, "model.layers.0.*norm*": 3.0}
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0, "lr_multipliers": groups}
-    found = one.run("ranks.optimizer_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
-    assert found["lr"] == 1e-3
-    assert found["embedding.word_embeddings.weight"] == pytest.approx(1e-4, rel=1e-2)
-    assert found["decoder.layers.0.self_attention.linear_proj.weight"] == pytest.approx(1e-3, rel=1e-2)
-    assert found["decoder.layers.0.input_layernorm.weight"] == pytest.approx(3e-3, rel=1e-2)
+    results = one.run("ranks.optimizer_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
+    assert results["lr"] == 1e-3
+    assert results["embedding.word_embeddings.weight"] == pytest.approx(1e-4, rel=1e-2)
+    assert results["decoder.layers.0.self_attention.linear_proj.weight"] == pytest.approx(1e-3, rel=1e-2)
+    assert results["decoder.layers.0.input_layernorm.weight"] == pytest.approx(3e-3, rel=1e-2)
 
 
 @pytest.mark.thorough_cases("fsdp", "tp2-bf16")
@@ -88,11 +88,11 @@ def test_8bit_adamw_resumes(layout: dict[str, Any], worlds: dict[int, RankPool],
     model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=False, **sizes)
     settings: dict[str, Any] = {"model": model, "samples": samples, "steps": STEPS}
     eight, task = settings | {"optim": {"optimizer": "adamw_8bit"}}, "ranks.tasks.train"
-    whole = worlds[2].run(task, save_at=[HALF], root=tmp_path, **eight, **layout)
-    assert worlds[2].run(task, resume=tmp_path / f"iter_{HALF:07d}", **eight, **layout)["digest"] == whole["digest"]
+    full = worlds[2].run(task, save_at=[HALF], root=tmp_path, **eight, **layout)
+    assert worlds[2].run(task, resume=tmp_path / f"iter_{HALF:07d}", **eight, **layout)["digest"] == full["digest"]
     # As with AdamW, at most by the quantization; from the checkpoint also in another layout and with AdamW itself.
     exact = worlds[2].run(task, **settings, **layout)
-    assert 0 < max_relative_difference(whole["loss"], exact["loss"]) < 0.02
+    assert 0 < max_relative_difference(full["loss"], exact["loss"]) < 0.02
     for optim in (eight, settings):
         other = worlds[1].run(task, resume=tmp_path / f"iter_{HALF:07d}", **optim)
-        assert max_relative_difference(other["loss"], whole["loss"][HALF:]) < 0.02
+        assert max_relative_difference(other["loss"], full["loss"][HALF:]) < 0.02

@@ -163,14 +163,14 @@ def test_checkpoints_are_independent_of_stages(
     """Bitwise with the same stages, within tolerance with other stages, in both directions."""
     settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     saves = {"save_at": [2], "root": tmp_path / "staged"}
-    whole = two.run("ranks.tasks.train", **settings, **layout, **saves)
+    full = two.run("ranks.tasks.train", **settings, **layout, **saves)
     saved = tmp_path / "staged" / "iter_0000002"
     same = two.run("ranks.tasks.train", **settings, **layout, resume=saved)
-    assert same["loss"] == whole["loss"][2:] and same["digest"] == whole["digest"]
+    assert same["loss"] == full["loss"][2:] and same["digest"] == full["digest"]
     plain = one.run("ranks.tasks.train", **settings, resume=saved, save_at=[3], root=tmp_path / "plain")
-    assert max(max_relative_difference(plain[curve], whole[curve][2:]) for curve in CURVES) < TOLERANCE
+    assert max(max_relative_difference(plain[curve], full[curve][2:]) for curve in CURVES) < TOLERANCE
     back = two.run("ranks.tasks.train", **settings, **layout, resume=tmp_path / "plain" / "iter_0000003")
-    assert max(max_relative_difference(back[curve], whole[curve][3:]) for curve in CURVES) < TOLERANCE
+    assert max(max_relative_difference(back[curve], full[curve][3:]) for curve in CURVES) < TOLERANCE
 
 
 @pytest.mark.thorough_cases("virtual-with-experts")

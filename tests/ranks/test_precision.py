@@ -51,11 +51,11 @@ def two_ranks(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, A
 
 def differences(run: dict[str, Any], truth: dict[str, Any]) -> tuple[float, float]:
     """Largest relative differences of loss and gradient norm."""
-    found = (
+    results = (
         max_relative_difference(run["loss"], truth["loss"]),
         max_relative_difference(run["grad_norm"], truth["grad_norm"]),
     )
-    return found
+    return results
 
 
 def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
@@ -108,8 +108,8 @@ def test_overflow_at_the_lowest_scale_fails(one: RankPool, wide: Path, samples: 
 
 
 def test_gradient_that_is_not_finite_leaves_the_weights(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    found = two.run("ranks.tasks.diverged_step", model=models["qwen3-tied"], samples=samples)
-    assert found["unchanged"] and re.search(r"the gradient norm is (inf|nan) at a loss of \d", found["text"])
+    results = two.run("ranks.tasks.diverged_step", model=models["qwen3-tied"], samples=samples)
+    assert results["unchanged"] and re.search(r"the gradient norm is (inf|nan) at a loss of \d", results["text"])
 
 
 def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
@@ -167,8 +167,8 @@ def test_recomputed_experts_use_their_own_sequence(one: RankPool, two: RankPool,
         "ranks.tasks.train", **run, pp=2, recompute="selective", more={"recompute_modules": ["core_attn", "moe"]}
     )
     assert max(max_relative_difference(again[curve], truth[curve]) for curve in ("loss", "grad_norm")) < 1e-5
-    for got, wanted in zip(again["load"], truth["load"], strict=True):
-        assert got == pytest.approx(wanted, rel=1e-5)
+    for got, expected in zip(again["load"], truth["load"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 RECOMPUTE_MODES: dict[str, dict[str, Any]] = {

@@ -166,7 +166,7 @@ def restore_names(folder: Path) -> None:
         names = {name: name for name in tensors} if family.nested is None else family.nested.renamed(tensors)
         if resaved is not None:
             setting, kind, old, new = resaved
-            layers = tuple(f"model.layers.{layer}." for layer, each in enumerate(config[setting]) if each == kind)
+            layers = tuple(f"model.layers.{layer}." for layer, item in enumerate(config[setting]) if item == kind)
             names = {name: name.replace(old, new) if name.startswith(layers) else name for name in tensors}
         elif family.other_names:
             names |= other_names(ModelFolder.open(folder), family, config)

@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif rest[:1] == ["paths-info"]:
             form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            everything = {one["path"]: one for one in _tree(files, "", recursive=True)}
+            everything = {item["path"]: item for item in _tree(files, "", recursive=True)}
             self._json([everything[name] for name in form["paths"] if name in everything])
         else:
             name = repository.removeprefix("datasets/")

@@ -41,12 +41,12 @@ def test_levels_match_the_import_contract(repository: Path, pyproject: dict[str,
     rows = re.findall(r"^\| (\d+) \| `src/isthmus/(\w+)", (repository / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     contracts = pyproject["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
-    wanted = [
+    expected = [
         (str(len(layers) - number), package)
         for number, layer in enumerate(layers)
         for package in layer.split(" | ")
     ]  # fmt: skip
-    assert rows == wanted
+    assert rows == expected
 
 
 def test_each_package_is_listed(repository: Path) -> None:
@@ -57,14 +57,14 @@ def test_each_package_is_listed(repository: Path) -> None:
 
 def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
     """Modules of the package that a file imports anywhere, function bodies included."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
-            found |= submodules or {node.module}
-    return found & modules.keys()
+            results |= submodules or {node.module}
+    return results & modules.keys()
 
 
 def test_no_import_circle(repository: Path) -> None:

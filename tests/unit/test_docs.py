@@ -28,8 +28,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 def blocks(page: Path, language: str) -> list[str]:
     """Fenced blocks of one language, also indented ones."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
+    results = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in results]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -47,15 +47,15 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @functools.cache
 def verb_options() -> dict[tuple[str, ...], set[str]]:
     """Long options of each verb, ``("config", "show")`` for a verb with two words."""
-    found: dict[tuple[str, ...], set[str]] = {}
+    values: dict[tuple[str, ...], set[str]] = {}
 
     def walk(name: tuple[str, ...], command: Any) -> None:
-        found[name] = {option for item in command.params for option in item.opts if option.startswith("--")}
+        values[name] = {option for item in command.params for option in item.opts if option.startswith("--")}
         for inner, leaf in getattr(command, "commands", {}).items():
             walk((*name, inner), leaf)
 
     walk((), typer.main.get_command(app))
-    return found
+    return values
 
 
 def options(text: str) -> set[str]:
@@ -113,10 +113,10 @@ def test_settings_in_text_are_settings() -> None:
 
 
 def test_yaml_blocks_are_configs(tmp_path: Path) -> None:
-    found = [(name, text) for page, name in zip(PAGES, IDS, strict=True) for text in blocks(page, "yaml")]
-    assert found
+    results = [(name, text) for page, name in zip(PAGES, IDS, strict=True) for text in blocks(page, "yaml")]
+    assert results
     (tmp_path / "site.yaml").write_text("out: runs/mine\ndata: {files: [chats.json]}\n")
-    for _, text in found:
+    for _, text in results:
         file = tmp_path / "page.yaml"
         file.write_text(text)
         config = load_config("sft", file, [], {})

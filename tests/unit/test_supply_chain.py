@@ -20,8 +20,8 @@ def test_a_lock_has_the_versions_of_its_set_and_only_hashed_files(repository: Pa
     locked = [re.fullmatch(r"(\S+)(?: --hash=sha256:[0-9a-f]{64})+", line) for line in lock]
     assert all(locked), "each line is a version with its hashes; write it with `make lock`"
     expected = [line.split("==") for line in versions if not line.startswith("#")]
-    found = {line[1] for line in locked if line}
-    assert found == {f"{canonicalize_name(package)}=={version}" for package, version in expected}
+    results = {line[1] for line in locked if line}
+    assert results == {f"{canonicalize_name(package)}=={version}" for package, version in expected}
 
 
 @pytest.mark.parametrize("name", SETS[:2])
@@ -31,10 +31,10 @@ def test_a_lock_is_complete(repository: Path, pyproject: dict[str, Any], name: s
     locked = {canonicalize_name(line.split("==")[0]) for line in lock}
     project, python = pyproject["project"], {"python_version": f"3.{name[-2:]}", "extra": ""}
     extras = ("dev", "tensorboard", "wandb", "mlflow", "sentencepiece", "data")
-    lines = [*project["dependencies"], *(line for each in extras for line in project["optional-dependencies"][each])]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     needed = [Requirement(line) for line in [*lines, *pyproject["build-system"]["requires"]]]
-    missing = [each for each in needed if not each.marker or each.marker.evaluate(python)]
-    assert [str(each) for each in missing if canonicalize_name(each.name) not in locked | {"isthmus"}] == []
+    missing = [extra for extra in needed if not extra.marker or extra.marker.evaluate(python)]
+    assert [str(extra) for extra in missing if canonicalize_name(extra.name) not in locked | {"isthmus"}] == []
 
 
 def test_actions_are_named_by_commit(repository: Path) -> None:

@@ -20,7 +20,7 @@ LINT = {"ruff", "mypy", "import-linter"}
 @pytest.fixture(scope="module")
 def oldest(pyproject: dict[str, Any]) -> tuple[str, str]:
     """The oldest Python and torch, such as ("3.10", "2.6")."""
-    torch = next(each for each in required(pyproject) if each.name == "torch")
+    torch = next(item for item in required(pyproject) if item.name == "torch")
     return pyproject["project"]["requires-python"].removeprefix(">="), lower_bound(torch)
 
 
@@ -28,12 +28,12 @@ def required(pyproject: dict[str, Any]) -> list[Requirement]:
     """Dependencies with those of the extras that the tests use."""
     project = pyproject["project"]
     extras = [line for name in (*EXTRAS, "dev") for line in project["optional-dependencies"][name]]
-    found = [Requirement(line) for line in [*project["dependencies"], *extras]]
-    return [each for each in found if each.name not in (*LINT, "isthmus")]
+    results = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    return [item for item in results if item.name not in (*LINT, "isthmus")]
 
 
 def lower_bound(requirement: Requirement) -> str:
-    (bound,) = [each.version for each in requirement.specifier if each.operator == ">="]
+    (bound,) = [item.version for item in requirement.specifier if item.operator == ">="]
     return bound
 
 
@@ -67,7 +67,7 @@ def test_the_lower_bounds_are_a_tested_set(
 
 def test_megatron_core_sets_the_oldest_torch(oldest: tuple[str, str]) -> None:
     theirs = [Requirement(line) for line in metadata.requires("megatron-core") or ()]
-    (torch,) = [each for each in theirs if each.name == "torch" and each.marker is None]
+    (torch,) = [their for their in theirs if their.name == "torch" and their.marker is None]
     assert Version(lower_bound(torch)) == Version(oldest[1])
 
 
@@ -98,8 +98,8 @@ def test_container_files_copy_what_the_build_needs(repository: Path, pyproject: 
     files = (repository / "docker/isthmus.def").read_text().partition("%files\n")[2].partition("%post")[0]
     pairs = [line.split() for line in files.split("\n") if line.strip()]
     assert {source for source, _ in pairs} == needed and all(end == f"/opt/isthmus/{source}" for source, end in pairs)
-    kept = re.findall(r"^!(.+)$", (repository / "docker/Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    assert set(kept) == needed
+    remaining = re.findall(r"^!(.+)$", (repository / "docker/Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert set(remaining) == needed
 
 
 def test_images_on_the_install_page_are_not_too_old(repository: Path, oldest: tuple[str, str]) -> None:

@@ -83,8 +83,8 @@ class Outcomes:
             file.write(json.dumps(line) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        wanted = self._wanted or {item.nodeid for item in items}
-        items[:] = [item for item in items if item.nodeid in wanted - self._done]
+        expected = self._wanted or {item.nodeid for item in items}
+        items[:] = [item for item in items if item.nodeid in expected - self._done]
         self._write(collected=[item.nodeid for item in items])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -41,7 +41,7 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
 
     stages = mpu.get_pipeline_model_parallel_world_size()
     with torch.no_grad():
-        found = get_forward_backward_func()(
+        result = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[None] * len(chunks),
             model=chunks,
@@ -52,7 +52,7 @@ def _logits(ids: Path, out: Path, flags: list[str]) -> None:
             collect_non_loss_data=True,
         )
     if mpu.is_pipeline_last_stage() and mpu.get_tensor_model_parallel_rank() == 0:
-        torch.save(found[0].float(), out)
+        torch.save(result[0].float(), out)
 
 
 def _arguments() -> None:

@@ -74,8 +74,8 @@ def megatron_logits(ids: Path, *flags: str, ranks: int = 1) -> torch.Tensor:
     args = ("logits", MEGATRON_LM, ids, out, *flags, *DATA, "--exit-on-missing-checkpoint")
     printed = run_script(DRIVER, *args, ranks=ranks)
     assert "load_return" not in printed, "a strict load failed and Megatron-LM continued"
-    found: torch.Tensor = torch.load(out)
-    return found[..., :VOCAB]
+    result: torch.Tensor = torch.load(out)
+    return result[..., :VOCAB]
 
 
 @torch.no_grad()
@@ -155,8 +155,8 @@ def test_missing_flag_changes_logits(ids: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=5)
     flags = convert(model, tmp_path / "megatron").megatron_flags
     assert flags.pop() == "--window-size 4,0"
-    found = megatron_logits(ids, *(arg for flag in flags for arg in shlex.split(flag)))
-    assert difference(found, hf_logits(ids, model)) > 100 * LIMIT
+    result = megatron_logits(ids, *(arg for flag in flags for arg in shlex.split(flag)))
+    assert difference(result, hf_logits(ids, model)) > 100 * LIMIT
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,11 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     words = [*converted, *training, "--save", str(tmp_path / "saved")]
     printed = run_script(megatron / "pretrain_gpt.py", *words, ranks=2)
     convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
-    found = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
-    assert len(found) == 1
+    results = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
+    assert len(results) == 1
     before, after = hf_loss(model, sample), hf_loss(tmp_path / "back", sample)
-    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {found[0]}")
-    assert abs(after - float(found[0])) < 1e-5
+    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {results[0]}")
+    assert abs(after - float(results[0])) < 1e-5
     assert after < before - 0.1
 
 
@@ -129,10 +129,10 @@ def test_fine_tuning_on_packed_conversations(megatron: Path, tmp_path: Path) -> 
         megatron / "pretrain_gpt.py", *converted, *training, "--save", str(tmp_path / "saved"), ranks=2
     )
     convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
-    found = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
+    results = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
     before, after = answer_loss(model, samples), answer_loss(tmp_path / "back", samples)
-    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {found}")
-    assert abs(after - float(found[0])) < 1e-5
+    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {results}")
+    assert abs(after - float(results[0])) < 1e-5
     assert after < before - 0.1
 
 

@@ -109,7 +109,7 @@ class Family:
     required: tuple[str, ...] = ()
     """Settings that transformers derives from others if a config lacks them, which is not supported."""
     data: Mapping[str, Any] | None = None
-    """The contents of its file if it was inferred (``families/discover/json_family.py``)."""
+    """The contents of its file if it was inferred (``families/inferred/json_family.py``)."""
     nested: Nested | None = None
     """Layout of a multimodal model: where its language model is, which most other fields describe."""
     language_model: Family | None = None

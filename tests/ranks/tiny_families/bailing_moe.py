@@ -69,8 +69,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class _Gate(nn.Module):
@@ -114,10 +114,10 @@ class _Experts(nn.Module):
         weights, chosen = self.gate(rows)
         of_experts = torch.zeros(len(rows), len(self.experts)).to(rows).scatter(-1, chosen, weights)
         outputs = torch.stack([expert(rows) for expert in self.experts], dim=1)
-        found = (outputs * of_experts[..., None]).sum(1)
+        result = (outputs * of_experts[..., None]).sum(1)
         if self.gate.config.num_shared_experts:
-            found = found + self.shared_experts(rows)
-        return found.view_as(x)
+            result = result + self.shared_experts(rows)
+        return result.view_as(x)
 
 
 class _Attention(nn.Module):
@@ -138,8 +138,8 @@ class _Attention(nn.Module):
         if self.normed:
             q, k = self.query_layernorm(q), self.key_layernorm(k)
         q, k = self._rotated(q), self._rotated(k)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        output: Tensor = self.dense(found.transpose(1, 2).flatten(-2))
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        output: Tensor = self.dense(result.transpose(1, 2).flatten(-2))
         return output
 
     def _rotated(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class _Experts(nn.Module):
         chosen = (scores + self.router_bias).topk(self.config.num_experts_per_tok).indices
         weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         weights = weights / weights.sum(-1, keepdim=True) * self.config.moe_router_scaling_factor
-        gate, up = (torch.einsum("...h,exh->...ex", x, each.weight) for each in (self.gate_proj, self.up_proj))
+        gate, up = (torch.einsum("...h,exh->...ex", x, item.weight) for item in (self.gate_proj, self.up_proj))
         inner = F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
         return torch.einsum("...ex,ehx,...e->...h", inner, self.down_proj.weight, weights)
 

@@ -9,7 +9,7 @@ from isthmus.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ("sft --data a b --out o", "sft --data a --data b --out o"),
         ("sft --data a --data b", "sft --data a --data b"),
@@ -20,8 +20,8 @@ from isthmus.errors import UsageError
         ("sft --data a -- --data b c", "sft --data a -- --data b c"),
     ],
 )
-def test_data_takes_many_files(words: str, wanted: str) -> None:
-    assert spread_data(words.split()) == wanted.split()
+def test_data_takes_many_files(words: str, expected: str) -> None:
+    assert spread_data(words.split()) == expected.split()
 
 
 def test_config_file_and_settings_in_any_order() -> None:

@@ -66,18 +66,18 @@ def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Pat
 
 
 def test_flipped_bits_of_the_metadata_are_detected_or_harmless(index: Path) -> None:
-    raw, whole = index.read_bytes(), all_tensors(index.parents[1])
+    raw, full = index.read_bytes(), all_tensors(index.parents[1])
     refused = 0
     for bit in range(5, 8 * len(raw), len(raw) // 4):
         flip(index, bit)
         try:
-            found = all_tensors(index.parents[1])
+            result = all_tensors(index.parents[1])
         except IsthmusError as error:
             assert error.exit_code in (65, 77)
             refused += 1
         else:
-            assert found.keys() == whole.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+            assert result.keys() == full.keys()
+            assert all(torch.equal(result[name], tensor) for name, tensor in full.items())
         index.write_bytes(raw)
     assert refused > 12
 
@@ -198,8 +198,8 @@ def test_no_damaged_place_is_silent(to: Format, model: Path, tmp_path: Path) -> 
         path.write_bytes(flipped if number % 4 else sound[:at])
         try:
             convert(tmp_path / "copy", tmp_path / f"{number}", "hf")
-            found = {path.name: path.read_bytes() for path in (tmp_path / f"{number}").iterdir()}
-            assert found == expected, (path, at)
+            values = {path.name: path.read_bytes() for path in (tmp_path / f"{number}").iterdir()}
+            assert values == expected, (path, at)
         except (DataError, UnsafeInput, MissingInput) as error:
             assert path.name in str(error) or path.parent.name in str(error)
             refused += 1

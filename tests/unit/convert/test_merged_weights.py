@@ -121,7 +121,7 @@ def test_written_targets_select_these_layers_only(tmp_path: Path) -> None:
     every = [linear for linears in all_linears(family, arch).values() for linear in linears]
     targets = ["layers.1.self_attn.o_proj", "q_b_proj", "experts.down_proj", "shared_experts.up_proj"]
     chosen = [linear for linears in adapted_linears(family, arch, targets).values() for linear in linears]
-    factors = {one: LoraFactors(torch.randn(2, one.inputs) / 5, torch.randn(one.out, 2) / 5, 1.0) for one in chosen}
+    factors = {item: LoraFactors(torch.randn(2, item.inputs) / 5, torch.randn(item.out, 2) / 5, 1.0) for item in chosen}
     saved = {"lm_head.weight": torch.randn(VOCAB, 32) / 5}
     settings = AdapterConfig(r=2, lora_alpha=2, lora_dropout=0.1, modules_to_save=("lm_head",))
     write_adapter(tmp_path, settings, factors, every, saved)
@@ -147,8 +147,8 @@ def test_slices_equal_the_whole(name: str, tmp_path: Path) -> None:
     folder = ModelFolder.open(base)
     family = family_for(folder.config)
     arch = family.to_architecture(folder.config)
-    whole = MergedWeights(folder, family, arch, adapter)
-    expected = {name: whole.read(name) for name in whole.tensors}
+    full = MergedWeights(folder, family, arch, adapter)
+    expected = {name: full.read(name) for name in full.tensors}
     sliced = MergedWeights(folder, family, arch, adapter)  # with norms not yet computed
     for placed in family.placements(arch).values():
         size = 1 if placed.rule.shard == "whole" else 2

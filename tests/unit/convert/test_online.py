@@ -255,17 +255,17 @@ def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str)
             import_weights(live, table, arch, RandomWeights(table, arch, seed=3), **rank)
             export_weights(live, table, arch, plan, folder, **rank)
         exports.append(load_file(folder / "model.safetensors"))
-    one, two = exports
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    item, two = exports
+    assert all(torch.equal(tensor, two[name]) for name, tensor in item.items())
     for placed in table.placements(arch).values():
         for name in placed.hf:
             match placed.rule.init:
                 case "ones":
-                    assert one[name].eq(0 if arch.norm.norm_zero_centered else 1).all()
+                    assert item[name].eq(0 if arch.norm.norm_zero_centered else 1).all()
                 case "zeros":
-                    assert not one[name].any()
+                    assert not item[name].any()
                 case "normal":
-                    drawn = one[name].numel()
-                    assert one[name].std() == pytest.approx(arch.init_std, rel=0.1 + 4 / drawn**0.5)
-    largest = [tensor for tensor in one.values() if tensor.numel() > 1000]
+                    drawn = item[name].numel()
+                    assert item[name].std() == pytest.approx(arch.init_std, rel=0.1 + 4 / drawn**0.5)
+    largest = [tensor for tensor in item.values() if tensor.numel() > 1000]
     assert not any(torch.equal(a.flatten()[:99], b.flatten()[:99]) for a, b in itertools.combinations(largest, 2))

@@ -82,9 +82,9 @@ def test_layers_that_are_built_survive_a_round_trip(family: str, to: str, tmp_pa
 @pytest.mark.parametrize("family", PREFIXES)
 def test_layers_without_weights_are_not_counted(family: str) -> None:
     config = tiny_config(family).to_dict() | {"num_nextn_predict_layers": 1}
-    found = all_families()[family]
-    assert found.to_architecture(config).pattern.mtp_layers == 1
-    assert found.to_architecture(config, ()).pattern.mtp_layers == 0
+    result = all_families()[family]
+    assert result.to_architecture(config).pattern.mtp_layers == 1
+    assert result.to_architecture(config, ()).pattern.mtp_layers == 0
 
 
 @pytest.mark.parametrize("family", PASSED)

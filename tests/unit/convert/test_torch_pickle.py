@@ -45,26 +45,26 @@ def test_offsets_of_all_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
         "b": torch.zeros((), dtype=dtype),
         "none": torch.empty((0, 3), dtype=dtype),
     }
-    found = read_torch_pickle(saved(tmp_path / "x.pt", {"model": tensors, "iteration": 3}))
-    assert found["iteration"] == 3
+    result = read_torch_pickle(saved(tmp_path / "x.pt", {"model": tensors, "iteration": 3}))
+    assert result["iteration"] == 3
     for name, tensor in tensors.items():
-        assert torch.equal(TensorReader().read(found["model"][name]), tensor)
+        assert torch.equal(TensorReader().read(result["model"][name]), tensor)
 
 
 def test_archive_within_a_file(tmp_path: Path) -> None:
-    one = saved(tmp_path / "x.pt", torch.arange(7.0)).read_bytes()
-    (tmp_path / "many").write_bytes(b"before" * 50 + one + b"PK behind" * 50)
-    info = read_torch_pickle(tmp_path / "many", 300, len(one))
+    item = saved(tmp_path / "x.pt", torch.arange(7.0)).read_bytes()
+    (tmp_path / "many").write_bytes(b"before" * 50 + item + b"PK behind" * 50)
+    info = read_torch_pickle(tmp_path / "many", 300, len(item))
     assert torch.equal(TensorReader().read(info), torch.arange(7.0))
 
 
 def test_views_into_a_larger_storage(tmp_path: Path) -> None:
-    whole = torch.arange(60.0).view(6, 10)
-    found = read_torch_pickle(saved(tmp_path / "x.pt", {"rows": whole[2:4], "row": whole[5], "one": whole[3, 7]}))
-    assert torch.equal(TensorReader().read(found["rows"]), whole[2:4])
-    assert torch.equal(TensorReader().read(found["row"]), whole[5])
-    assert TensorReader().read(found["one"]) == 37
-    assert found["rows"].offset - found["one"].offset == (20 - 37) * 4
+    full = torch.arange(60.0).view(6, 10)
+    result = read_torch_pickle(saved(tmp_path / "x.pt", {"rows": full[2:4], "row": full[5], "one": full[3, 7]}))
+    assert torch.equal(TensorReader().read(result["rows"]), full[2:4])
+    assert torch.equal(TensorReader().read(result["row"]), full[5])
+    assert TensorReader().read(result["one"]) == 37
+    assert result["rows"].offset - result["one"].offset == (20 - 37) * 4
 
 
 @pytest.mark.parametrize("cut", [lambda t: t.T, lambda t: t[:, :2], lambda t: t[::2], lambda t: t[:1].expand(3, 4)])
@@ -86,14 +86,14 @@ def test_plain_values(tmp_path: Path) -> None:
         "few": {1, 2}, "fixed": frozenset("ab"), "bytes": b"\xff\x00", "array": bytearray(b"x"), "number": 1 + 2j,
         "size": torch.Size((2, 3)), "dtype": torch.bfloat16, "device": torch.device("cpu"), "ordered": OrderedDict(a=1),
     }  # fmt: skip
-    found = read_torch_pickle(saved(tmp_path / "x.pt", plain | factories))
-    assert found == plain | {"list": {"a": []}, "dict": {"a": {}}, "int": {"a": 0}}
+    result = read_torch_pickle(saved(tmp_path / "x.pt", plain | factories))
+    assert result == plain | {"list": {"a": []}, "dict": {"a": {}}, "int": {"a": 0}}
 
 
 def test_parameters_and_buffers(tmp_path: Path) -> None:
     layer = torch.nn.BatchNorm1d(3)
-    found = read_torch_pickle(saved(tmp_path / "x.pt", dict(layer.state_dict()) | {"p": layer.weight}))
-    assert {name: tuple(info.shape) for name, info in found.items()} == {
+    result = read_torch_pickle(saved(tmp_path / "x.pt", dict(layer.state_dict()) | {"p": layer.weight}))
+    assert {name: tuple(info.shape) for name, info in result.items()} == {
         **{name: (3,) for name in ("weight", "bias", "running_mean", "running_var", "p")},
         "num_batches_tracked": (),
     }
@@ -136,10 +136,10 @@ def test_dotted_name_is_refused(tmp_path: Path) -> None:
         read_torch_pickle(path)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 200, -30, -1])
-def test_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("remaining", [0, 10, 200, -30, -1])
+def test_truncated_file_is_refused(remaining: int, tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(1000)})
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:remaining])
     with pytest.raises(DataError, match=r"x\.pt"):
         read_torch_pickle(path)
 
@@ -179,17 +179,17 @@ def test_classes_of_other_packages_are_not_imported(tmp_path: Path) -> None:
         "model": torch.ones(2),
     }
     path = saved(tmp_path / "x.pt", {"state": state})
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "megatron"}
+    remaining = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "megatron"}
     try:
-        found = read_torch_pickle(path)["state"]
+        result = read_torch_pickle(path)["state"]
         assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
     finally:
-        sys.modules.update(kept)
-    assert found["args"].tensor_model_parallel_size == 2
-    backend = found["args"].attention_backend
+        sys.modules.update(remaining)
+    assert result["args"].tensor_model_parallel_size == 2
+    backend = result["args"].attention_backend
     assert isinstance(backend, UnknownObject) and repr(backend) == "<megatron.core.transformer.enums.AttnBackend>"
-    assert isinstance(found["numpy"][1], UnknownObject) and isinstance(found["scalar"], UnknownObject)
-    assert isinstance(found["model"], TensorInfo)
+    assert isinstance(result["numpy"][1], UnknownObject) and isinstance(result["scalar"], UnknownObject)
+    assert isinstance(result["model"], TensorInfo)
 
 
 def test_plain_pickle_is_refused(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_the_language_model_alone(gemma3: Path, tmp_path: Path) -> None:
     )
     assert type(network).__name__ == "Gemma3ForCausalLM" and not any(loading.values())
     with torch.no_grad():
-        whole = load_network(gemma3, dtype=torch.float32)(INPUT_IDS).logits
-        assert torch.equal(network(INPUT_IDS).logits, whole)
+        full = load_network(gemma3, dtype=torch.float32)(INPUT_IDS).logits
+        assert torch.equal(network(INPUT_IDS).logits, full)
     with pytest.raises(UsageError, match=r"gemma3 is multimodal, and .* has no tensors for its towers"):
         convert(tmp_path / "text", tmp_path / "refused", "hf", hf_family="gemma3")
 
@@ -140,8 +140,8 @@ def test_names_of_another_program_become_those_of_the_family(tmp_path: Path) -> 
 
 def test_random_weights_are_those_of_the_language_model(gemma3: Path) -> None:
     keys = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-    found = open_source(ModelConfig(path=str(gemma3), init="random", config=keys))
-    assert found.config["model_type"] == "gemma3_text" and found.config["num_hidden_layers"] == 2
+    result = open_source(ModelConfig(path=str(gemma3), init="random", config=keys))
+    assert result.config["model_type"] == "gemma3_text" and result.config["num_hidden_layers"] == 2
     longer = open_source(ModelConfig(path=str(gemma3), config={"max_position_embeddings": 256}))
     assert longer.config["text_config"]["max_position_embeddings"] == 256 and "vision_config" in longer.config
     with pytest.raises(UsageError, match=r"model.config: a model of type gemma3_text does not use text_config"):
@@ -156,22 +156,22 @@ def test_settings_of_quantization_in_the_section() -> None:
 
 def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "qwen3_5_moe")
-    whole = load_file(base / "model.safetensors")
-    fused = {name: tensor for name, tensor in whole.items() if ".experts." not in name}
+    full = load_file(base / "model.safetensors")
+    fused = {name: tensor for name, tensor in full.items() if ".experts." not in name}
     for layer in range(4):
         owner = f"model.language_model.layers.{layer}.mlp.experts"
-        each = {
-            leaf: torch.stack([whole[f"{owner}.{expert}.{leaf}_proj.weight"] for expert in range(6)])
+        item = {
+            leaf: torch.stack([full[f"{owner}.{expert}.{leaf}_proj.weight"] for expert in range(6)])
             for leaf in ("gate", "up", "down")
         }
-        fused |= {f"{owner}.gate_up_proj": torch.cat([each["gate"], each["up"]], 1), f"{owner}.down_proj": each["down"]}
+        fused |= {f"{owner}.gate_up_proj": torch.cat([item["gate"], item["up"]], 1), f"{owner}.down_proj": item["down"]}
     other = shutil.copytree(base, tmp_path / "other")
     save_file({name: tensor.contiguous() for name, tensor in fused.items()}, other / "model.safetensors")
     assert "one tensor for all experts" in convert(other, tmp_path / "megatron").notes[0]
     compare_models(base, tmp_path / "megatron")
     compare_models(base, other)
     both = shutil.copytree(base, tmp_path / "both")
-    save_file({name: tensor.contiguous() for name, tensor in (fused | whole).items()}, both / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in (fused | full).items()}, both / "model.safetensors")
     with pytest.raises(DataError, match=r"has both .*down_proj and .*0\.down_proj\.weight"):
         convert(both, tmp_path / "refused")
     convert(tmp_path / "megatron", tmp_path / "back")

@@ -229,13 +229,13 @@ def test_nan_is_a_difference_of_nan(qwen3: Path, converted: Path) -> None:
 
 
 def test_parts_in_float16_and_bfloat16_do_not_overflow(qwen3: Path, tmp_path: Path) -> None:
-    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+    names = [f"model.layers.0.self_attn.{item}_proj.weight" for item in "qkv"]
     for name in names[:2]:
         change(qwen3, name, torch.Tensor.half)
     change(qwen3, names[2], lambda w: torch.full_like(w, 1e6).bfloat16())
     convert(qwen3, tmp_path / "out", "hf", dtype=torch.float32)
-    wanted, found = content(qwen3), content(tmp_path / "out")
-    assert all(torch.equal(found[name], wanted[name].float()) for name in names)
+    expected, result = content(qwen3), content(tmp_path / "out")
+    assert all(torch.equal(result[name], expected[name].float()) for name in names)
 
 
 def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) -> None:

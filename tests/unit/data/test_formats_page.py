@@ -40,9 +40,9 @@ def examples(section: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("section", KINDS)
 def test_examples_have_the_kind_of_their_section(tmp_path: Path, section: str) -> None:
     name, kind = KINDS[section]
-    found = examples(section)
-    assert {ending for ending, _ in found} == {"jsonl", "csv"}
-    for ending, text in found:
+    result = examples(section)
+    assert {ending for ending, _ in result} == {"jsonl", "csv"}
+    for ending, text in result:
         path = tmp_path / f"example.{ending}"
         path.write_text(text)
         records = list(read_records(path))

@@ -92,7 +92,7 @@ class OfRows(nn.Module):
         self.layer, self.arguments = randomized(layer), arguments
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        given = [each[:, 0] for each in (x, *others)]
+        given = [item[:, 0] for item in (x, *others)]
         if isinstance(self.layer, DepthwiseConvolution):
             given.append((2, len(x) - 2))
         return self.layer(*given, **self.arguments)
@@ -158,9 +158,9 @@ def results(case: str, length: int, device: str = "cpu", dtype: torch.dtype = to
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_equals_eager_for_any_length(case: str) -> None:
     lengths = (5, 7, WIDTH)
-    wanted = [results(case, length) for length in lengths]
+    expected = [results(case, length) for length in lengths]
     set_compile(True, device="cpu")
-    for length, eager in zip(lengths, wanted, strict=True):
+    for length, eager in zip(lengths, expected, strict=True):
         for mine, reference in zip(results(case, length), eager, strict=True):
             torch.testing.assert_close(mine, reference, rtol=2e-6, atol=2e-6)
     # A forward and a backward region; dropout has one for both, and ranks exchange sums within the norm.

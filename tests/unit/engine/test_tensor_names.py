@@ -124,8 +124,8 @@ def test_slots(spelling: Spelling, canonical: str, places: list[CheckpointSlot])
 
 
 def test_candidates_include_every_name() -> None:
-    found = [place.key for place in DENSE.candidate_slots(f"{L2}input_layernorm.weight")]
-    assert found == [
+    results = [place.key for place in DENSE.candidate_slots(f"{L2}input_layernorm.weight")]
+    assert results == [
         f"decoder.layers.{FUSED_INPUT}",
         "decoder.layers.input_layernorm.weight",
         f"{L2}{FUSED_INPUT}",
@@ -176,14 +176,14 @@ def test_live_names(spelling: Spelling, canonical: str, live: str) -> None:
 
 
 def test_sections_of_mamba2_are_tensors_of_their_own() -> None:
-    found = BOTH.slots(f"{L2}mixer.conv1d.bias", [8, 4, 4])
+    result = BOTH.slots(f"{L2}mixer.conv1d.bias", [8, 4, 4])
     key = f"{L2}mixer.conv1d.bias"
-    assert found == [
+    assert result == [
         CheckpointSlot(f"{key}.x", rows=(0, 8)),
         CheckpointSlot(f"{key}.B", rows=(8, 12)),
         CheckpointSlot(f"{key}.C", rows=(12, 16)),
     ]
-    assert BOTH.alternatives(key, [8, 4, 4]) == [found]
+    assert BOTH.alternatives(key, [8, 4, 4]) == [result]
     assert DELTA.slots("decoder.layers.0.self_attention.in_proj.weight") == [
         CheckpointSlot("decoder.layers.0.self_attention.in_proj.weight")
     ]
@@ -211,5 +211,5 @@ def test_extra_states_of_hybrid_layers() -> None:
 def test_layers_that_differ_are_not_stacked(changes: dict[str, Any], homogeneous: bool, single_blocks: bool) -> None:
     sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4}
     ends = {"vocab_size": 16, "max_position_embeddings": 8, "norm_epsilon": 1e-6}
-    found = spelling_of(from_settings({"family": "", "num_layers": 4, **sizes, **ends, **changes}))
-    assert (found.homogeneous, found.single_blocks) == (homogeneous, single_blocks)
+    result = spelling_of(from_settings({"family": "", "num_layers": 4, **sizes, **ends, **changes}))
+    assert (result.homogeneous, result.single_blocks) == (homogeneous, single_blocks)

@@ -30,8 +30,8 @@ def tiny(name: str) -> tuple[PretrainedConfig, Family, Architecture]:
 
 def selected(name: str, *targets: str) -> list[str]:
     _, family, arch = tiny(name)
-    found = adapted_linears(family, arch, targets)
-    return list(dict.fromkeys(linear.module for linears in found.values() for linear in linears))
+    result = adapted_linears(family, arch, targets)
+    return list(dict.fromkeys(linear.module for linears in result.values() for linear in linears))
 
 
 @pytest.mark.parametrize("name", all_families())
@@ -54,12 +54,12 @@ def test_linears_are_those_of_transformers(name: str) -> None:
                 assert experts == arch.moe.num_experts
                 transposed = getattr(module, "is_transposed", family.swapped_experts)
                 shapes[own.removesuffix(".weight")] = tuple(shape[::-1]) if transposed else tuple(shape)
-    found: dict[str, HfLinear] = {}
+    entries: dict[str, HfLinear] = {}
     for linears in all_linears(family, arch).values():
-        found |= {linear.module: linear for linear in linears}
-    assert {path: (linear.out, linear.inputs) for path, linear in found.items()} == shapes
+        entries |= {linear.module: linear for linear in linears}
+    assert {path: (linear.out, linear.inputs) for path, linear in entries.items()} == shapes
     assert all(
-        (linear.expert is None) == (family.has_code or ".experts." not in path) for path, linear in found.items()
+        (linear.expert is None) == (family.has_code or ".experts." not in path) for path, linear in entries.items()
     )
 
 

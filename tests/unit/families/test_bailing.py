@@ -106,9 +106,9 @@ def test_lists_without_limits_of_swiglu() -> None:
 def test_what_transformers_saves_has_other_names(tmp_path: Path) -> None:
     """It names the output projections of all layers alike; published files do not."""
     folder = ModelFolder.open(build_model_folder(tmp_path, "bailing_hybrid", names=False))
-    found = other_names(folder, family_for(folder.config), folder.config)
+    result = other_names(folder, family_for(folder.config), folder.config)
     layer = "model.layers.{}.attention.{}.weight"
-    assert found == {layer.format(number, "dense"): layer.format(number, "o_proj") for number in (0, 2)}
+    assert result == {layer.format(number, "dense"): layer.format(number, "o_proj") for number in (0, 2)}
 
 
 @pytest.mark.parametrize("name", ["bailing_moe", "bailing_hybrid"])

@@ -253,9 +253,9 @@ def test_architecture_is_what_transformers_reads(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_family_specific_keys(name: str) -> None:
-    config, (_, wanted) = config_of(name), OTHERS[name]
+    config, (_, expected) = config_of(name), OTHERS[name]
     arch = family_for(config).to_architecture(config)
-    assert {name: arch.setting(name) for name in wanted} == wanted
+    assert {name: arch.setting(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
@@ -433,14 +433,14 @@ def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None
 def test_dropout_is_read_and_written(config: dict[str, Any], dropout: Dropout) -> None:
     family = family_for(config)
     own = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
-    whole = SIZES | own | config
-    assert family.read_dropout(whole) == dropout
-    arch = family.to_architecture(whole)
-    assert family.read_dropout(family.to_hf_config(arch, whole)) == dropout
-    assert family.to_hf_config(arch, whole, dropout=dropout) == family.to_hf_config(arch, whole)
+    full = SIZES | own | config
+    assert family.read_dropout(full) == dropout
+    arch = family.to_architecture(full)
+    assert family.read_dropout(family.to_hf_config(arch, full)) == dropout
+    assert family.to_hf_config(arch, full, dropout=dropout) == family.to_hf_config(arch, full)
     assert family.read_dropout(family.to_hf_config(arch)) == Dropout()
     other = Dropout(**{name: 0.25 for name in family.dropout})
-    assert family.read_dropout(family.to_hf_config(arch, whole, dropout=other)) == other
+    assert family.read_dropout(family.to_hf_config(arch, full, dropout=other)) == other
 
 
 def test_a_dropout_rate_is_below_one() -> None:

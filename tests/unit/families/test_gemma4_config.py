@@ -127,8 +127,8 @@ def test_unused_tensors_of_published_files_are_read_over(tmp_path: Path) -> None
     save_file({**tensors, **{name: torch.zeros(4, 4) for name in unused}}, file, {"format": "pt"})
     convert(folder, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back", "hf")
-    found = load_file(tmp_path / "back/model.safetensors")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    result = load_file(tmp_path / "back/model.safetensors")
+    assert result.keys() == tensors.keys() and all(torch.equal(result[name], tensors[name]) for name in tensors)
     save_file({**tensors, "model.language_model.layers.1.self_attn.q_bias": torch.zeros(4)}, file, {"format": "pt"})
     with pytest.raises(DataError, match=r"1 not expected: model\.language_model\.layers\.1\.self_attn\.q_bias"):
         convert(folder, tmp_path / "refused")

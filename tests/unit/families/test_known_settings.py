@@ -116,9 +116,9 @@ def test_absent_settings_are_what_the_class_assumes(name: str) -> None:
     config = {"model_type": name} | sizes | OWN_SIZES.get(name, {})
 
     def meaning(hf: dict[str, Any]) -> Architecture:
-        found = family.to_architecture(hf)
-        return found.with_settings(
-            {"attention_scale": found.attention.attention_scale or found.attention.kv_channels**-0.5}
+        result = family.to_architecture(hf)
+        return result.with_settings(
+            {"attention_scale": result.attention.attention_scale or result.attention.kv_channels**-0.5}
         )
 
     assert meaning(config) == meaning(kind.from_dict(config).to_dict())

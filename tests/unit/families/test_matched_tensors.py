@@ -50,9 +50,9 @@ def test_patterns_that_cannot_be_frozen(patterns: tuple[str, ...], words: tuple[
 
 def test_the_first_matching_pattern_counts() -> None:
     values = {"*.layers.0.mlp.*": 1.0, "*.mlp.*": 2.0}
-    found = values_by_pattern(*_model("qwen3"), values, "optim.lr_groups")
-    assert found["decoder.layers.0.mlp.linear_fc2.weight"] == 1.0
-    assert found["decoder.layers.1.mlp.linear_fc2.weight"] == 2.0
+    result = values_by_pattern(*_model("qwen3"), values, "optim.lr_groups")
+    assert result["decoder.layers.0.mlp.linear_fc2.weight"] == 1.0
+    assert result["decoder.layers.1.mlp.linear_fc2.weight"] == 2.0
 
 
 def test_pattern_without_a_trained_tensor() -> None:

@@ -127,7 +127,7 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
     tensors = hf_tensors(rule, arch)
     parts = [tensors[part.name] for part in rule.parts]
     expert = 1 if rule.stacked and rule.is_expert else 0
-    whole = assembled(rule, arch, tensors, expert)
+    full = assembled(rule, arch, tensors, expert)
     padded = 80
     back = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     written = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -142,29 +142,29 @@ def test_ranks_together_have_every_element(arch: Architecture, rule: Rule, tp: i
             written[name][piece.hf] += 1
         shares = torch.zeros_like(local)
         for mine, here in owned_slices(rule, arch, layout):
-            shares[here] = whole[mine]
+            shares[here] = full[mine]
         assert torch.equal(shares, local)
         ranks.append(local)
     # What Megatron-Core expects of a rank, written down apart from the table.
     match rule.shard:
         case "whole":
-            wanted = [whole] * tp
+            expected = [full] * tp
         case "cols":
-            wanted = list(whole.chunk(tp, dim=1))
+            expected = list(full.chunk(tp, dim=1))
         case "third":
-            wanted = list(whole.chunk(tp, dim=2))
+            expected = list(full.chunk(tp, dim=2))
         case "gate_up":
-            halves = whole.chunk(2)
-            wanted = [torch.cat([half.chunk(tp)[rank] for half in halves]) for rank in range(tp)]
+            halves = full.chunk(2)
+            expected = [torch.cat([half.chunk(tp)[rank] for half in halves]) for rank in range(tp)]
         case "parts":
-            sections = whole.split([shape[0] for shape in rule.part_shapes(arch)])
-            wanted = [torch.cat([section.chunk(tp)[rank] for section in sections]) for rank in range(tp)]
+            sections = full.split([shape[0] for shape in rule.part_shapes(arch)])
+            expected = [torch.cat([section.chunk(tp)[rank] for section in sections]) for rank in range(tp)]
         case "vocab":
-            rows = torch.cat([whole, whole.new_zeros(padded - len(whole), *whole.shape[1:])])
-            wanted = list(rows.chunk(tp))
+            rows = torch.cat([full, full.new_zeros(padded - len(full), *full.shape[1:])])
+            expected = list(rows.chunk(tp))
         case _:
-            wanted = list(whole.chunk(tp))
-    assert all(torch.equal(got, want) for got, want in zip(ranks, wanted, strict=True))
+            expected = list(full.chunk(tp))
+    assert all(torch.equal(got, want) for got, want in zip(ranks, expected, strict=True))
     once = tp if rule.shard == "whole" else 1
     for name, tensor in tensors.items():
         # A stacked tensor has other experts beside the one that was placed.
@@ -184,8 +184,8 @@ def test_sections_of_a_tensor_are_like_separate_tensors() -> None:
     rule = qkv("qkv", "qkv", "qkv", "qkv")
     arch = ARCH.with_settings({"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1})
     assert rule.hf_shapes(arch) == {"qkv": (8,)}
-    one = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
-    assert assembled(rule, arch, one).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    item = {"qkv": torch.tensor([1, 2, 3, 4, 10, 20, 100, 200])}
+    assert assembled(rule, arch, item).tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
 
 def test_sections_repeat_in_a_tensor() -> None:
@@ -203,17 +203,17 @@ def test_sections_repeat_in_a_tensor() -> None:
 def test_sections_may_have_another_order() -> None:
     rule = qkv("qkv", "qkv", "qkv", "qkv", hf_order=(0, 2, 1), hf_strands="2")
     arch = ARCH.with_settings({"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 1})
-    one = {"qkv": torch.tensor([1, 2, 100, 200, 10, 20, 3, 4, 300, 400, 30, 40])}
-    assert assembled(rule, arch, one).tolist() == [1, 10, 100, 2, 20, 200, 3, 30, 300, 4, 40, 400]
+    item = {"qkv": torch.tensor([1, 2, 100, 200, 10, 20, 3, 4, 300, 400, 30, 40])}
+    assert assembled(rule, arch, item).tolist() == [1, 10, 100, 2, 20, 200, 3, 30, 300, 4, 40, 400]
 
 
 def test_interleaved_transposed_stacked_experts() -> None:
     rule = gate_up("experts.{expert}.fc1", "e", "e", "H", width="X", interleaved=True, transposed=True, stacked=True)
     arch = ARCH.with_settings({"hidden_size": 2, "moe": Experts(num_experts=2, top_k=1, ffn_hidden_size=2)})
     assert rule.hf_shapes(arch) == {"e": (2, 2, 4)}
-    whole = torch.arange(16).reshape(2, 2, 4)
+    full = torch.arange(16).reshape(2, 2, 4)
     # Rows: the gates 0 and 2, then the ups 1 and 3, of the second expert.
-    assert assembled(rule, arch, {"e": whole}, 1).tolist() == [[8, 12], [10, 14], [9, 13], [11, 15]]
+    assert assembled(rule, arch, {"e": full}, 1).tolist() == [[8, 12], [10, 14], [9, 13], [11, 15]]
 
 
 def test_padding_may_fill_whole_ranks() -> None:

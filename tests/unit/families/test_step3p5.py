@@ -44,16 +44,16 @@ FAMILY = all_families()["step3p5"]
 
 
 def test_a_published_config_means_what_transformers_reads() -> None:
-    found = FAMILY.to_architecture(PUBLISHED)
-    assert found == FAMILY.to_architecture(AutoConfig.for_model(**PUBLISHED).to_dict())
-    windowed = found.layers[1].attention
+    result = FAMILY.to_architecture(PUBLISHED)
+    assert result == FAMILY.to_architecture(AutoConfig.for_model(**PUBLISHED).to_dict())
+    windowed = result.layers[1].attention
     assert windowed is not None and windowed.rotary is not None
     assert windowed.num_attention_heads == 96 and windowed.rotary.rotary_percent == 1.0
-    assert (found.rotary.rotary_base, found.rotary.rotary_percent) == (5e6, 0.5)
-    assert found.windows.window_rotary_base == 1e4
-    assert found.rotary.rope_scaling is not None and found.rotary.rope_scaling.factor == 2.0
-    assert found.moe is not None and found.moe.dense_layers == (0, 1, 2) and found.moe.swiglu_limits[4] == 7.0
-    assert found.mlp.swiglu_limits == (None, None, None, None, 16.0)
+    assert (result.rotary.rotary_base, result.rotary.rotary_percent) == (5e6, 0.5)
+    assert result.windows.window_rotary_base == 1e4
+    assert result.rotary.rope_scaling is not None and result.rotary.rope_scaling.factor == 2.0
+    assert result.moe is not None and result.moe.dense_layers == (0, 1, 2) and result.moe.swiglu_limits[4] == 7.0
+    assert result.mlp.swiglu_limits == (None, None, None, None, 16.0)
 
 
 def test_exports_keep_the_spelling_of_the_source() -> None:
@@ -67,12 +67,12 @@ def test_other_rotary_settings_need_the_class_of_transformers() -> None:
     arch = FAMILY.to_architecture(PUBLISHED).with_settings({"rotary_base": 1e6})
     with pytest.raises(UsageError, match="rotary settings of step3p5 cannot be changed"):
         FAMILY.to_hf_config(arch, PUBLISHED)
-    whole = all_families()["step3p7"]
+    full = all_families()["step3p7"]
     nested = {"model_type": "step3p7", "architectures": ["Step3p7ForConditionalGeneration"], "text_config": PUBLISHED}
-    export = whole.to_hf_config(replace(arch, family="step3p7"), nested)
+    export = full.to_hf_config(replace(arch, family="step3p7"), nested)
     assert "rope_theta" not in export["text_config"]
     assert export["text_config"]["rope_parameters"][FULL]["rope_theta"] == 1e6
-    assert whole.to_architecture(export) == replace(arch, family="step3p7")
+    assert full.to_architecture(export) == replace(arch, family="step3p7")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_mtp_layers_are_copied(family: str, tmp_path: Path) -> None:
     convert(model, tmp_path / "megatron", to="megatron")
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
     (back,) = (tmp_path / "back").glob("*.safetensors")
-    found, source = load_file(back), load_file(file)
-    assert found.keys() == source.keys()
-    assert all(torch.equal(found[name], source[name]) for name in source)
+    result, source = load_file(back), load_file(file)
+    assert result.keys() == source.keys()
+    assert all(torch.equal(result[name], source[name]) for name in source)

@@ -29,17 +29,17 @@ def own_settings_of_torch() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("build", "wanted"),
+    ("build", "expected"),
     [
         (H200, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}),
         (MI355X, {"ROCBLAS_DEFAULT_ATOMICS_MODE": "0", "NCCL_ALGO": "Ring"}),
     ],
 )
-def test_on_a_gpu(machine: Callable[..., None], build: dict[str, Any], wanted: dict[str, str]) -> None:
+def test_on_a_gpu(machine: Callable[..., None], build: dict[str, Any], expected: dict[str, str]) -> None:
     machine(**build)
     platform = detect("auto", RUN)
-    assert wanted.items() <= os.environ.items()
-    assert not wanted.keys() & platform.env_of_run(RunShape()).keys()
+    assert expected.items() <= os.environ.items()
+    assert not expected.keys() & platform.env_of_run(RunShape()).keys()
     assert "raises an error where it has none" in use_deterministic_algorithms(platform)
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory

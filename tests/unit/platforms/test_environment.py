@@ -51,16 +51,16 @@ def test_remarks_depend_on_value_and_run() -> None:
     assert remarks_on(right, RunShape(), on_gpu=True) == []
     both = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert "all of them select devices" in remarks_on(both, RunShape(), on_gpu=True)[0]
-    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert "parallel.fsdp" in remarks_on(one, RunShape(fsdp=True), on_gpu=True)[0]
-    assert "parallel.async_tp" in remarks_on(one, RunShape(tp_or_cp=True, async_tp=True), on_gpu=True)[0]
+    item = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert "parallel.fsdp" in remarks_on(item, RunShape(fsdp=True), on_gpu=True)[0]
+    assert "parallel.async_tp" in remarks_on(item, RunShape(tp_or_cp=True, async_tp=True), on_gpu=True)[0]
     assert remarks_on({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True, async_tp=True), on_gpu=True) == []
-    assert remarks_on(one, RunShape(fsdp=True), on_gpu=False) == remarks_on(one, RunShape(), on_gpu=True) == []
+    assert remarks_on(item, RunShape(fsdp=True), on_gpu=False) == remarks_on(item, RunShape(), on_gpu=True) == []
     assert "relies on 1" in remarks_on({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, RunShape(tp_or_cp=True), on_gpu=True)[0]
 
 
 @pytest.mark.parametrize(
-    ("arch", "run", "wanted"),
+    ("arch", "run", "expected"),
     [
         ("gfx90a", RunShape(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {}),
@@ -76,13 +76,13 @@ def test_remarks_depend_on_value_and_run() -> None:
     ],
 )  # fmt: skip
 def test_rocm_variables_depend_on_the_run(
-    machine: Callable[..., None], arch: str, run: RunShape, wanted: dict[str, str]
+    machine: Callable[..., None], arch: str, run: RunShape, expected: dict[str, str]
 ) -> None:
     machine(hip="7.0", name="AMD Instinct", gcnArchName=arch)
     platform = detect()
     always = {name: value for name, (value, _) in platform.env_defaults.items()}
     applied = apply_env(platform, run, device_known=True)
-    assert {name: value for name, (value, _) in applied.items()} == always | wanted
+    assert {name: value for name, (value, _) in applied.items()} == always | expected
     assert all(os.environ[name] == value and len(why) > 20 for name, (value, why) in applied.items())
 
 

@@ -56,11 +56,11 @@ def test_weights_of_the_hub_are_not_downloaded(model: Path, tmp_path: Path, monk
     data = tmp_path / "chats.json"
     data.write_text(json.dumps(CHATS))
     cached = Path(shutil.copytree(model, tmp_path / "cached"))
-    wanted: list[bool] = []
+    expected: list[bool] = []
 
     def fetch(name: str, *, weights: bool, **_: Any) -> Path:
         assert name == "org/name"
-        wanted.append(weights)
+        expected.append(weights)
         return cached
 
     monkeypatch.setattr(dry_run, "fetch", fetch)
@@ -69,6 +69,6 @@ def test_weights_of_the_hub_are_not_downloaded(model: Path, tmp_path: Path, monk
     assert any("the run may fail after it has tokenized the data: optim.warmup_steps=1000" in line for line in few)
     (cached / "model.safetensors").unlink()
     lines = lines_of("org/name", {"files": [str(data)]}, {"steps": 2})
-    assert lines[0].startswith("org/name: its weights are not in the Hub cache") and wanted == [False, False]
+    assert lines[0].startswith("org/name: its weights are not in the Hub cache") and expected == [False, False]
     with pytest.raises(MissingInput, match="has no safetensors weights"):  # a folder of the user
         lines_of(cached, {"files": [str(data)]}, {"steps": 2})

@@ -69,9 +69,9 @@ def test_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
 def test_card_of_an_adapter_on_a_local_model(tmp_path: Path) -> None:
     local, data = tmp_path / "base", tmp_path / "data" / "private.json"
     card = card_of(tmp_path, str(local), "lora.rank=4", adapter=True, data=str(data))
-    found = card.data.to_dict()
-    assert (found["library_name"], found["tags"][-1], found["license"]) == ("peft", "lora", "other")
-    assert "base_model" not in found and "datasets" not in found
+    result = card.data.to_dict()
+    assert (result["library_name"], result["tags"][-1], result["license"]) == ("peft", "lora", "other")
+    assert "base_model" not in result and "datasets" not in result
     assert "This adapter was fine-tuned on chats" in card.text and "Base model: base." in card.text
     assert "private.json" in card.text and "rank: 4" in card.text
 

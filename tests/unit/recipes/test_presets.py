@@ -82,15 +82,15 @@ def test_preset_layout_fits_its_model(name: str) -> None:
 def test_benchmark_presets_have_the_published_settings() -> None:
     llama = opened("llama3.2-1b-sft")[0]
     assert (llama.train.global_batch_size, llama.optim.lr) == (128, 2.83e-5)
-    found = {}
+    values = {}
     for name in ("llama3.1-8b-bf16", "llama3.1-8b-fp8", "llama2-7b-bf16", "llama2-7b-fp8", "llama3-70b-fsdp",
                  "llama2-70b-fsdp", "deepseek-v2-lite", "mixtral-8x7b", "qwen2.5-7b", "qwen2.5-72b-fsdp"):  # fmt: skip
         config, world = opened(f"{name}-benchmark")
         assert (world, config.train.steps, config.data.mock, config.model.init) == (8, 50, True, "random")
         train = config.train
-        found[name] = (train.micro_batch_size, train.global_batch_size, config.data.seq_length, train.precision)
+        values[name] = (train.micro_batch_size, train.global_batch_size, config.data.seq_length, train.precision)
         assert config.parallel.fsdp == ("fsdp" in name) == (train.recompute == "full")
-    assert found == {
+    assert values == {
         "llama3.1-8b-bf16": (2, 128, 8192, "bf16"),
         "llama3.1-8b-fp8": (2, 128, 8192, "fp8"),
         "llama2-7b-bf16": (4, 256, 4096, "bf16"),

@@ -59,9 +59,9 @@ def test_packing_costs_less_than_one_long_sample_and_a_window_bounds_it() -> Non
 
 def test_recurrences_counted_by_hand() -> None:
     two = Mamba2(num_heads=4, head_dim=3, state_size=5, num_groups=2, kernel=2)
-    one = Mamba(inner_size=6, state_size=5, time_step_rank=2, kernel=2)
+    item = Mamba(inner_size=6, state_size=5, time_step_rank=2, kernel=2)
     hybrid = SMALL.with_settings(
-        {"mixers": (("attention",), ("mamba2",), ("attention", "mamba")), "mamba2": two, "mamba": one}
+        {"mixers": (("attention",), ("mamba2",), ("attention", "mamba")), "mamba2": two, "mamba": item}
     )
     weights = sum(layer.matmul_weights for layer in hybrid.layers)
     attention = 2 * 4 * (2 * 8 + 2 * 8) * (36 + 16) / 2

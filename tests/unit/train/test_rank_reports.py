@@ -41,12 +41,12 @@ def sums(own_s: list[float], readings: list[GpuReading] | None = None) -> list[f
 
 def test_the_slowest_rank_is_named_once_while_it_stays_the_slowest() -> None:
     events: list[Any] = []
-    each = reports(events, 4)
-    found = each.metrics(10, sums([1.0, 1.1, 2.0, 0.9]))
-    assert found == {"slowest_rank": 2, "slowest_rank_s": 2.0, "median_rank_s": 1.0, "straggler_share": 0.5}
-    each.metrics(20, sums([1.0, 1.1, 2.0, 0.9]))
-    each.metrics(30, sums([1.0, 1.1, 1.05, 0.9]))  # below the threshold
-    each.metrics(40, sums([1.0, 1.1, 2.0, 0.9]))
+    item = reports(events, 4)
+    result = item.metrics(10, sums([1.0, 1.1, 2.0, 0.9]))
+    assert result == {"slowest_rank": 2, "slowest_rank_s": 2.0, "median_rank_s": 1.0, "straggler_share": 0.5}
+    item.metrics(20, sums([1.0, 1.1, 2.0, 0.9]))
+    item.metrics(30, sums([1.0, 1.1, 1.05, 0.9]))  # below the threshold
+    item.metrics(40, sums([1.0, 1.1, 2.0, 0.9]))
     assert [(step, kind, prints) for step, kind, prints, _ in events] == [
         (10, "slow rank", True), (20, "slow rank", False), (40, "slow rank", True),
     ]  # fmt: skip
@@ -56,18 +56,18 @@ def test_the_slowest_rank_is_named_once_while_it_stays_the_slowest() -> None:
 def test_a_rank_is_compared_with_those_of_its_pipeline_stage() -> None:
     """The last stage has the loss, which takes time on all of its ranks."""
     events: list[Any] = []
-    found = reports(events, 4, stages=2).metrics(10, sums([1.0, 1.3, 3.0, 3.05]))
-    assert found["slowest_rank"] == 1 and found["straggler_share"] > 0.2 and len(events) == 1
+    result = reports(events, 4, stages=2).metrics(10, sums([1.0, 1.3, 3.0, 3.05]))
+    assert result["slowest_rank"] == 1 and result["straggler_share"] > 0.2 and len(events) == 1
     assert reports([], 2, stages=2).metrics(10, sums([1.0, 3.0]))["slowest_rank"] == 1
 
 
 def test_gpus_that_throttle() -> None:
     events: list[Any] = []
-    each = reports(events, 2)
-    found = each.metrics(10, sums([1.0, 2.0], [COOL, HOT]))
-    assert found["gpu_temperature_c"] == 95.0 and found["gpu_clock_mhz"] == 900.0 and found["throttled_gpus"] == 1
-    assert found["gpu_power_w"] == 350.0 and found["slowest_rank"] == 1
-    each.metrics(20, sums([1.0, 1.0], [COOL, HOT]))
+    item = reports(events, 2)
+    result = item.metrics(10, sums([1.0, 2.0], [COOL, HOT]))
+    assert result["gpu_temperature_c"] == 95.0 and result["gpu_clock_mhz"] == 900.0 and result["throttled_gpus"] == 1
+    assert result["gpu_power_w"] == 350.0 and result["slowest_rank"] == 1
+    item.metrics(20, sums([1.0, 1.0], [COOL, HOT]))
     assert [(kind, prints) for _, kind, prints, _ in events] == [
         ("throttled GPU", True), ("slow rank", True), ("throttled GPU", False),
     ]  # fmt: skip
@@ -77,8 +77,8 @@ def test_gpus_that_throttle() -> None:
 
 
 def test_numbers_of_a_rank_alone() -> None:
-    each = reports([], 1, sensors=SimpleNamespace(read=lambda: COOL))
-    assert each.host_numbers(9) == [] and each.host_numbers(10)[1:] == [60.0, 400.0, 1900.0, 1.0]
+    item = reports([], 1, sensors=SimpleNamespace(read=lambda: COOL))
+    assert item.host_numbers(9) == [] and item.host_numbers(10)[1:] == [60.0, 400.0, 1900.0, 1.0]
     assert reports([], 1).host_numbers(10) == [] == reports([], 2).host_numbers(9)
     second = reports([], 2, rank=1).host_numbers(10)
     assert second[:5] == [0.0] * 5 and len(second) == 10

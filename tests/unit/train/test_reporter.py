@@ -32,8 +32,8 @@ def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, e
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "checksum"} for row in found]
+    results = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "checksum"} for row in results]
 
 
 def test_moe_metrics_only_for_moe_models(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_row_and_line_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture
     written = rows(tmp_path / "run")
     assert written[0] == {"step": 0, "valid_loss": 4.25}
     assert [row["step"] for row in written] == [0, 1, 2, 3]
-    wanted = "loss lr grad_norm tokens_per_s tflops_per_device mfu memory_gib num_tokens loss_tokens step_time_s"
-    assert set(wanted.split()) <= set(written[1])
+    expected = "loss lr grad_norm tokens_per_s tflops_per_device mfu memory_gib num_tokens loss_tokens step_time_s"
+    assert set(expected.split()) <= set(written[1])
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert not out and lines[0] == "platform cpu" and "validation loss 4.2500" in lines[1]
@@ -108,8 +108,8 @@ def test_step_lines_are_aligned_and_fit(total: int, more: dict[str, Any]) -> Non
     ]
     assert max(map(len, lines)) <= WIDTH
     for unit in ("loss", "lr", "norm", "tok/s", "TFLOP/s", "MFU", "GiB", "left"):
-        found = {line.index(unit) + len(unit) for line in lines if unit in line}
-        assert len(found) <= 1, lines  # the same column in every line
+        results = {line.index(unit) + len(unit) for line in lines if unit in line}
+        assert len(results) <= 1, lines  # the same column in every line
     assert all("tok/s" in line and "norm" in line for line in lines)
 
 
@@ -167,15 +167,15 @@ def test_non_finite_values_are_null(tmp_path: Path) -> None:
 
 def test_resuming_removes_later_and_incomplete_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    kept = ['{"step": 1}', '{"step": 1, "valid_loss": 1.0}', '{"step": 2}', '{"step": 2, "valid_loss": 1.5}']
-    path.write_text("\n".join([*kept, '{"step": "2"}', '{"step": 3}', '{"step": 4, "lo']))
+    remaining = ['{"step": 1}', '{"step": 1, "valid_loss": 1.0}', '{"step": 2}', '{"step": 2, "valid_loss": 1.5}']
+    path.write_text("\n".join([*remaining, '{"step": "2"}', '{"step": 3}', '{"step": 4, "lo']))
     with reporter(tmp_path) as report:
         report.begin(total_steps=9, start=2)
         report.evaluation(2, 1.5)  # has its row
         report.evaluation(2, 2.5, part="test")
         report.evaluation(2, 2.5, part="test")
         report.step(metrics(3))
-    assert rows(tmp_path)[:-1] == [json.loads(row) for row in [*kept, '{"step": 2, "test_loss": 2.5}']]
+    assert rows(tmp_path)[:-1] == [json.loads(row) for row in [*remaining, '{"step": 2, "test_loss": 2.5}']]
     assert rows(tmp_path)[-1]["step"] == 3
     with reporter(tmp_path) as report:
         report.begin(total_steps=9)
@@ -194,14 +194,14 @@ def written(folder: Path) -> Path:
 
 def test_any_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
     path = written(tmp_path)
-    whole, intact = path.read_bytes(), list(rows_until(path, 2))
+    full, intact = path.read_bytes(), list(rows_until(path, 2))
     assert len(intact) == 3 and all("checksum" not in row for row in intact)
-    for at in range(0, 8 * whole.index(b"\n"), 5):
-        damaged = bytearray(whole)
+    for at in range(0, 8 * full.index(b"\n"), 5):
+        damaged = bytearray(full)
         damaged[at // 8] ^= 1 << at % 8
         path.write_bytes(damaged)
-        found = list(rows_until(path, 2))
-        values = [{key: value for key, value in row.items() if type(value) is not str} for row in found]
+        results = list(rows_until(path, 2))
+        values = [{key: value for key, value in row.items() if type(value) is not str} for row in results]
         assert values in (intact[1:], intact), at  # the latter if the name of the checksum was hit
         assert first_valid_loss(path) in (None, 4.25), at
 

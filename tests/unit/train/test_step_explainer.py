@@ -9,12 +9,12 @@ from isthmus.train.step_explainer import SpikeDetector, _described, _explanation
 
 def spikes(values: Iterable[float], factor: float = 10.0) -> list[int]:
     """Positions of the new spikes."""
-    detector, found = SpikeDetector(factor), []
+    detector, result = SpikeDetector(factor), []
     for position, value in enumerate(values):
         detector.update_limit()
         if detector.is_new_spike(value):
-            found.append(position)
-    return found
+            result.append(position)
+    return result
 
 
 def test_spikes_are_far_from_the_values_before() -> None:

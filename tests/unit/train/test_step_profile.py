@@ -24,7 +24,7 @@ def event(name: str, start: float, end: float, *children: Any, **more: Any) -> A
     """A FunctionEvent, times in microseconds."""
     made = SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=end), cpu_children=list(children), cpu_parent=None,
-        self_cpu_time_total=end - start - sum(one.time_range.end - one.time_range.start for one in children),
+        self_cpu_time_total=end - start - sum(item.time_range.end - item.time_range.start for item in children),
         device_type="DeviceType.CPU", input_shapes=[], kernels=[], is_user_annotation=False,
         self_cpu_memory_usage=0, self_device_memory_usage=0,
     )  # fmt: skip
@@ -35,7 +35,7 @@ def event(name: str, start: float, end: float, *children: Any, **more: Any) -> A
 
 
 def flat(*roots: Any) -> list[Any]:
-    return [one for root in roots for one in (root, *flat(*root.cpu_children))]
+    return [item for root in roots for item in (root, *flat(*root.cpu_children))]
 
 
 def phase(name: str, start: float, end: float, *children: Any, **more: Any) -> Any:

@@ -65,10 +65,10 @@ def test_mlflow_continues_the_run_after_a_resume(tmp_path: Path, monkeypatch: py
     run_of(folder, "mlflow", losses={1: 2.0, 2: 1.5})
     run_of(folder, "mlflow", start=2, losses={3: 1.0}, valid=0.5)
     client = tracking.MlflowClient()
-    (found,) = client.search_runs([client.get_experiment_by_name("trains").experiment_id])
-    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
-    assert found.data.params["optim.lr"] == "0.001" and found.data.metrics["eval/loss"] == 0.5
-    history = client.get_metric_history(found.info.run_id, "train/loss")
+    (result,) = client.search_runs([client.get_experiment_by_name("trains").experiment_id])
+    assert (result.info.run_name, result.info.status) == ("first", "FINISHED")
+    assert result.data.params["optim.lr"] == "0.001" and result.data.metrics["eval/loss"] == 0.5
+    history = client.get_metric_history(result.info.run_id, "train/loss")
     assert sorted((point.step, point.value) for point in history) == [(1, 2.0), (2, 1.5), (3, 1.0)]
     (answers,) = (tmp_path / "mlruns").rglob("eval/answers/step-3.json")
     assert json.loads(answers.read_text())[0] == {"prompt": "2 + 2?", "answer": "It is 4."}

@@ -46,8 +46,8 @@ def fp8(*shape: int, block: tuple[int, int] = (4, 6), scales: torch.dtype = torc
         *first, row, col = at
         factor = factors[(*first, row // block[0], col // block[1])]
         values[tuple(at)] = codes[tuple(at)].float() * factor.float()
-    kept = {"a.norm": torch.ones(3), "w": codes, "w_scale_inv": factors, "z.bias": torch.zeros(2).bfloat16()}
-    return Watched(kept), values.bfloat16()
+    remaining = {"a.norm": torch.ones(3), "w": codes, "w_scale_inv": factors, "z.bias": torch.zeros(2).bfloat16()}
+    return Watched(remaining), values.bfloat16()
 
 
 def mxfp4(experts: int, blocks: int, out: int) -> tuple[Watched, Tensor]:
@@ -61,8 +61,8 @@ def mxfp4(experts: int, blocks: int, out: int) -> tuple[Watched, Tensor]:
         byte = int(codes[e, o, i // 32, i % 32 // 2])
         code = byte >> 4 if i % 2 else byte & 15
         values[e, i, o] = (-1) ** (code >> 3) * e2m1[code & 7] * 2.0 ** (int(scales[e, o, i // 32]) - 127)
-    kept = {"up_bias": torch.zeros(experts, out), "up_blocks": codes, "up_scales": scales, "norm": torch.ones(2)}
-    return Watched(kept), values.bfloat16()
+    remaining = {"up_bias": torch.zeros(experts, out), "up_blocks": codes, "up_scales": scales, "norm": torch.ones(2)}
+    return Watched(remaining), values.bfloat16()
 
 
 @pytest.fixture(autouse=True, params=[7, 1 << 20], ids=["small-tiles", "one-tile"])
@@ -84,15 +84,15 @@ def test_scales_beyond_the_range_are_refused(codes: torch.dtype) -> None:
 
 def check_slices(weights: DequantizedWeights, name: str, values: Tensor, slices: list[Slices | None]) -> None:
     for index in slices:
-        wanted = values[index or ...]
+        expected = values[index or ...]
         got = weights.read(name, index)
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
-        cast = torch.full(wanted.shape, torch.nan)
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+        cast = torch.full(expected.shape, torch.nan)
         assert weights.read(name, index, into=cast).data_ptr() == cast.data_ptr()
-        assert torch.equal(cast, wanted.float())
-        turned = torch.full(wanted.shape[::-1], torch.nan, dtype=wanted.dtype)
+        assert torch.equal(cast, expected.float())
+        turned = torch.full(expected.shape[::-1], torch.nan, dtype=expected.dtype)
         weights.read(name, index, into=turned.permute(*reversed(range(turned.dim()))))
-        assert torch.equal(turned.permute(*reversed(range(turned.dim()))), wanted)
+        assert torch.equal(turned.permute(*reversed(range(turned.dim()))), expected)
 
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, *([FLOAT8_E8M0] if FLOAT8_E8M0 else [])])

@@ -18,7 +18,7 @@ from isthmus.families.registry import all_families
 from ranks.tiny import ARCHETYPES, build_model_folder
 
 SMALL = {
-    "tokenizer.json": "{ }",
+    "tokenizer.json": '{ "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"} }',
     "tokenizer_config.json": '{"b": 1,\n"a": 2}',
     "tokenizer.model": "\x00\x01",
     "vocab.json": "{}",

@@ -35,10 +35,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The projections in FP8 blocks, as in the folders of DeepSeek and Qwen."""
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if "_proj" not in name:
-            found[name] = tensor
+            values[name] = tensor
             continue
         rows, cols = tensor.shape
         codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
@@ -48,19 +48,19 @@ def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 block = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
                 scales[i, j] = tensor[block].float().abs().max() / 448
                 codes[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
-        found |= {name: codes, f"{name}_scale_inv": scales}
-    return found
+        values |= {name: codes, f"{name}_scale_inv": scales}
+    return values
 
 
 def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
+    values = {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn:
             scales = torch.kron(tensors[f"{name}_scale_inv"], torch.ones(BLOCK))
             tensor = (tensor.float() * scales[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
         if not name.endswith("_scale_inv"):
-            found[name] = tensor
-    return found
+            values[name] = tensor
+    return values
 
 
 def without(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -85,12 +85,12 @@ def test_quantized_model_is_dequantized(quantized: Path, tmp_path: Path) -> None
     convert(quantized, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
     compare_models(tmp_path / "there", tmp_path / "legacy")
     convert(tmp_path / "there", tmp_path / "back")
-    back, wanted = (
+    back, expected = (
         load_file(tmp_path / "back" / "model.safetensors"),
         dequantize(load_file(quantized / "model.safetensors")),
     )
-    assert back.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    assert back.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert back[name].dtype == torch.bfloat16 and torch.equal(back[name], tensor)
 
 
@@ -99,12 +99,12 @@ def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
     rewrite(model, quantize, quantization_config=FP8)
     assert convert(model, tmp_path / "there").notes == ["weights are FP8 in blocks of 24x20: dequantized to bfloat16"]
     convert(tmp_path / "there", tmp_path / "back")
-    back, wanted = (
+    back, expected = (
         load_file(tmp_path / "back" / "model.safetensors"),
         dequantize(load_file(model / "model.safetensors")),
     )
-    assert back.keys() == wanted.keys() and any(".experts.3." in name for name in back)
-    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
+    assert back.keys() == expected.keys() and any(".experts.3." in name for name in back)
+    assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
 
 
 def test_export_has_no_quantization_config(quantized: Path, tmp_path: Path) -> None:
@@ -123,12 +123,12 @@ def test_each_rank_dequantizes_its_slices(quantized: Path) -> None:
     plans = plan_model(open_run_model(config), config)
     assert plans.weights.notes == ("weights are FP8 in blocks of 24x20: dequantized to bfloat16",)
     arch, name = plans.architecture, "decoder.layers.1.mlp.linear_fc2.weight"
-    whole = dequantize(load_file(quantized / "model.safetensors"))["model.layers.1.mlp.down_proj.weight"]
+    full = dequantize(load_file(quantized / "model.safetensors"))["model.layers.1.mlp.down_proj.weight"]
     for rank in range(2):
         layout = Layout(tp_rank=rank, tp_size=2, padded_vocab_size=arch.vocab_size)
         live = {name: torch.zeros(local_shape(plans.family.placements(arch)[name].rule, arch, layout))}
         import_weights(live, plans.family, arch, plans.weights.source, layout=layout)
-        assert torch.equal(live[name], whole.chunk(2, dim=1)[rank].float())
+        assert torch.equal(live[name], full.chunk(2, dim=1)[rank].float())
 
 
 def test_missing_scales_and_unknown_methods_are_refused(quantized: Path, tmp_path: Path) -> None:

@@ -33,32 +33,35 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_thirds_become_queries_keys_and_values(saved: Path) -> None:
-    stored, found = load_file(saved / "model.safetensors"), opened(saved)
+    stored, result = load_file(saved / "model.safetensors"), opened(saved)
     assert [stored[name].shape[0] for name in (QUERIES, KEYS, VALUES)] == [38, 38, 36]
-    assert any("thirds" in note for note in found.notes)
-    check_coverage(found.source, family_for(ModelFolder.open(saved).config), found.arch)
-    whole, read = torch.cat([stored[name] for name in (QUERIES, KEYS, VALUES)]), found.source.read
-    for name, wanted in zip((QUERIES, KEYS, VALUES), whole.split([32, 32, 48]), strict=True):
-        assert found.source.tensors[name].shape == wanted.shape
-        assert torch.equal(read(name), wanted)
+    assert any("thirds" in note for note in result.notes)
+    check_coverage(result.source, family_for(ModelFolder.open(saved).config), result.arch)
+    full, read = torch.cat([stored[name] for name in (QUERIES, KEYS, VALUES)]), result.source.read
+    for name, expected in zip((QUERIES, KEYS, VALUES), full.split([32, 32, 48]), strict=True):
+        assert result.source.tensors[name].shape == expected.shape
+        assert torch.equal(read(name), expected)
     rows: Tensor = torch.zeros(20, 1, 2)
     read(VALUES, (slice(2, 22), slice(0, 1), slice(1, 3)), into=rows)
-    assert torch.equal(rows, whole[66:86, :, 1:3])
+    assert torch.equal(rows, full[66:86, :, 1:3])
 
 
 def test_norms_of_attention_have_the_names_of_published_files(saved: Path) -> None:
-    stored, found = load_file(saved / "model.safetensors"), opened(saved)
-    renamed, kept = "model.layers.1.post_attention_layernorm.weight", "model.layers.0.feedforward_layer_norm.weight"
+    stored, result = load_file(saved / "model.safetensors"), opened(saved)
+    renamed, remaining = (
+        "model.layers.1.post_attention_layernorm.weight",
+        "model.layers.0.feedforward_layer_norm.weight",
+    )
     assert renamed not in stored
-    assert torch.equal(found.source.read(renamed), stored["model.layers.1.feedforward_layer_norm.weight"])
-    assert torch.equal(found.source.read(kept), stored[kept])
+    assert torch.equal(result.source.read(renamed), stored["model.layers.1.feedforward_layer_norm.weight"])
+    assert torch.equal(result.source.read(remaining), stored[remaining])
 
 
 def test_other_totals_are_refused(saved: Path) -> None:
     config = ModelFolder.open(saved).config | {"linear_value_head_dim": 16}
-    found = open_weights(ModelFolder.open(saved).with_config(config), family_for(config))
+    result = open_weights(ModelFolder.open(saved).with_config(config), family_for(config))
     with pytest.raises(DataError, match="of another shape"):
-        check_coverage(found.source, family_for(config), found.arch)
+        check_coverage(result.source, family_for(config), result.arch)
 
 
 def test_dense_layers_of_kimi_linear(tmp_path: Path) -> None:
@@ -67,8 +70,8 @@ def test_dense_layers_of_kimi_linear(tmp_path: Path) -> None:
     published = build_model_folder(tmp_path / "published", "kimi_linear", num_hidden_layers=2)
     assert "model.layers.0.mlp.up_proj.weight" in load_file(published / "model.safetensors")
     assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in load_file(published / "model.safetensors")
-    stored, found = load_file(resaved / "model.safetensors"), opened(resaved)
-    check_coverage(found.source, family_for(ModelFolder.open(resaved).config), found.arch)
+    stored, result = load_file(resaved / "model.safetensors"), opened(resaved)
+    check_coverage(result.source, family_for(ModelFolder.open(resaved).config), result.arch)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(found.source.read(name), stored["model.layers.0.block_sparse_moe.up_proj.weight"])
+    assert torch.equal(result.source.read(name), stored["model.layers.0.block_sparse_moe.up_proj.weight"])
     assert not opened(published).notes

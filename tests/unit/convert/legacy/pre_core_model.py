@@ -155,55 +155,55 @@ class Files:
         return state
 
     def _norm(self, name: str, *key: Any) -> dict[str, Tensor]:
-        found = {f"{name}.weight": self._tensor((*key, "norm"), H, mean=1.0)}
-        return found if self.model.llama else found | {f"{name}.bias": self._tensor((*key, "norm bias"), H)}
+        values = {f"{name}.weight": self._tensor((*key, "norm"), H, mean=1.0)}
+        return values if self.model.llama else values | {f"{name}.bias": self._tensor((*key, "norm bias"), H)}
 
     def _layer(self, number: int, tp: int, dp: int) -> dict[str, Tensor]:
         model, attention = self.model, "attention" if self.model.old_names else "self_attention"
         rows = (HEADS + 2 * model.groups) * D // model.tp
-        found = self._norm("input_norm" if model.llama else "input_layernorm", number, "input")
-        found |= self._norm("post_attention_norm" if model.llama else "post_attention_layernorm", number, "post")
-        found[f"{attention}.query_key_value.weight"] = self._tensor((number, "qkv", tp), rows, H)
-        found[f"{attention}.dense.weight"] = self._tensor((number, "dense", tp), H, H // model.tp)
+        result = self._norm("input_norm" if model.llama else "input_layernorm", number, "input")
+        result |= self._norm("post_attention_norm" if model.llama else "post_attention_layernorm", number, "post")
+        result[f"{attention}.query_key_value.weight"] = self._tensor((number, "qkv", tp), rows, H)
+        result[f"{attention}.dense.weight"] = self._tensor((number, "dense", tp), H, H // model.tp)
         if not model.llama:
-            found[f"{attention}.query_key_value.bias"] = self._tensor((number, "qkv bias", tp), rows)
-            found[f"{attention}.dense.bias"] = self._tensor((number, "dense bias"), H)
+            result[f"{attention}.query_key_value.bias"] = self._tensor((number, "qkv bias", tp), rows)
+            result[f"{attention}.dense.bias"] = self._tensor((number, "dense bias"), H)
         if model.experts is None:
-            return found | {f"mlp.{name}": tensor for name, tensor in self._mlp((number,), tp).items()}
-        return found | (self._megablocks(number, dp) if model.megablocks else self._switch(number, tp))
+            return result | {f"mlp.{name}": tensor for name, tensor in self._mlp((number,), tp).items()}
+        return result | (self._megablocks(number, dp) if model.megablocks else self._switch(number, tp))
 
     def _mlp(self, key: tuple[Any, ...], tp: int) -> dict[str, Tensor]:
         width = (4 * H if self.model.version < 3 else FFN) // self.model.tp
-        found = {"dense_h_to_4h.weight": self._tensor((*key, "h4", tp), width * (1 + self.model.llama), H)}
-        found["dense_4h_to_h.weight"] = self._tensor((*key, "4h", tp), H, width)
+        values = {"dense_h_to_4h.weight": self._tensor((*key, "h4", tp), width * (1 + self.model.llama), H)}
+        values["dense_4h_to_h.weight"] = self._tensor((*key, "4h", tp), H, width)
         if not self.model.llama:
-            found["dense_h_to_4h.bias"] = self._tensor((*key, "h4 bias", tp), width)
-            found["dense_4h_to_h.bias"] = self._tensor((*key, "4h bias"), H)
-        return found
+            values["dense_h_to_4h.bias"] = self._tensor((*key, "h4 bias", tp), width)
+            values["dense_4h_to_h.bias"] = self._tensor((*key, "4h bias"), H)
+        return values
 
     def _switch(self, number: int, tp: int) -> dict[str, Tensor]:
-        found = {"mlp.router.weight": self._tensor((number, "router"), self.model.number, H)}
+        values = {"mlp.router.weight": self._tensor((number, "router"), self.model.number, H)}
         list_name = "experts"
         if self.model.experts == "switch":
-            found["mlp.router.bias"] = self._tensor((number, "router bias"), self.model.number)
+            values["mlp.router.bias"] = self._tensor((number, "router bias"), self.model.number)
         else:
             list_name = "local_experts"
         for expert in range(self.model.number):
             inner = self._mlp((number, expert), tp)
-            found |= {f"mlp.{list_name}.{expert}.{name}": tensor for name, tensor in inner.items()}
-        return found
+            values |= {f"mlp.{list_name}.{expert}.{name}": tensor for name, tensor in inner.items()}
+        return values
 
     def _megablocks(self, number: int, dp: int) -> dict[str, Tensor]:
         kind, (by_number, by_width) = self.model.experts, self.model.sharing
         experts, width = self.model.number // by_number, FFN // by_width
         inner = "mlp.moe." if kind == "first_release" else "mlp.moe.experts."
-        found = {"mlp.moe.router.layer.weight": self._tensor((number, "router"), self.model.number, H)}
+        values = {"mlp.moe.router.layer.weight": self._tensor((number, "router"), self.model.number, H)}
         bias = (1, 1, H) if kind == "first_release" else (H,)
-        found[f"{inner}bias"] = self._tensor((number, "bias"), *bias)
+        values[f"{inner}bias"] = self._tensor((number, "bias"), *bias)
         shapes = {"w1": (experts, H, width), "w2": (experts, width, H)}
         if kind != "moe":
             shapes = dict.fromkeys(("w1", "w2", *(("v1",) if kind == "glu" else ())), (experts * width, H))
-        return found | {f"{inner}mlp.{name}": self._tensor((number, name, dp), *size) for name, size in shapes.items()}
+        return values | {f"{inner}mlp.{name}": self._tensor((number, name, dp), *size) for name, size in shapes.items()}
 
 
 def logits(files: Files, ids: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def logits(files: Files, ids: Tensor) -> Tensor:
     model = files.model
     stages = [[files.states[tp, pp, 0] for tp in range(model.tp)] for pp in range(model.pp)]
     embedding = [state["language_model"]["embedding"] for state in stages[0]]
-    words = torch.cat([each["word_embeddings"]["weight"] for each in embedding])
+    words = torch.cat([item["word_embeddings"]["weight"] for item in embedding])
     hidden = words[ids]
     if not model.llama:
         hidden = hidden + embedding[0]["position_embeddings"]["weight"][: len(ids)]

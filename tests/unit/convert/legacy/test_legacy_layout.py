@@ -47,16 +47,16 @@ def test_files_match_megatron_rank_order() -> None:
 
 
 def check_files_and_ranks(tp: int, ep: int, etp: int, pp: int) -> None:
-    layout, wanted = LegacyLayout(tp=tp, pp=pp, ep=ep, etp=etp), set(ranks(tp, pp, ep, etp))
+    layout, expected = LegacyLayout(tp=tp, pp=pp, ep=ep, etp=etp), set(ranks(tp, pp, ep, etp))
     by_name: dict[tuple[int, int, int], set[int]] = {}
-    for t, stage, e, within in wanted:
+    for t, stage, e, within in expected:
         by_name.setdefault((t, stage, e), set()).add(within)
     if any(len(different) > 1 for different in by_name.values()):
         with pytest.raises(UsageError, match="two ranks with different parts of an expert would share one"):
             layout.files()
         return
     files = layout.files()
-    assert {(file.tp, file.pp, file.ep, file.etp) for file in files} == wanted and len(files) == len(wanted)
+    assert {(file.tp, file.pp, file.ep, file.etp) for file in files} == expected and len(files) == len(expected)
     folders = {layout.folder(file) for file in files}
     assert len(folders) == len(files)
     for file in files:
@@ -98,9 +98,9 @@ def test_shards_cover_every_element(sizes: dict[str, int]) -> None:
         axes = max(len(cell) for cells in cells_of.values() for cell in cells)
         assert set().union(*cells_of.values()) == set(itertools.product(*(range(size) for size in shape[:axes]))), name
         # Different shards have no common element, unless the tensor is replicated.
-        for (one, cells), (other, others) in itertools.combinations(cells_of.items(), 2):
+        for (item, cells), (other, others) in itertools.combinations(cells_of.items(), 2):
             key = ("ep", "etp") if placed.rule.is_expert else ("tp",)
-            same = all(getattr(one, axis) == getattr(other, axis) for axis in key)
+            same = all(getattr(item, axis) == getattr(other, axis) for axis in key)
             assert (cells == others) if same or placed.rule.shard == "whole" else not cells & others, name
 
 
@@ -108,8 +108,8 @@ def test_chunks_of_layers_are_interleaved() -> None:
     arch = architecture()
     layout = LegacyLayout(pp=2, vpp=2)
     layers = layout.layers_of(arch)
-    found = [layout.place(f"decoder.layers.{layer}.mlp.linear_fc2.weight", arch, layers)[0] for layer in range(8)]
-    assert [(stage, chunk, int(name.split(".")[2])) for stage, chunk, name in found] == [
+    results = [layout.place(f"decoder.layers.{layer}.mlp.linear_fc2.weight", arch, layers)[0] for layer in range(8)]
+    assert [(stage, chunk, int(name.split(".")[2])) for stage, chunk, name in results] == [
         (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
     ]  # fmt: skip
     assert layout.place("embedding.word_embeddings.weight", arch, layers) == [

@@ -192,14 +192,14 @@ def test_family_is_recovered_from_args(family: str) -> None:
     if lacks := unsupported_features(arch):
         # Without these features the args describe another model, which must not match this one.
         try:
-            _, found, _ = match_family(architecture_from_args(args_of(arch))[0])
+            _, result, _ = match_family(architecture_from_args(args_of(arch))[0])
         except UsageError:
             return
-        assert replace(found, family=family) != arch, lacks
+        assert replace(result, family=family) != arch, lacks
         return
-    first, found, others = match_family(architecture_from_args(args_of(arch))[0])
+    first, result, others = match_family(architecture_from_args(args_of(arch))[0])
     assert family in (first.name, *others)
-    assert replace(found, family=family) == arch
+    assert replace(result, family=family) == arch
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_family_is_recovered_from_args(family: str) -> None:
 )
 def test_preferred_family_is_chosen(settings: Mapping[str, Any], family: str, another: str) -> None:
     """Other families that express the model are named after it, the family without settings of its own last."""
-    found, arch, also = match_family(PLAIN.with_settings(settings))
-    assert found.name == arch.family == family
+    result, arch, also = match_family(PLAIN.with_settings(settings))
+    assert result.name == arch.family == family
     assert another in also
     assert also[-1] == "isthmus"
     assert family not in also
@@ -278,19 +278,19 @@ def test_args_of_older_releases() -> None:
     args = args_of(PLAIN.with_settings({"norm_epsilon": 1e-6, "norm_zero_centered": True}))
     for newer in ("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "moe_layer_freq"):
         args.pop(newer, None)
-    found, _ = architecture_from_args(args | {"disable_bias_linear": True})
-    assert found == PLAIN.with_settings({"family": "", "norm_epsilon": 1e-6, "norm_zero_centered": True})
+    result, _ = architecture_from_args(args | {"disable_bias_linear": True})
+    assert result == PLAIN.with_settings({"family": "", "norm_epsilon": 1e-6, "norm_zero_centered": True})
     assert architecture_from_args(args)[0].mlp.mlp_bias
 
 
 def test_frequencies_in_place_of_patterns() -> None:
-    found, _ = architecture_from_args(
+    result, _ = architecture_from_args(
         args_of(PLAIN.with_settings({"moe": MOE}))
         | {"moe_layer_freq": 2, "no_rope_freq": 4, "window_size": (7, 0), "window_attn_skip_freq": 2}
     )
-    assert found.moe is not None
-    assert (found.moe.dense_layers, found.pattern.unrotated_layers) == ((1, 3), (3,))
-    assert (found.windows.sliding_window, found.windows.full_attention_layers) == (8, (1, 3))
+    assert result.moe is not None
+    assert (result.moe.dense_layers, result.pattern.unrotated_layers) == ((1, 3), (3,))
+    assert (result.windows.sliding_window, result.windows.full_attention_layers) == (8, (1, 3))
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ def test_frequencies_in_place_of_patterns() -> None:
     ],
 )
 def test_vocab_size_from_args(changes: Mapping[str, Any], requested: int | None, rows: int, notes: int) -> None:
-    found, found_notes = architecture_from_args(args_of(PLAIN) | changes, requested)
-    assert (found.vocab_size, len(found_notes)) == (rows, notes)
+    result, found_notes = architecture_from_args(args_of(PLAIN) | changes, requested)
+    assert (result.vocab_size, len(found_notes)) == (rows, notes)
     with pytest.raises(UsageError, match="has 128 rows"):
         architecture_from_args(args_of(PLAIN) | changes, 129)
 

@@ -51,8 +51,8 @@ def test_logits_are_those_of_the_old_code(case: str, tmp_path: Path) -> None:
     assert any("moe_capacity_factor=1" in note for note in done.notes) == (model.experts == "moe")
     kind: Any = IsthmusForCausalLM if family == "isthmus" else AutoModelForCausalLM
     network = kind.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
-    wanted = logits(files, IDS)
-    assert (network(IDS[None]).logits[0] - wanted).abs().max() < 1e-4 < wanted.abs().max()
+    expected = logits(files, IDS)
+    assert (network(IDS[None]).logits[0] - expected).abs().max() < 1e-4 < expected.abs().max()
 
 
 TRANSFORMER_ENGINE = {
@@ -82,8 +82,8 @@ def test_export_is_verified_against_the_checkpoint(tmp_path: Path) -> None:
     """Megatron-Core runs the checkpoint, the exported modelling code runs the folder."""
     checkpoint = Files(OldModel(experts="dmoe", top_k=2, tp=2)).save(tmp_path / "old")
     convert(checkpoint, tmp_path / "hf", vocab_size=VOCAB)
-    found = compare_models(checkpoint, tmp_path / "hf", logits=LogitsCheck())
-    assert found.formats == ("torch", "hf") and found.logits is not None and found.logits.max_abs < 1e-4
+    result = compare_models(checkpoint, tmp_path / "hf", logits=LogitsCheck())
+    assert result.formats == ("torch", "hf") and result.logits is not None and result.logits.max_abs < 1e-4
 
 
 def test_changed_modelling_code_runs_only_with_permission(

@@ -81,13 +81,13 @@ def test_checkpoint_saved_by_torch_is_read(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a single process
         save(state, storage_writer=FileSystemWriter(tmp_path))
-    found = load_metadata(tmp_path / ".metadata")
-    entry = found.state_dict_metadata["decoder.a"]
+    result = load_metadata(tmp_path / ".metadata")
+    entry = result.state_dict_metadata["decoder.a"]
     assert isinstance(entry, ours.TensorStorageMetadata) and (entry.properties.dtype, entry.size) == (
         torch.float32,
         SIZE,
     )
-    assert ours.MetadataIndex("decoder.a", AT) in found.storage_data
+    assert ours.MetadataIndex("decoder.a", AT) in result.storage_data
 
 
 @pytest.mark.processes

@@ -33,14 +33,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
 @torch.no_grad()
 def test_layer_by_layer_gives_the_same_logits(family: str, tied: bool, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=tied)
-    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(IDS)
     for by_layer in (False, True):
         with open_network(open_model(folder), by_layer=by_layer) as network:
             for _ in range(2):  # the second run loads the weights again
                 passed: list[int] = []
-                found = run_layers(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
+                result = run_layers(network, IDS, lambda number, _, to=passed: to.append(number), by_layer=by_layer)
             assert all(parameter.is_meta == by_layer for parameter in network.module.parameters())
-        assert torch.equal(found, wanted.logits.flatten(0, 1))
+        assert torch.equal(result, expected.logits.flatten(0, 1))
         assert passed == [0, 1, 2, 3, 4]
 
 

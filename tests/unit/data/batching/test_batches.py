@@ -87,10 +87,10 @@ def test_steps_can_be_requested_in_any_order():
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
 def test_every_layout_gets_the_same_global_batch(packing, micro, dp):
     s = store()
-    whole = make(s, packing=packing)
+    full = make(s, packing=packing)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
     for step in (0, 3, 7):
-        expected = seen(whole.step(step))
+        expected = seen(full.step(step))
         parts = [rank.step(step) for rank in ranks]
         assert {len(part) for part in parts} == {4 // (micro * dp)} == {ranks[0].num_microbatches}
         dealt = [x for round_ in zip(*parts, strict=True) for mb in round_ for x in seen([mb])]
@@ -120,9 +120,9 @@ SOURCES = {
 def test_resuming_in_another_layout_takes_the_same_samples(source):
     """What a step takes is a function of seed and consumed sequences alone; each sample is seen once an epoch."""
     samples, options = SOURCES[source]
-    whole = make(samples(), **options)
-    steps = 3 * whole.steps_per_epoch
-    truth = [contents(whole.step(k)) for k in range(steps)]
+    full = make(samples(), **options)
+    steps = 3 * full.steps_per_epoch
+    truth = [contents(full.step(k)) for k in range(steps)]
     layouts = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1)]
     for start in range(0, steps, 3):  # as many runs, each in another layout
         micro, dp = layouts[start // 3 % len(layouts)]
@@ -171,8 +171,8 @@ def test_evaluation_takes_each_sample_once_with_equal_batches_per_rank(packing, 
     s = store(21)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
     passes = [list(rank.eval_batches()) for rank in ranks]
-    assert len({tuple(len(part) for part in one) for one in passes}) == 1
-    everything = [mb for one in passes for part in one for mb in part]
+    assert len({tuple(len(part) for part in passe) for passe in passes}) == 1
+    everything = [mb for passe in passes for part in passe for mb in part]
     assert Counter(x for mb in everything for x in seen([mb])) == Counter(range(21))
     assert sum(mb.num_tokens for mb in everything) == int((s.lengths - 1).sum())
     assert all(len(mb.input_ids) >= 2 or mb.sample_ids for mb in everything)
@@ -251,19 +251,19 @@ def test_mixtures_are_exact_and_the_same_in_every_layout(packing, micro, dp):
     )
     shares = [MixtureSet(f"set {k}", len(s), weight) for k, (s, weight) in enumerate(parts)]
     settings = {"shares": shares, "packing": packing, "seed": 3}
-    whole = make(both, **settings)
+    full = make(both, **settings)
     alone = [make(s, packing=packing).sequences_per_epoch for s, _ in parts]
-    assert whole.sequences_per_epoch == sum(alone)
+    assert full.sequences_per_epoch == sum(alone)
     lines = [make(both, **settings, global_batch_size=1).step(k) for k in range(40)]
     sets = [{number // 100 for number in seen(line)} for line in lines]
     assert all(len(mixed) == 1 for mixed in sets), "samples of two sets lie in one sequence"
     assert sets.count({0}) == 30
-    assert whole.epochs(10) == {"set 0": 30 / alone[0], "set 1": 10 / alone[1]}
+    assert full.epochs(10) == {"set 0": 30 / alone[0], "set 1": 10 / alone[1]}
     ranks = [make(both, **settings, micro_batch_size=micro, dp_rank=r, dp_size=dp) for r in range(dp)]
     for step in (7, 0, 4):
         rounds = zip(*(rank.step(step) for rank in ranks), strict=True)
         dealt = [number for round_ in rounds for mb in round_ for number in seen([mb])]
-        assert dealt == seen(whole.step(step)) == [x for line in lines[step * 4 : step * 4 + 4] for x in seen(line)]
+        assert dealt == seen(full.step(step)) == [x for line in lines[step * 4 : step * 4 + 4] for x in seen(line)]
     with pytest.raises(DataError, match="a set has none"):
         make(both, shares=[*shares, MixtureSet("empty", 0, 1.0)])
 

@@ -35,28 +35,28 @@ def make(s: SampleStore, **options: Any) -> PairBatches:
 
 
 def numbers(lines: list[Any]) -> list[int]:
-    found = []
+    results = []
     for line in lines:
         samples = list(line.sample_ids)
         starts = [int(sample[0]) - 1000 for sample in line.input_ids.split(line.lengths)]
         assert starts[: len(samples)] == samples
         assert [k + 1 for k in samples[::2]] == samples[1::2] and not any(k % 2 for k in samples[::2])
-        found += samples
-    return found
+        results += samples
+    return results
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("micro", "dp"), [(1, 1), (4, 1), (2, 2), (1, 4)])
 def test_every_layout_gets_the_same_pairs(packing: bool, micro: int, dp: int) -> None:
     s = store()
-    whole = make(s, packing=False)
+    full = make(s, packing=False)
     ranks = [make(s, packing=packing, micro_batch_size=micro, dp_rank=rank, dp_size=dp) for rank in range(dp)]
-    assert whole.steps_per_epoch == ranks[0].steps_per_epoch == 3
+    assert full.steps_per_epoch == ranks[0].steps_per_epoch == 3
     for step in (0, 2, 5):
-        wanted = numbers(whole.step(step))
+        expected = numbers(full.step(step))
         parts = [rank.step(step) for rank in ranks]
-        assert len(wanted) == 8 and {len(part) for part in parts} == {4 // (micro * dp)}
-        assert sorted(k for part in parts for k in numbers(part)) == sorted(wanted)
+        assert len(expected) == 8 and {len(part) for part in parts} == {4 // (micro * dp)}
+        assert sorted(k for part in parts for k in numbers(part)) == sorted(expected)
     evaluated = [k for rank in ranks for lines in rank.eval_batches() for k in numbers(lines)]
     assert sorted(evaluated) == list(range(22))
 

@@ -33,16 +33,16 @@ def prompts_and_answers(batch: PackedBatch) -> list[tuple[int, int]]:
     """(prompt, answer) of each sample."""
     assert batch.labels is not None
     starts = np.cumsum([0, *batch.lengths])
-    found = []
+    results = []
     for start, end in itertools.pairwise(starts):
-        found.append((int(batch.input_ids[start]) - 100, int(batch.labels[end - 1]) - 200))
-    return found[: len(batch.sample_lengths)]
+        results.append((int(batch.input_ids[start]) - 100, int(batch.labels[end - 1]) - 200))
+    return results[: len(batch.sample_lengths)]
 
 
 def test_neighbors_are_cyclic_in_each_batch() -> None:
     order = np.array([3, 1, 0, 2, 4, 5])
-    found = neighbors([order], np.arange(6), batch_size=4)
-    assert {int(k): int(found[k]) for k in order} == {3: 2, 1: 3, 0: 1, 2: 0, 4: 5, 5: 4}
+    result = neighbors([order], np.arange(6), batch_size=4)
+    assert {int(k): int(result[k]) for k in order} == {3: 2, 1: 3, 0: 1, 2: 0, 4: 5, 5: 4}
     # The last batch has one sample, and its answer is not its own.
     assert neighbors([np.arange(5)], np.arange(5), batch_size=4)[4] == 3
     # The two answers of a pair are not mismatched.

@@ -293,8 +293,8 @@ def test_reasoning_is_kept_or_dropped(build: Callable[..., Tokenizer]) -> None:
         assert chat.text.count("It rains.") == thoughts
         assert sum(span.count("It rains.") for span in texts_with_loss(chat)) == thoughts
     # qwen3 shows only the last reasoning: each answer gets the text before it as the model would see it.
-    kept = ChatRenderer(build("qwen3"))(Conversation(THOUGHTS, None, ""))
-    assert [chat.text.count("It rains.") for chat in kept] == [1, 1]
+    remaining = ChatRenderer(build("qwen3"))(Conversation(THOUGHTS, None, ""))
+    assert [chat.text.count("It rains.") for chat in remaining] == [1, 1]
 
 
 def test_pairs_have_the_settings(build: Callable[..., Tokenizer]) -> None:

@@ -170,8 +170,8 @@ def test_turns_with_weight_zero_have_no_loss(build, template):
     assert learned(build(template), talk) == [["It joins two ✓.<|im_end|>"]]
     assert learned(build(template), talk[:2]) == []
     tokenizer = build(template)
-    whole = tokenizer.apply_chat_template(talk)
-    assert learned(tokenizer, talk, "all") == [whole.split("Wide and blue.<|im_end|>")]
+    full = tokenizer.apply_chat_template(talk)
+    assert learned(tokenizer, talk, "all") == [full.split("Wide and blue.<|im_end|>")]
     with pytest.raises(DataError, match="turn 1 must have no loss, and with loss_on=all"):
         learned(tokenizer, [{**TALK[0], "weight": 0}, *TALK[1:]], "all")
 

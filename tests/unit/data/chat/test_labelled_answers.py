@@ -25,8 +25,8 @@ A, B = ({"role": "assistant", "content": words} for words in ("a", "b"))
 
 
 def parse(value: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    found = parse_labelled(Record(value, "a.jsonl:3"))
-    return found.prompt, found.answers
+    result = parse_labelled(Record(value, "a.jsonl:3"))
+    return result.prompt, result.answers
 
 
 @pytest.mark.parametrize(

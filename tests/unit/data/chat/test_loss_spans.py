@@ -36,8 +36,8 @@ def test_pieces_of_one_character_and_tokens_without_width():
     ],
 )
 def test_turn_ends_after_its_token(text, learned):
-    whole = "<end>" + text
-    assert whole[5 : turn_end(whole, (5, len(whole)), SPECIALS, "<end>")] == learned
+    full = "<end>" + text
+    assert full[5 : turn_end(full, (5, len(full)), SPECIALS, "<end>")] == learned
 
 
 def test_following_token():

@@ -27,7 +27,7 @@ def said(role: str, value: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, ([Q], [A], [B])),
         ({"prompt": [S, Q], "chosen": [A], "rejected": [B]}, ([S, Q], [A], [B])),
@@ -52,9 +52,9 @@ def said(role: str, value: str) -> dict[str, str]:
         ({"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"}, ([Q], [A], [B])),
     ],
 )  # fmt: skip
-def test_formats_of_preference_records(value, wanted):
+def test_formats_of_preference_records(value, expected):
     pair = parse(value)
-    assert (pair.prompt, pair.chosen, pair.rejected) == wanted
+    assert (pair.prompt, pair.chosen, pair.rejected) == expected
     assert pair.where == "p.jsonl:3" and pair.chosen != pair.rejected
     assert kinds_of(Record(value, ""))[0] == "preference"
 

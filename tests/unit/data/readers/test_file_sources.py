@@ -85,12 +85,12 @@ def test_array_records_do_not_depend_on_chunk_sizes(tmp_path: Path, monkeypatch:
     content = json.dumps([{"é": "✓" * n, "x": [n, -1.5e9, '\\"]']} for n in range(9)], indent=1, ensure_ascii=False)
     path = tmp_path / "a.json"
     path.write_text(content)
-    whole = list(read_records(path))
-    assert [record.where for record in whole] == [f"{path}:{2 + 8 * n}" for n in range(9)]
+    full = list(read_records(path))
+    assert [record.where for record in full] == [f"{path}:{2 + 8 * n}" for n in range(9)]
     broken = content.replace("-1500000000.0,", "-1500000000.0")
     for size in (1, 2, 3, 7, 50):
         monkeypatch.setattr(json_chunks, "CHUNK_BYTES", size)
-        assert list(read_records(path)) == whole
+        assert list(read_records(path)) == full
         path.write_text(broken)
         with pytest.raises(DataError, match=r"a\.json:7: not JSON: Expecting ',' delimiter \(column 4\)"):
             values(path)
@@ -146,11 +146,11 @@ def test_folder_gives_its_data_files_in_order(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("no data")
     datasets.Dataset.from_list(VALUES).save_to_disk(tmp_path / "a/set")
-    found = find_sources([tmp_path])
-    short = [os.path.relpath(name, tmp_path) for name in found.names]
+    result = find_sources([tmp_path])
+    short = [os.path.relpath(name, tmp_path) for name in result.names]
     assert short == ["a/c.csv", "a/set", "a/z.jsonl", "b.jsonl", "c.txt.gz"]
-    assert len(found.ignored) == 4
-    (note,) = found.notes()
+    assert len(result.ignored) == 4
+    (note,) = result.notes()
     assert note.startswith("4 files in the data folders are ignored") and ".hidden.json" in note
     assert find_sources([tmp_path / "b.jsonl"]).notes() == []
 

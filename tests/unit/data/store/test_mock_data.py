@@ -21,7 +21,7 @@ def test_mock_sample_depends_on_seed_part_and_index():
     others = [samples[40], make(seed=4)[41], make(part="valid")[41], make(part="test")[41]]
     assert all(not np.array_equal(other, tokens) for other, _ in others)
     digests = [
-        each.digest() for each in (make(), make(seed=4), make(part="test"), make(vocab_size=9), make(seq_length=9))
+        item.digest() for item in (make(), make(seed=4), make(part="test"), make(vocab_size=9), make(seq_length=9))
     ]
     assert len(set(digests)) == 5 and make(count=50).digest() == digests[0]
 

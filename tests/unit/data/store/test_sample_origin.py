@@ -23,8 +23,8 @@ def indexed(prefix: Path, *, records: int) -> SampleStore:
 
 def test_record_of_a_sample(tmp_path: Path) -> None:
     store = indexed(tmp_path / "a", records=5)
-    found = [sample_origin(store, sample) for sample in range(6)]
-    assert found == [{"file": "chats.jsonl", "record": record} for record in (1, 2, 3, 3, 4, 5)]
+    results = [sample_origin(store, sample) for sample in range(6)]
+    assert results == [{"file": "chats.jsonl", "record": record} for record in (1, 2, 3, 3, 4, 5)]
     shuffled = SampleStore.concatenated([indexed(tmp_path / "b", records=7), store]).select([8, 2])
     assert sample_origin(shuffled, 0) == {"file": "chats.jsonl", "record": 3}
     assert sample_origin(shuffled, 1) == {"file": str(tmp_path / "b.bin"), "sequence": 2}, "two records were dropped"

@@ -61,8 +61,8 @@ def test_a_flipped_bit_is_an_error_on_access(tmp_path):
             writer.extend(np.arange(60000), [30000, 30000], np.arange(60000) % 2)
     write_manifest(tmp_path / "p", {"pair": writer.close()})
     for suffix, place in ((".bin", 4 * 150000), (".mask.bin", 150000)):
-        whole = (tmp_path / f"p{suffix}").read_bytes()
-        (tmp_path / f"p{suffix}").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        full = (tmp_path / f"p{suffix}").read_bytes()
+        (tmp_path / f"p{suffix}").write_bytes(full[:place] + bytes([full[place] ^ 1]) + full[place + 1 :])
         s = SampleStore.from_indexed(open_indexed(tmp_path / "p"))
         if suffix == ".bin":
             assert s[0][0][:3].tolist() == [0, 1, 2]
@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_an_error_on_access(tmp_path):
             s[5]
         with trusting():
             assert len(SampleStore.from_indexed(open_indexed(tmp_path / "p"))[5][0]) == 30000
-        (tmp_path / f"p{suffix}").write_bytes(whole)
+        (tmp_path / f"p{suffix}").write_bytes(full)
 
 
 def test_invalid_token_is_an_error_on_access(tmp_path):
@@ -83,11 +83,11 @@ def test_invalid_token_is_an_error_on_access(tmp_path):
         del file["blocks"]  # as in manifests of earlier versions
     write_manifest(tmp_path / "p", {"pair": record})
     for suffix, place in ((".bin", 15), (".mask.bin", 4)):
-        whole = (tmp_path / f"p{suffix}").read_bytes()
+        full = (tmp_path / f"p{suffix}").read_bytes()
         for value in (0x80, 0x40):
-            (tmp_path / f"p{suffix}").write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            (tmp_path / f"p{suffix}").write_bytes(full[:place] + bytes([value]) + full[place + 1 :])
             s = SampleStore.from_indexed(open_indexed(tmp_path / "p"))
             assert s[0][0].tolist() == [1, 2, 3]
             with pytest.raises(DataError, match=r"p\.bin: tokens 3 to 6 or their mask changed since"):
                 s[1]
-        (tmp_path / f"p{suffix}").write_bytes(whole)
+        (tmp_path / f"p{suffix}").write_bytes(full)

@@ -21,16 +21,16 @@ def test_windows_have_each_token_as_target_once(tmp_path, seq_length):
             writer.end_document()
     pair = open_indexed(tmp_path / "t")
     store, left = text_samples(pair, seq_length)
-    whole = [[token for sequence in document for token in sequence] for document in DOCUMENTS]
+    full = [[token for sequence in document for token in sequence] for document in DOCUMENTS]
     expected = [
-        document[at : at + seq_length + 1] for document in whole for at in range(0, len(document) - 1, seq_length)
+        document[at : at + seq_length + 1] for document in full for at in range(0, len(document) - 1, seq_length)
     ]
     assert [store[k][0].tolist() for k in range(len(store))] == expected
     assert sum(int(store[k][1][1:].sum()) for k in range(len(store))) == sum(
-        len(document) - 1 for document in whole if document
+        len(document) - 1 for document in full if document
     )
     across, none_left = text_samples(pair, seq_length, crosses_documents=True)
-    stream = [token for document in whole for token in document]
+    stream = [token for document in full for token in document]
     expected = [stream[at : at + seq_length + 1] for at in range(0, len(stream) - 1, seq_length)]
     assert [across[k][0].tolist() for k in range(len(across))] == expected and none_left.changes() == []
     assert left.changes() == ["2 dropped without loss tokens"]

@@ -81,10 +81,10 @@ def test_notes_on_empty_answers_unused_fields_and_few_samples(tmp_path, tokenize
 
 def test_long_samples_are_split_or_an_error(tmp_path, tokenizer):
     file = write_records(tmp_path / "a.jsonl", {"prompt": "q" * 50, "completion": "abc" * 40}, RECORDS["chat"])
-    whole, _ = tokenized("chat", [file], tokenizer, 4096)
+    full, _ = tokenized("chat", [file], tokenizer, 4096)
     store, stats = tokenized("chat", [file], tokenizer, 32, overlong="split")
     assert (stats.split_overlong, stats.truncated, int(store.lengths.max())) == (1, 0, 33)
-    assert num_loss_tokens(store) == num_loss_tokens(whole)
+    assert num_loss_tokens(store) == num_loss_tokens(full)
     assert len(np.unique(store.groups)) == 2  # the parts of a chat are validation data together, or none is
     with pytest.raises(DataError, match=r"a\.jsonl:1: a sample of \d+ tokens, more than seq_length=32"):
         tokenized("chat", [file], tokenizer, 32, overlong="error")
@@ -123,10 +123,10 @@ def test_cost_of_splitting_by_turn_and_one_sample_instead(tmp_path):
     assert (len(split), stats.split_records) == (4, 1)
     texts = [loss_text(split, k, tokenizer) for k in range(3)]
     assert texts == [f"<think>\nthought{k}\n</think>\n\nanswer{k}<|im_end|>" for k in range(3)]
-    whole, whole_stats = tokenized("chat", [file], tokenizer, 4096, chat=ChatSettings(split_turns=False))
-    assert (len(whole), whole_stats.split_records, whole_stats.notes) == (2, 0, [])
-    assert loss_text(whole, 0, tokenizer) == "answer0<|im_end|>answer1<|im_end|>" + texts[2]
-    assert stats.split_tokens == int(split.lengths[:3].sum()) > stats.unsplit_tokens == int(whole.lengths[0])
+    full, whole_stats = tokenized("chat", [file], tokenizer, 4096, chat=ChatSettings(split_turns=False))
+    assert (len(full), whole_stats.split_records, whole_stats.notes) == (2, 0, [])
+    assert loss_text(full, 0, tokenizer) == "answer0<|im_end|>answer1<|im_end|>" + texts[2]
+    assert stats.split_tokens == int(split.lengths[:3].sum()) > stats.unsplit_tokens == int(full.lengths[0])
     assert (
         f"{stats.split_tokens:,} tokens instead of {stats.unsplit_tokens:,}. chat.split_turns=false" in stats.notes[0]
     )

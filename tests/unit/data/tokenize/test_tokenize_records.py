@@ -85,7 +85,7 @@ def test_document_windows_have_each_token_as_target_once(tmp_path, tokenizer):
     file.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     store, stats = tokenized("text", [file], tokenizer, 4)
     assert stats.dropped_without_loss == 1
-    whole = [[*tokenizer.encode(word), tokenizer.eos_id] for word in words if word]
+    full = [[*tokenizer.encode(word), tokenizer.eos_id] for word in words if word]
     again: list[list[int]] = []
     for k in range(len(store)):
         tokens = store[k][0].tolist()
@@ -94,8 +94,8 @@ def test_document_windows_have_each_token_as_target_once(tmp_path, tokenizer):
             again.append(tokens[:1])
         assert again[-1][-1] == tokens[0]
         again[-1] += tokens[1:]
-    assert again == whole
-    assert num_loss_tokens(store) == sum(len(document) - 1 for document in whole)
+    assert again == full
+    assert num_loss_tokens(store) == sum(len(document) - 1 for document in full)
     settings = BatchSettings(seq_length=4, micro_batch_size=1, global_batch_size=1, packing=True)
     assert Batches(store, settings).sequences_per_epoch
 

@@ -109,10 +109,10 @@ def check_values_and_gradients(
 ) -> None:
     given = inputs(20, groups)
     upstream = torch.randn(20, groups, HEADS // groups, CHANNELS, dtype=torch.float64)
-    out, wanted = attend(*given, lengths, window), reference(*given, lengths, window)
-    assert torch.allclose(out, wanted)
+    out, expected = attend(*given, lengths, window), reference(*given, lengths, window)
+    assert torch.allclose(out, expected)
     got = torch.autograd.grad(out, given, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, given, upstream), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(expected, given, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 
@@ -126,12 +126,12 @@ def test_scores_scaled_capped_and_with_sinks(kwargs: dict[str, Any], window: int
         changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
     lengths = (9, 1, 4, 6)
-    out, wanted = (attend(*given, lengths, window, **changed) for attend in (packed_attention, reference))
-    assert torch.allclose(out, wanted)
+    out, expected = (attend(*given, lengths, window, **changed) for attend in (packed_attention, reference))
+    assert torch.allclose(out, expected)
     assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
     leaves = (*given, changed["sinks"]) if "sinks" in kwargs else given
     got = torch.autograd.grad(out, leaves, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 
@@ -147,20 +147,20 @@ def test_dropout_of_probabilities(window: int | None, spans: Spans | None) -> No
         PackedBatch.for_inference([torch.zeros(n, dtype=torch.int64) for n in lengths]), sample_ids=(3, 1, 0, 2)
     )
     batch = replace(batch, dropout=dropout_keys(batch, seed=1, step=2))
-    whole = AttentionDropout(rate, 1, 8, batch)
-    rows = whole.query_keys(2, HEADS // 2).unflatten(1, (20, -1)).transpose(1, 2).reshape(HEADS, 20, 1)
-    mask = keep_mask(rows, whole.key_keys(1).transpose(1, 2), rate)
+    full = AttentionDropout(rate, 1, 8, batch)
+    rows = full.query_keys(2, HEADS // 2).unflatten(1, (20, -1)).transpose(1, 2).reshape(HEADS, 20, 1)
+    mask = keep_mask(rows, full.key_keys(1).transpose(1, 2), rate)
     weights = drop(torch.ones(HEADS, 20, 20, dtype=torch.float64), mask, rate)
     assert 0.6 < weights.count_nonzero() / weights.numel() < 0.8
-    own = replace(whole, batch=replace(batch, spans=spans))
+    own = replace(full, batch=replace(batch, spans=spans))
     changed: dict[str, Any] = {"sinks": sinks, "softcap": 2.0}
     out = packed_attention(local_tokens(q, spans), k, v, lengths, window, spans=spans, dropout=own, **changed)
-    wanted = local_tokens(reference(q, k, v, lengths, window, weights=weights, **changed), spans)
-    assert torch.allclose(out, wanted)
-    upstream = torch.randn(wanted.shape, dtype=torch.float64)
+    expected = local_tokens(reference(q, k, v, lengths, window, weights=weights, **changed), spans)
+    assert torch.allclose(out, expected)
+    upstream = torch.randn(expected.shape, dtype=torch.float64)
     leaves = (q, k, v, sinks)
     got = torch.autograd.grad(out, leaves, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 
@@ -235,11 +235,13 @@ def test_no_quadratic_allocation(attend: Callable[..., Tensor]) -> None:
 
 
 def test_scores_are_not_saved() -> None:
-    kept: list[int] = []
+    remaining: list[int] = []
     q, k, v = inputs(600, 2, torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: remaining.append(tensor.numel()) or tensor, lambda x: x
+    ):
         packed_attention(q, k, v, (600,))
-    assert max(kept) == 600 * HEADS * CHANNELS
+    assert max(remaining) == 600 * HEADS * CHANNELS
 
 
 @old_sdpa

@@ -26,7 +26,7 @@ def selection(width: int) -> list[torch.Tensor]:
 
 def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: list[torch.Tensor]) -> torch.Tensor:
     out = []
-    for own_q, own_k, own_v, keys in zip(*(each.split(LENGTHS) for each in (q[:, :, 0], k, v)), chosen, strict=True):
+    for own_q, own_k, own_v, keys in zip(*(item.split(LENGTHS) for item in (q[:, :, 0], k, v)), chosen, strict=True):
         seen = torch.zeros(len(own_k), len(own_k), dtype=torch.bool).scatter_(1, keys.long(), True).tril()
         scores = torch.einsum("qhd,khd->hqk", own_q, own_k).mul(SCALE).masked_fill(~seen, -torch.inf)
         out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), own_v))

@@ -34,9 +34,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_equals_what_torch_reads(checkpoint: Path) -> None:
-    found, expected = read_index(checkpoint), dcp.FileSystemReader(checkpoint).read_metadata()
-    assert found.storage_data == expected.storage_data and len(found.storage_data) == 3
-    assert found.state_dict_metadata == expected.state_dict_metadata
+    result, expected = read_index(checkpoint), dcp.FileSystemReader(checkpoint).read_metadata()
+    assert result.storage_data == expected.storage_data and len(result.storage_data) == 3
+    assert result.state_dict_metadata == expected.state_dict_metadata
 
 
 def test_code_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_code_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_named(checkpoint: Path) -> None:
-    whole = (checkpoint / INDEX).read_bytes()
-    for content in (whole[:-100], b"", pickle.dumps({})):
+    full = (checkpoint / INDEX).read_bytes()
+    for content in (full[:-100], b"", pickle.dumps({})):
         (checkpoint / INDEX).write_bytes(content)
         with pytest.raises(DataError, match=re.escape(f"{checkpoint / INDEX} cannot be read")):
             read_index(checkpoint)

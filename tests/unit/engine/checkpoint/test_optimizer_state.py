@@ -13,10 +13,10 @@ def test_blocks_contain_exactly_the_elements_in_order(shape: tuple[int, ...]) ->
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(numbers.numel() + 1):
         for end in range(start, numbers.numel() + 1):
-            found = list(blocks(shape, start, end))
+            results = list(blocks(shape, start, end))
             parts = [
                 numbers[tuple(slice(at, at + length) for at, length in zip(corner, size, strict=True))].flatten()
-                for corner, size in found
+                for corner, size in results
             ]
             assert torch.cat([numbers[:0].flatten(), *parts]).tolist() == list(range(start, end))
-            assert len(found) <= 2 * len(shape) - 1
+            assert len(results) <= 2 * len(shape) - 1

@@ -23,7 +23,7 @@ from isthmus.files.atomic_write import write_atomic
 
 
 @pytest.mark.parametrize(
-    ("keep", "saved", "kept"),
+    ("keep", "saved", "remaining"),
     [
         (2, [6], [5, 6]),  # resumed from step 5
         (2, [11], [10, 11]),  # from step 10
@@ -34,7 +34,7 @@ from isthmus.files.atomic_write import write_atomic
     ],
 )
 def test_checkpoints_of_an_abandoned_branch_are_removed_first(
-    tmp_path: Path, keep: int, saved: list[int], kept: list[int]
+    tmp_path: Path, keep: int, saved: list[int], remaining: list[int]
 ) -> None:
     for step in (5, 10, 20):
         (tmp_path / f"iter_{step:07d}").mkdir()
@@ -43,7 +43,7 @@ def test_checkpoints_of_an_abandoned_branch_are_removed_first(
         staging.mkdir()
         publish(staging, tmp_path / f"iter_{step:07d}", step, keep=keep)
         assert latest(tmp_path) == tmp_path / f"iter_{step:07d}"
-    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == remaining
 
 
 def test_best_checkpoint_is_kept(tmp_path: Path) -> None:

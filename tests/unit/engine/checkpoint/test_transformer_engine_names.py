@@ -46,23 +46,23 @@ STACKED = {
 
 @pytest.mark.parametrize("family", STACKED)
 def test_homogeneous_layers(family: str, tmp_path: Path) -> None:
-    wanted = ENDS | {f"decoder.layers.{name}" for name in STACKED[family]}
+    expected = ENDS | {f"decoder.layers.{name}" for name in STACKED[family]}
     keys = _keys(family, tmp_path)
-    assert wanted <= keys
+    assert expected <= keys
     # Megatron-Core's own layers look for the norm before experts here.
     left = {"decoder.layers.mlp.linear_fc1.layer_norm_weight"} if "moe" in family or family == "mixtral" else set()
-    assert keys - wanted == left
+    assert keys - expected == left
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_heterogeneous_layers(family: str, tmp_path: Path) -> None:
     moe = LATENT | MOE | SHARED | ({"mlp.router.expert_bias"} if family == "deepseek_v3" else set())
-    wanted = ENDS | {f"decoder.layers.0.{name}" for name in LATENT | DENSE}
-    wanted |= {f"decoder.layers.{layer}.{name}" for layer in (1, 2, 3) for name in moe}
+    expected = ENDS | {f"decoder.layers.0.{name}" for name in LATENT | DENSE}
+    expected |= {f"decoder.layers.{layer}.{name}" for layer in (1, 2, 3) for name in moe}
     keys = _keys(family, tmp_path)
-    assert wanted <= keys
+    assert expected <= keys
     # Those of Megatron-Core's own layers have all their norms under their own names.
-    assert all("layernorm" in key for key in keys - wanted)
+    assert all("layernorm" in key for key in keys - expected)
 
 
 def _keys(family: str, folder: Path) -> set[str]:

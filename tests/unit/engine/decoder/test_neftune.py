@@ -29,8 +29,8 @@ def noise(samples: dict[int, int], *, alpha: float = 5.0, layer: int = 0, paddin
 def test_magnitude_is_that_of_the_length_of_each_sample() -> None:
     """Uniform in (-m, m) with m = alpha / sqrt(L * H), as in the paper for a sequence of L tokens without padding."""
     lengths = {3: 400, 1: 100, 8: 900}
-    found = noise(lengths, padding=20)[:1400].split([*lengths.values()])
-    for length, part in zip(lengths.values(), found, strict=True):
+    result = noise(lengths, padding=20)[:1400].split([*lengths.values()])
+    for length, part in zip(lengths.values(), result, strict=True):
         scaled = part.double() * (length * WIDTH) ** 0.5 / 5
         assert 0.999 < scaled.abs().max().item() <= 1
         deviation = scaled.numel() ** -0.5
@@ -52,11 +52,11 @@ def test_rows_of_a_rank_are_those_of_the_whole_sequence() -> None:
     batch = replace(batch, sample_ids=(0, 1))
     batch = replace(batch, dropout=dropout_keys(batch, seed=0, step=0))
     with single_process_groups():
-        whole = with_noise(torch.zeros(16, 1, 4), batch, 1.0, layer=0)
+        full = with_noise(torch.zeros(16, 1, 4), batch, 1.0, layer=0)
         share = with_noise(torch.zeros(8, 1, 4), batch, 1.0, layer=0)  # sequence parallelism of 2
         split = replace(batch, spans=((0, 4), (12, 16)))  # context parallelism of 2
         zigzag = with_noise(torch.zeros(8, 1, 4), split, 1.0, layer=0)
-    assert torch.equal(share, whole[:8]) and torch.equal(zigzag, torch.cat([whole[:4], whole[12:]]))
+    assert torch.equal(share, full[:8]) and torch.equal(zigzag, torch.cat([full[:4], full[12:]]))
 
 
 def test_gradients_pass_and_nothing_happens_without_alpha() -> None:

@@ -27,9 +27,9 @@ def test_other_activations(kind: Any, approximate: str | None) -> None:
         "tanh": lambda y: y * (1 + torch.tanh(root * (y + 0.044715 * y**3))) / 2,
         None: lambda y: y / (1 + torch.exp(-y)),
     }[approximate]
-    wanted = formula(x[..., :6]) * x[..., 6:] if kind is geglu else formula(x)
+    expected = formula(x[..., :6]) * x[..., 6:] if kind is geglu else formula(x)
     got = kind(x) if approximate is None else kind(x, approximate=approximate)
-    assert torch.allclose(got, wanted)
+    assert torch.allclose(got, expected)
 
 
 def test_swiglu() -> None:
@@ -42,18 +42,18 @@ def test_swiglu() -> None:
 def test_clamped_swiglu_equals_gpt_oss() -> None:
     gate, up = torch.randn(2, 50, 6, generator=torch.Generator().manual_seed(0)) * 8
     theirs = SimpleNamespace(alpha=1.702, limit=7.0)
-    wanted = GptOssExperts._apply_gate(theirs, torch.stack((gate, up), -1).flatten(-2))  # interleaved
+    expected = GptOssExperts._apply_gate(theirs, torch.stack((gate, up), -1).flatten(-2))  # interleaved
     ours = clamped_swiglu(torch.cat((gate, up), -1))
-    assert torch.allclose(ours, wanted)
+    assert torch.allclose(ours, expected)
     assert min((gate > 7).sum(), (up > 7).sum(), (up < -7).sum()) > 5
 
 
 def test_swiglu_does_not_modify_its_input_or_gradient() -> None:
     x, upstream = torch.randn(5, 1, 12), torch.randn(5, 1, 6)
-    kept = x.clone(), upstream.clone()
+    remaining = x.clone(), upstream.clone()
     x.requires_grad_()
     swiglu(x).backward(upstream)
-    assert torch.equal(x, kept[0]) and torch.equal(upstream, kept[1])
+    assert torch.equal(x, remaining[0]) and torch.equal(upstream, remaining[1])
 
 
 def test_swiglu_saves_only_its_input() -> None:
@@ -73,18 +73,18 @@ def test_xielu_and_its_gradients_are_those_of_transformers() -> None:
     theirs = XIELUActivation(dtype=torch.float32)
     x = torch.linspace(-4, 4, 41).requires_grad_()
     inputs = (x, theirs.alpha_p, theirs.alpha_n)
-    found = activation._XieluFunction.apply(*inputs, theirs.beta, theirs.eps)
-    wanted = theirs(x)
+    result = activation._XieluFunction.apply(*inputs, theirs.beta, theirs.eps)
+    expected = theirs(x)
     grad = torch.linspace(0.5, 2, 41)
-    torch.testing.assert_close(found, wanted)
-    ours = torch.autograd.grad(found, inputs, grad)
-    torch.testing.assert_close(ours, torch.autograd.grad(wanted, inputs, grad))
+    torch.testing.assert_close(result, expected)
+    ours = torch.autograd.grad(result, inputs, grad)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, inputs, grad))
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2"])
 def test_plain_and_gated_relu(name: Any) -> None:
     gate, up = torch.linspace(-2, 2, 9), torch.linspace(1, 3, 9)
-    wanted = gate.relu() ** (2 if name == "relu2" else 1)
-    torch.testing.assert_close(activation.activation_function(name, gated=False)(gate), wanted)
+    expected = gate.relu() ** (2 if name == "relu2" else 1)
+    torch.testing.assert_close(activation.activation_function(name, gated=False)(gate), expected)
     gated = activation.activation_function(name, gated=True)
-    torch.testing.assert_close(gated(torch.cat([gate, up])), wanted * up)
+    torch.testing.assert_close(gated(torch.cat([gate, up])), expected * up)

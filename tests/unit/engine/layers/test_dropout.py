@@ -40,23 +40,23 @@ def mask(batch: PackedBatch, rate: float = 0.1, width: int = 64, layer: int = 3,
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
 def test_rate(rate: float) -> None:
-    kept = mask(batch_of({0: 4096}), rate, width=1024)
-    deviation = (rate * (1 - rate) / kept.numel()) ** 0.5
-    assert abs(1 - kept.double().mean().item() - rate) < 5 * deviation
+    remaining = mask(batch_of({0: 4096}), rate, width=1024)
+    deviation = (rate * (1 - rate) / remaining.numel()) ** 0.5
+    assert abs(1 - remaining.double().mean().item() - rate) < 5 * deviation
 
 
 def test_values_are_independent() -> None:
     """The counts of kept pairs of values at any distance, and of rows and columns, have the variance of chance."""
     rate, tokens, width = 0.3, 2048, 1024
-    kept = mask(batch_of({4: tokens}), rate, width).double() - (1 - rate)
+    remaining = mask(batch_of({4: tokens}), rate, width).double() - (1 - rate)
     variance = rate * (1 - rate)
     for axis, number in ((0, tokens), (1, width)):
-        sums = kept.sum(axis) / (variance * number) ** 0.5
+        sums = remaining.sum(axis) / (variance * number) ** 0.5
         assert 0.85 < sums.square().mean().item() < 1.15 and sums.abs().max() < 5
     for rows, columns in ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (0, 512), (1024, 0), (7, 13)):
-        product = (kept * kept.roll((rows, columns), (0, 1))).mean().item() / variance
+        product = (remaining * remaining.roll((rows, columns), (0, 1))).mean().item() / variance
         assert abs(product) < 5 / (tokens * width) ** 0.5, (rows, columns)
-    correlations = (kept[:256] @ kept[:256].T).fill_diagonal_(0) / (variance * width**0.5)
+    correlations = (remaining[:256] @ remaining[:256].T).fill_diagonal_(0) / (variance * width**0.5)
     assert 0.95 < correlations.square().sum().item() / (256 * 255) < 1.05 and correlations.abs().max() < 6
 
 
@@ -78,9 +78,9 @@ def test_other_steps_seeds_places_and_samples_have_other_masks() -> None:
         mask(batch_of({7: 64}), layer=4),
         mask(batch_of({7: 64}), place=ATTENTION_OUTPUT),
     ]
-    for number, one in enumerate(masks):
+    for number, entry in enumerate(masks):
         for other in masks[number + 1 :]:
-            both = (one == other).double().mean().item()  # 0.9 * 0.9 + 0.1 * 0.1 by chance
+            both = (entry == other).double().mean().item()  # 0.9 * 0.9 + 0.1 * 0.1 by chance
             assert 0.79 < both < 0.85
 
 

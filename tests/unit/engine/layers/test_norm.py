@@ -40,10 +40,10 @@ def test_rms_norm(shape: tuple[int, ...], eps: float) -> None:
     x = torch.randn(shape, requires_grad=True)
     upstream = torch.randn(shape)
     out = module(x)
-    wanted = rms(x, module.weight, eps)
-    assert torch.allclose(out, wanted, atol=1e-6)
+    expected = rms(x, module.weight, eps)
+    assert torch.allclose(out, expected, atol=1e-6)
     got = torch.autograd.grad(out, (x, module.weight), upstream)
-    for mine, reference in zip(got, torch.autograd.grad(wanted, (x, module.weight), upstream), strict=True):
+    for mine, reference in zip(got, torch.autograd.grad(expected, (x, module.weight), upstream), strict=True):
         assert torch.allclose(mine, reference, atol=1e-5)
 
 
@@ -61,9 +61,9 @@ def test_rms_norm_sums_in_float32() -> None:
     module = norm(RMSNorm, 4096, torch.bfloat16, 1e-6)
     torch.manual_seed(0)
     x = torch.randn(4, 1, 4096).bfloat16()
-    wanted = rms(x.double(), module.weight.double(), 1e-6)
+    expected = rms(x.double(), module.weight.double(), 1e-6)
     assert module(x).dtype == torch.bfloat16
-    assert ((module(x).double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all()  # one rounding, at the end
+    assert ((module(x).double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()  # one rounding, at the end
 
 
 def test_rms_norm_of_zeros_has_a_gradient() -> None:
@@ -77,8 +77,8 @@ def test_layer_norm() -> None:
     module = norm(partial(LayerNorm, bias=True), 16, torch.float32, 1e-3)
     x = torch.randn(6, 1, 16)
     centred = x - x.mean(-1, keepdim=True)
-    wanted = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * module.weight + module.bias
-    assert torch.allclose(module(x), wanted, atol=1e-5)
+    expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * module.weight + module.bias
+    assert torch.allclose(module(x), expected, atol=1e-5)
 
 
 def test_layer_norm_without_a_bias() -> None:

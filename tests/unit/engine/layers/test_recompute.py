@@ -51,10 +51,10 @@ def gradients(form: Form, train: TrainConfig, moe: Experts | None = None) -> dic
     "modules", [("mlp",), ("layernorm", "mlp_act", "rope"), ("core_attn", "mlp", "layernorm", "rope")]
 )
 def test_recomputed_modules_have_the_same_gradients(form: Form, modules: tuple[RecomputedModule, ...]) -> None:
-    wanted = gradients(form, TrainConfig())
+    expected = gradients(form, TrainConfig())
     recomputed = gradients(form, TrainConfig(recompute="selective", recompute_modules=modules))
-    assert recomputed.keys() == wanted.keys() and "decoder.layers.0.mlp.linear_fc2.bias" in wanted
-    for name, gradient in wanted.items():
+    assert recomputed.keys() == expected.keys() and "decoder.layers.0.mlp.linear_fc2.bias" in expected
+    for name, gradient in expected.items():
         assert torch.equal(recomputed[name], gradient), name
 
 
@@ -80,7 +80,7 @@ def test_results_are_computed_once_for_all_uses_and_freed() -> None:
 
 def test_recomputed_activations_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = Experts(num_experts=4, top_k=2, ffn_hidden_size=24)
-    wanted = gradients("pre", TrainConfig(), moe)
+    expected = gradients("pre", TrainConfig(), moe)
     replaced: list[int] = []
     pack = _Recomputed.pack
 
@@ -91,7 +91,7 @@ def test_recomputed_activations_of_experts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(_Recomputed, "pack", seen)
     recomputed = gradients("pre", TrainConfig(recompute="selective", recompute_modules=("moe_act",)), moe)
-    for name, gradient in wanted.items():
+    for name, gradient in expected.items():
         assert torch.equal(recomputed[name], gradient), name
     layers, rows = 2, 8 * moe.top_k
     assert sum(replaced) == layers * 2 * rows * moe.ffn_hidden_size  # the activation, and its product with the weights

@@ -17,8 +17,8 @@ GROUP: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1, group_name="tp")
 
 def gather(x: Tensor, matrices: list[Tensor], dim: int, name: str) -> tuple[Tensor, list[Tensor]]:
     assert (dim, name) == (0, "tp")
-    whole = torch.cat((x / 2, x))
-    return whole, [whole @ b for b in matrices]
+    full = torch.cat((x / 2, x))
+    return full, [full @ b for b in matrices]
 
 
 def scatter(x: Tensor, b: Tensor, operation: str, dim: int, name: str) -> Tensor:

@@ -48,25 +48,25 @@ def error(got: Tensor, wanted: Tensor) -> float:
 def test_rounding_error_of_the_dtype(scaling: Scaling, dtype: torch.dtype, relative: float) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(32, 48) * torch.logspace(-3, 3, 32)[:, None]
-    found = quantize(matrix, dtype, scaling)
-    assert found.inverse_scale.shape == (() if scaling == "tensorwise" else (32, 1))
+    result = quantize(matrix, dtype, scaling)
+    assert result.inverse_scale.shape == (() if scaling == "tensorwise" else (32, 1))
     over = (0, 1) if scaling == "tensorwise" else 1
     amax = matrix.abs().amax(over, keepdim=True)
     # Half a step of the mantissa, or half a step of the smallest numbers.
     smallest = torch.finfo(dtype).smallest_normal * relative * amax / torch.finfo(dtype).max
-    assert ((back(found) - matrix).abs() <= matrix.abs() * relative * 1.0001 + smallest).all()
-    assert found.values.double().abs().max() == torch.finfo(dtype).max
+    assert ((back(result) - matrix).abs() <= matrix.abs() * relative * 1.0001 + smallest).all()
+    assert result.values.double().abs().max() == torch.finfo(dtype).max
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3e-30, 1.0, 3e38])
 def test_any_magnitude(scaling: Scaling, value: float) -> None:
-    found = quantize(torch.full((16, 16), value), E4M3, scaling)
-    assert found.inverse_scale.isfinite().all() and (found.inverse_scale >= 2.0**-126).all()
+    result = quantize(torch.full((16, 16), value), E4M3, scaling)
+    assert result.inverse_scale.isfinite().all() and (result.inverse_scale >= 2.0**-126).all()
     if value in (3e-30, 1.0, 3e38):
-        assert torch.allclose(back(found), torch.full((16, 16), value, dtype=torch.float64), rtol=1e-6)
+        assert torch.allclose(back(result), torch.full((16, 16), value, dtype=torch.float64), rtol=1e-6)
     else:
-        assert (back(found) <= value).all() or torch.allclose(back(found).float(), torch.tensor(value), rtol=0.1)
+        assert (back(result) <= value).all() or torch.allclose(back(result).float(), torch.tensor(value), rtol=0.1)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -74,8 +74,8 @@ def test_any_magnitude(scaling: Scaling, value: float) -> None:
 def test_non_finite_values_stay_non_finite(scaling: Scaling, bad: float) -> None:
     matrix = torch.ones(16, 16)
     matrix[3, 5] = bad
-    found = back(quantize(matrix, E4M3, scaling))
-    assert found[3].isnan().all() and bool(found[4].isnan().all()) is (scaling == "tensorwise")
+    result = back(quantize(matrix, E4M3, scaling))
+    assert result[3].isnan().all() and bool(result[4].isnan().all()) is (scaling == "tensorwise")
 
 
 def layer(tokens: int, recipe: Fp8Recipe, *, width: int = 64, outputs: int = 48) -> dict[str, tuple[Tensor, Tensor]]:
@@ -86,19 +86,19 @@ def layer(tokens: int, recipe: Fp8Recipe, *, width: int = 64, outputs: int = 48)
     weight = (torch.randn(outputs, width) * torch.logspace(-1, 0, outputs)[:, None]).requires_grad_()
     upstream = torch.randn(tokens, 1, outputs)
     out = fp8_linear(x, weight, recipe)
-    found = (out, *torch.autograd.grad(out, (x, weight), upstream))
+    results = (out, *torch.autograd.grad(out, (x, weight), upstream))
     wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    wanted = wide_x @ wide_weight.t()
-    exact = (wanted, *torch.autograd.grad(wanted, (wide_x, wide_weight), upstream.double()))
-    return dict(zip(("out", "x", "weight"), zip(found, exact, strict=True), strict=True))
+    expected = wide_x @ wide_weight.t()
+    exact = (expected, *torch.autograd.grad(expected, (wide_x, wide_weight), upstream.double()))
+    return dict(zip(("out", "x", "weight"), zip(results, exact, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 32])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradients", [E4M3, E5M2])
 def test_matmuls_and_gradients(tokens: int, scaling: Scaling, gradients: torch.dtype) -> None:
-    found = layer(tokens, Fp8Recipe(scaling, E4M3, gradients))
-    errors = {name: error(*pair) for name, pair in found.items()}
+    result = layer(tokens, Fp8Recipe(scaling, E4M3, gradients))
+    errors = {name: error(*pair) for name, pair in result.items()}
     # An operand is off by a uniform share of up to 2^-4 (2^-3 in e5m2), of which the root mean square is 0.6 at most.
     backward = 0.05 if gradients == E4M3 else 0.08
     assert 0 < errors["out"] < 0.05
@@ -110,10 +110,10 @@ def test_rowwise_scales_keep_small_tokens() -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 64) * torch.logspace(-6, 0, 16)[:, None]
     weight = torch.randn(48, 64)
-    wanted = x.double() @ weight.double().t()
-    found = {how: fp8_linear(x, weight, Fp8Recipe(how, E4M3, E5M2)) for how in SCALINGS}
-    assert found["tensorwise"][0].abs().max() == 0
-    assert error(found["rowwise"][0], wanted[0]) < 0.06
+    expected = x.double() @ weight.double().t()
+    values = {how: fp8_linear(x, weight, Fp8Recipe(how, E4M3, E5M2)) for how in SCALINGS}
+    assert values["tensorwise"][0].abs().max() == 0
+    assert error(values["rowwise"][0], expected[0]) < 0.06
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -132,11 +132,11 @@ def test_the_weight_gradient_is_added_to_the_buffer(scaling: Scaling) -> None:
     recipe = Fp8Recipe(scaling, E4M3, E5M2)
     x, weight = torch.randn(16, 32).bfloat16(), torch.randn(48, 32).bfloat16().requires_grad_()
     inputs = (x.float(), weight.detach().float().requires_grad_()) if scaling == "tensorwise" else (x, weight)
-    (wanted,) = torch.autograd.grad(fp8_linear(*inputs, recipe).sum(), inputs[1])
+    (expected,) = torch.autograd.grad(fp8_linear(*inputs, recipe).sum(), inputs[1])
     weight.main_grad = torch.ones(48, 32)  # type: ignore[attr-defined]
     fp8_linear(x, weight, recipe).sum().backward()
     assert weight.grad is None and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
-    assert torch.equal(weight.main_grad, 1 + wanted.float())  # type: ignore[attr-defined]
+    assert torch.equal(weight.main_grad, 1 + expected.float())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -145,9 +145,9 @@ def test_columns_are_those_of_the_transpose(scaling: Scaling, rows: int) -> None
     torch.manual_seed(0)
     matrix = torch.randn(rows, 48) * torch.logspace(-3, 3, 48)
     padded = torch.nn.functional.pad(matrix.t(), (0, -rows % 16))
-    wanted = quantize(matrix, E4M3, scaling), quantize(padded.contiguous(), E4M3, scaling)
-    for found in (quantize_both(matrix, E4M3, scaling), (wanted[0], quantize_columns(matrix, E4M3, scaling))):
-        for ours, theirs in zip(found, wanted, strict=True):
+    expected = quantize(matrix, E4M3, scaling), quantize(padded.contiguous(), E4M3, scaling)
+    for results in (quantize_both(matrix, E4M3, scaling), (expected[0], quantize_columns(matrix, E4M3, scaling))):
+        for ours, theirs in zip(results, expected, strict=True):
             assert ours.values.is_contiguous() and ours.inverse_scale.shape == theirs.inverse_scale.shape
             assert torch.equal(ours.values.float(), theirs.values.float())
             assert torch.equal(ours.inverse_scale, theirs.inverse_scale)
@@ -183,12 +183,12 @@ def test_weights_are_quantized_once_per_step(scaling: Scaling, monkeypatch: pyte
 
     repeated = step(False)
     assert sorted(quantized) == [0] * 6 + [1] * 6
-    kept = step(True)
+    remaining = step(True)
     assert sorted(quantized) == [0, 0, 1, 1]
-    assert all(torch.equal(a, b) for a, b in zip(kept, repeated, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(remaining, repeated, strict=True))
     with torch.no_grad():
         weights[0].data.mul_(2)
-    assert not torch.equal(step(True)[0], kept[0])
+    assert not torch.equal(step(True)[0], remaining[0])
     with pytest.raises(ZeroDivisionError), quantize_weights_once(True):
         fp8_linear(torch.randn(7, 32), weights[0], recipe)
         raise ZeroDivisionError
@@ -237,12 +237,12 @@ def test_compiled_quantization_pads_any_length() -> None:
     """The length is a variable to the compiler; in torch 2.6 it rounds quotients of negative sizes to zero."""
     for tokens in (48, 37, 5):
         matrix = torch.randn(tokens, 32)
-        wanted = quantize_both(matrix, E4M3, "tensorwise")
+        expected = quantize_both(matrix, E4M3, "tensorwise")
         set_compile(True, device="cpu")
         try:
-            found = quantize_both(matrix, E4M3, "tensorwise")
+            result = quantize_both(matrix, E4M3, "tensorwise")
         finally:
             set_compile(False)
-        for ours, theirs in zip(found, wanted, strict=True):
+        for ours, theirs in zip(result, expected, strict=True):
             assert torch.equal(ours.values.float(), theirs.values.float())
             assert torch.equal(ours.inverse_scale, theirs.inverse_scale)

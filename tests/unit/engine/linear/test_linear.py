@@ -56,10 +56,10 @@ def test_matmuls_are_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.Mon
     monkeypatch.setattr(matmul, "BLOCK_ELEMENTS", 12)
     torch.manual_seed(0)
     a, b, into = torch.randn(7, 5).to(dtype), torch.randn(5, 4).to(dtype), torch.ones(7, 4)
-    wanted = 1 + a.double() @ b.double()
+    expected = 1 + a.double() @ b.double()
     with Recorder() as seen:
         matmul.add_matmul(into, a, b)
-    assert torch.allclose(into.double(), wanted, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    assert torch.allclose(into.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert seen.largest(dtype) <= 12
 
 
@@ -119,6 +119,6 @@ def test_matmuls_overlap_communication(shared: str, monkeypatch: pytest.MonkeyPa
     assert order == [
         *["gather"] * gathered, "matmul", "sum", *["wait gather"] * gathered, "add_matmul", "wait sum",
     ]  # fmt: skip
-    whole = torch.cat((x, x)) if gathered else x
-    assert torch.allclose(weight.main_grad - 1, upstream[:, 0].t() @ whole[:, 0], atol=1e-5)
+    full = torch.cat((x, x)) if gathered else x
+    assert torch.allclose(weight.main_grad - 1, upstream[:, 0].t() @ full[:, 0], atol=1e-5)
     assert x.grad is not None and torch.allclose(x.grad, 2 * upstream[:5] @ weight, atol=1e-5)

@@ -76,17 +76,17 @@ def test_float32_is_exact(library: list[str], shape: tuple[int, int, int], way: 
     column = torch.arange(outputs) % inputs
     picks = torch.zeros(inputs, outputs)
     picks[column, torch.arange(outputs)] = 1.0
-    wanted = fine[:, column]
+    expected = fine[:, column]
     if way == "forward":
-        assert torch.equal(matmul(fine, picks.t().contiguous().t()), wanted)
+        assert torch.equal(matmul(fine, picks.t().contiguous().t()), expected)
     elif way == "grad_x":
-        assert torch.equal(matmul(fine, picks), wanted)
+        assert torch.equal(matmul(fine, picks), expected)
     elif way == "grad_w":
-        assert torch.equal(matmul(fine.t().contiguous().t(), picks), wanted)
+        assert torch.equal(matmul(fine.t().contiguous().t(), picks), expected)
     else:
         into = torch.zeros(tokens, outputs)
         add_matmul(into, fine.t().contiguous().t(), picks)
-        assert torch.equal(into, wanted)
+        assert torch.equal(into, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -158,11 +158,11 @@ def refuses(*_args: object, **_kwargs: object) -> Tensor:
 def test_a_trial_decides_on_float32_sums(operator: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ADDMM_INTO_FLOAT32", operator)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    found = module.no_float32_sums.__wrapped__(
+    result = module.no_float32_sums.__wrapped__(
         torch.device("cpu"), torch.float16 if operator is None else torch.bfloat16
     )
-    assert (found is None) if reason is None else found.endswith(reason)
-    monkeypatch.setattr(module, "no_float32_sums", lambda _device, _dtype: found)
+    assert (result is None) if reason is None else result.endswith(reason)
+    monkeypatch.setattr(module, "no_float32_sums", lambda _device, _dtype: result)
     line = module.rounded_gradients("cuda", torch.bfloat16)
     assert (
         (line is None)

@@ -33,11 +33,11 @@ def of_bitsandbytes(weight: Tensor, kind: Kind) -> Tensor:
 
     if kind == "nf4":
         loaded = bitsandbytes.nn.Params4bit(weight.clone(), quant_type="nf4", compress_statistics=False).to("cpu")
-        found: Tensor = bitsandbytes.functional.dequantize_4bit(loaded.data, loaded.quant_state)
-        return found
+        result: Tensor = bitsandbytes.functional.dequantize_4bit(loaded.data, loaded.quant_state)
+        return result
     row = bitsandbytes.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False).to("cpu")
-    found = bitsandbytes.functional.int8_vectorwise_dequant(row.data, row.SCB)
-    return found.to(weight.dtype)
+    result = bitsandbytes.functional.int8_vectorwise_dequant(row.data, row.SCB)
+    return result.to(weight.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,9 +52,9 @@ def test_shards_have_the_elements_of_bitsandbytes(kind: Kind, dtype: torch.dtype
         """The rows of the second of two ranks: some of both layers."""
         return torch.cat((first[24:], second[8:]))
 
-    found = quantized(fused(q, k), kind).dequantize()
-    assert found.dtype == dtype and not torch.equal(found, fused(q, k))
-    torch.testing.assert_close(found, fused(wanted_q, wanted_k), **close)
+    result = quantized(fused(q, k), kind).dequantize()
+    assert result.dtype == dtype and not torch.equal(result, fused(q, k))
+    torch.testing.assert_close(result, fused(wanted_q, wanted_k), **close)
     if kind == "nf4":
         assert torch.equal(quantized(q[:, 64:192], kind).dequantize(), wanted_q[:, 64:192])
         experts = torch.stack((q[:16], q[16:32], k))  # a parameter of transformers
@@ -66,24 +66,26 @@ def test_matmuls_and_gradients_are_those_of_the_dequantized_weight(kind: Kind) -
     torch.manual_seed(0)
     weight = quantized(torch.randn(24, 64), kind)
     x, upstream = torch.randn(5, 1, 64, requires_grad=True), torch.randn(5, 1, 24)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        found = _LinearIntoMainGrad.apply(x, weight, NO_EXCHANGE)
-    wanted = x @ weight.dequantize().t()
-    assert torch.equal(found, wanted) and not kept
-    mine, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted))
+    remaining: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: remaining.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        result = _LinearIntoMainGrad.apply(x, weight, NO_EXCHANGE)
+    expected = x @ weight.dequantize().t()
+    assert torch.equal(result, expected) and not remaining
+    mine, theirs = (torch.autograd.grad(out, x, upstream)[0] for out in (result, expected))
     assert torch.equal(mine, theirs)
 
 
 def test_it_is_a_parameter_without_memory_of_its_own() -> None:
     module = nn.Linear(64, 32, bias=False)
-    whole = module.weight
-    module.weight = weight = QuantizedWeight(whole, "nf4", whole.device)
-    weight.quantize_(whole.detach())
+    full = module.weight
+    module.weight = weight = QuantizedWeight(full, "nf4", full.device)
+    weight.quantize_(full.detach())
     assert dict(module.named_parameters()) == {"weight": weight}
-    assert weight.is_meta and not weight.requires_grad and weight.shape == whole.shape and weight.dtype == whole.dtype
+    assert weight.is_meta and not weight.requires_grad and weight.shape == full.shape and weight.dtype == full.dtype
     assert sum(tensor.nbytes for tensor in weight.elements) == 32 * 64 // 2 + 32 * 64 // 64 * 4
-    assert dense(whole) is whole and torch.equal(dense(weight), weight.dequantize())
+    assert dense(full) is full and torch.equal(dense(weight), weight.dequantize())
 
 
 def test_weights_have_no_memory_until_they_are_read() -> None:
@@ -99,8 +101,8 @@ def test_weights_have_no_memory_until_they_are_read() -> None:
     weight: Any = layers["frozen"].weight
     assert sum(tensor.nbytes for tensor in weight.elements) == 0
     values = torch.randn(32, 96).bfloat16()
-    with full_to_shard(weight.detach()) as whole:
-        whole.copy_(values)
+    with full_to_shard(weight.detach()) as full:
+        full.copy_(values)
     assert torch.equal(weight.dequantize(), quantized(values, "nf4").dequantize())
 
 

@@ -39,19 +39,19 @@ ScaledGemmTunableOp_Float8_e4m3fnuz_Float8_e4m3fnuz_BFloat16_TN,tn_1_2_3_ld_3_3_
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The libraries of the matmuls, in order."""
-    found: list[str] = []
+    results: list[str] = []
 
     def noting(name: str) -> Any:
         @contextmanager
         def context() -> Iterator[None]:
-            found.append(name)
+            results.append(name)
             yield
 
         return context
 
     for name in matmul_module.LIBRARIES:
         monkeypatch.setitem(matmul_module.LIBRARIES, name, noting(name))  # type: ignore[arg-type]
-    yield found
+    yield results
     use_table(None)
 
 

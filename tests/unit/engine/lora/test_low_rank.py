@@ -61,8 +61,8 @@ class Layers:
 
     def parameter(self, adapter: Adapter, role: str) -> Tensor:
         """PEFT's."""
-        found: Tensor = getattr(self.theirs[adapter.linear.module], role)["default"].weight
-        return found
+        result: Tensor = getattr(self.theirs[adapter.linear.module], role)["default"].weight
+        return result
 
     def output(self, x: Tensor) -> Tensor:
         """PEFT's outputs in the order of the rows of the weight."""
@@ -92,12 +92,12 @@ def test_outputs_gradients_and_merged_weights_are_those_of_peft(
     inputs = [torch.randn(7, 1, layers.weight.size(1), requires_grad=True)]
     inputs.append(inputs[0].detach().clone().requires_grad_())
     out = layers.ours(inputs[0] @ layers.weight.t(), inputs[0], layers.weight)
-    wanted = layers.output(inputs[1])
-    assert not torch.allclose(wanted, inputs[0] @ layers.weight.t(), atol=0.1)
-    assert torch.allclose(out, wanted, atol=1e-5)
+    expected = layers.output(inputs[1])
+    assert not torch.allclose(expected, inputs[0] @ layers.weight.t(), atol=0.1)
+    assert torch.allclose(out, expected, atol=1e-5)
     grad = torch.randn_like(out)
     out.backward(grad)
-    wanted.backward(grad)
+    expected.backward(grad)
     assert inputs[0].grad is not None and inputs[1].grad is not None
     assert torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-4)
     checked = 0

@@ -48,9 +48,9 @@ def test_compiled_losses_and_gradients(compiled_for_cpu: None) -> None:
     for tokens in (9, 24):
         logits, targets = drawn(tokens)
         expected = logits.clone()
-        wanted = cross_entropy_cpu.chunk_losses(expected, targets, None, None, None, gradient=True)
-        found = chunk_losses(logits, targets, None, None, None, gradient=True)
-        assert (found - wanted).abs().max() < 1e-5
+        expected_values = cross_entropy_cpu.chunk_losses(expected, targets, None, None, None, gradient=True)
+        result = chunk_losses(logits, targets, None, None, None, gradient=True)
+        assert (result - expected_values).abs().max() < 1e-5
         assert (logits.float() - expected.float()).abs().max() < 2**-8
     # The two regions, for both lengths.
     assert counters["stats"]["unique_graphs"] == 2
@@ -67,29 +67,29 @@ def test_shards_of_the_vocabulary(
     logits, scale = logits.float(), torch.linspace(0.5, 2, 24)[:, None]
     shards, offsets = [part.clone() for part in logits.split((130, 170), 1)], (0, 130)
     statistics = [
-        row_statistics(each, targets - start, softcap, smoothing is not None)[0]
-        for each, start in zip(shards, offsets, strict=True)
+        row_statistics(item, targets - start, softcap, smoothing is not None)[0]
+        for item, start in zip(shards, offsets, strict=True)
     ]
-    wanted = chunk_losses(logits, targets, None, scale, softcap, gradient=True, smoothing=smoothing)
+    expected = chunk_losses(logits, targets, None, scale, softcap, gradient=True, smoothing=smoothing)
 
     def gather(out: Tensor, own: Tensor, group: Any) -> None:
-        assert any(torch.equal(own, each) for each in statistics)
+        assert any(torch.equal(own, item) for item in statistics)
         out.copy_(torch.cat(statistics))
 
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
     group: Any = SimpleNamespace(size=lambda: 2)
     for shard, start in zip(shards, offsets, strict=True):
-        found = chunk_losses(shard, targets - start, group, scale, softcap, gradient=True, smoothing=smoothing)
-        assert torch.allclose(found, wanted, rtol=1e-6)
+        result = chunk_losses(shard, targets - start, group, scale, softcap, gradient=True, smoothing=smoothing)
+        assert torch.allclose(result, expected, rtol=1e-6)
     assert torch.allclose(torch.cat(shards, 1), logits, rtol=1e-5, atol=1e-7)
 
 
 def test_evaluation_keeps_the_logits() -> None:
     logits, targets = drawn(9)
     before = logits.clone()
-    wanted = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    found = chunk_losses(logits, targets, None, None, None, gradient=False)
-    assert (found - wanted).abs().max() < 1e-5 and torch.equal(logits, before)
+    expected = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    result = chunk_losses(logits, targets, None, None, None, gradient=False)
+    assert (result - expected).abs().max() < 1e-5 and torch.equal(logits, before)
 
 
 def test_rows_are_aligned_and_chunks_suit_the_memory() -> None:

@@ -34,8 +34,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def ours(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, ...]:
     hidden, weight, taught, teacher, labels = drawn()
     output = TeacherOutput(taught, teacher, VocabShard(rows=VOCAB, softcap=softcap), settings)
-    found = linear_distillation(hidden, weight, labels, VocabShard(rows=VOCAB, softcap=softcap), teacher=output)
-    return found, *torch.autograd.grad(found[0] * 3, (hidden, weight))
+    result = linear_distillation(hidden, weight, labels, VocabShard(rows=VOCAB, softcap=softcap), teacher=output)
+    return result, *torch.autograd.grad(result[0] * 3, (hidden, weight))
 
 
 def trl(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ def trl(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, 
     hidden, weight, taught, teacher, labels = drawn()
     student, target = hidden @ weight.t(), taught @ teacher.t()
     if softcap is not None:
-        student, target = (softcap * torch.tanh(each / softcap) for each in (student, target))
+        student, target = (softcap * torch.tanh(item / softcap) for item in (student, target))
     divergence = gkd.GKDTrainer.generalized_jsd_loss(
         student, target, beta=settings.beta, temperature=settings.temperature, reduction="sum"
     )
@@ -79,15 +79,15 @@ def test_top_k_compares_the_rest_as_one_token(beta: float) -> None:
     merged = []
     for logits in (student, target):
         every = (logits / 1.5).softmax(1)
-        kept = every.gather(1, chosen)
+        remaining = every.gather(1, chosen)
         rest = every.scatter(1, chosen, 0.0).sum(1, keepdim=True)
-        merged.append(torch.cat((kept, rest), 1).log())
+        merged.append(torch.cat((remaining, rest), 1).log())
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed (extra: bench)")
     divergence = gkd.GKDTrainer.generalized_jsd_loss(*merged, beta=beta, reduction="sum")
     cross_entropy = torch.nn.functional.cross_entropy(student, labels, reduction="sum")
     loss = divergence + 0.2 * cross_entropy
-    wanted = torch.stack((loss, divergence, cross_entropy)), *torch.autograd.grad(loss * 3, (hidden, weight))
-    assert error(ours(settings), wanted) < 1e-5
+    expected = torch.stack((loss, divergence, cross_entropy)), *torch.autograd.grad(loss * 3, (hidden, weight))
+    assert error(ours(settings), expected) < 1e-5
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -102,21 +102,21 @@ def test_tokens_that_the_teacher_does_not_have(beta: float) -> None:
     """The teacher's rows end earlier; the gradient lowers the student's other logits."""
     hidden, weight, taught, teacher, labels = drawn()
     output = TeacherOutput(taught, teacher, VocabShard(rows=VOCAB - 20, softcap=CAP), DistillConfig(beta=beta))
-    found = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
-    (gradient,) = torch.autograd.grad(found[0], weight)
+    result = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
+    (gradient,) = torch.autograd.grad(result[0], weight)
     logits = (hidden @ weight.t()).detach().requires_grad_()
     capped = CAP * torch.tanh(taught @ teacher.t() / CAP)
     capped[:, VOCAB - 20 :] = -1e4
     log_p, log_t = logits.log_softmax(1), capped.log_softmax(1)
     if beta == 0:
-        wanted = (log_t.exp() * (log_t - log_p)).sum()
+        expected = (log_t.exp() * (log_t - log_p)).sum()
     elif beta == 1:
-        wanted = (log_p.exp() * (log_p - log_t)).sum()
+        expected = (log_p.exp() * (log_p - log_t)).sum()
     else:
         mixture = (0.5 * log_p.exp() + 0.5 * log_t.exp()).log()
-        wanted = 0.5 * (log_t.exp() * (log_t - mixture) + log_p.exp() * (log_p - mixture)).sum()
-    (at_logits,) = torch.autograd.grad(wanted, logits)
-    assert error((found[1], gradient), (wanted, at_logits.t() @ hidden)) < 1e-5
+        expected = 0.5 * (log_t.exp() * (log_t - mixture) + log_p.exp() * (log_p - mixture)).sum()
+    (at_logits,) = torch.autograd.grad(expected, logits)
+    assert error((result[1], gradient), (expected, at_logits.t() @ hidden)) < 1e-5
     assert (at_logits[:, VOCAB - 20 :] >= 0).all() and (gradient[VOCAB - 20 :] != 0).any()
 
 
@@ -127,9 +127,9 @@ def test_distant_distributions_stay_finite(beta: float, top_k: int | None) -> No
     settings = DistillConfig(beta=beta, top_k=top_k, sft_weight=1.0)
     hidden = (hidden.detach() * 300).requires_grad_()
     output = TeacherOutput(taught * -300, teacher, VocabShard(), settings)
-    found = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
-    assert found.isfinite().all()
-    assert all(each.isfinite().all() for each in torch.autograd.grad(found[0], (hidden, weight)))
+    result = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
+    assert result.isfinite().all()
+    assert all(item.isfinite().all() for item in torch.autograd.grad(result[0], (hidden, weight)))
 
 
 def test_logits_of_all_tokens_are_never_materialized() -> None:
@@ -141,13 +141,13 @@ def test_logits_of_all_tokens_are_never_materialized() -> None:
 
 def test_fp16_gradients_are_scaled_in_float32() -> None:
     hidden, weight, taught, teacher, labels = drawn()
-    wanted = ours(DistillConfig(beta=0.5, sft_weight=0.5))[1:]
-    half = [each.detach().half().requires_grad_() for each in (hidden, weight)]
+    expected = ours(DistillConfig(beta=0.5, sft_weight=0.5))[1:]
+    half = [item.detach().half().requires_grad_() for item in (hidden, weight)]
     output = TeacherOutput(taught, teacher, VocabShard(), DistillConfig(beta=0.5, sft_weight=0.5))
     scale = torch.tensor(4096.0)
-    found = linear_distillation(half[0], half[1], labels, VocabShard(), teacher=output, grad_scale=scale)
-    gradients = torch.autograd.grad(found[0] * scale, half)
-    assert error(tuple(each.float() / 4096 * 3 for each in gradients), wanted) < 2**-8
+    result = linear_distillation(half[0], half[1], labels, VocabShard(), teacher=output, grad_scale=scale)
+    gradients = torch.autograd.grad(result[0] * scale, half)
+    assert error(tuple(item.float() / 4096 * 3 for item in gradients), expected) < 2**-8
 
 
 @torch.no_grad()
@@ -156,5 +156,5 @@ def test_evaluation_has_the_same_values() -> None:
     hidden, weight, taught, teacher, labels = drawn()
     output = TeacherOutput(taught, teacher, VocabShard(), settings)
     with torch.enable_grad():
-        wanted = ours(settings)[0]
-    assert torch.equal(linear_distillation(hidden, weight, labels, teacher=output), wanted)
+        expected = ours(settings)[0]
+    assert torch.equal(linear_distillation(hidden, weight, labels, teacher=output), expected)

@@ -59,14 +59,14 @@ def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("small_chunks")
 def test_values_and_gradients_over_several_chunks(tokens: int) -> None:
     given = inputs(tokens, torch.float32)
-    for got, wanted in zip(ours(*given), exact(*given), strict=True):
-        assert error(got, wanted) < 1e-6
+    for got, expected in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, expected) < 1e-6
 
 
 def test_one_chunk_is_enough_for_few_tokens() -> None:
     given = inputs(37, torch.float32)
-    for got, wanted in zip(ours(*given), exact(*given), strict=True):
-        assert error(got, wanted) < 1e-6
+    for got, expected in zip(ours(*given), exact(*given), strict=True):
+        assert error(got, expected) < 1e-6
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -75,9 +75,9 @@ def test_capped_logits() -> None:
     loss = linear_cross_entropy(hidden, weight, labels, VocabShard(softcap=3.0))
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = 3 * torch.tanh(wide_hidden @ wide_weight.t() / 3)
-    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-    assert error(loss, wanted) < 1e-6
-    expected = torch.autograd.grad(wanted * 3, (wide_hidden, wide_weight))
+    expected_values = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert error(loss, expected_values) < 1e-6
+    expected = torch.autograd.grad(expected_values * 3, (wide_hidden, wide_weight))
     for mine, theirs in zip(torch.autograd.grad(loss * 3, (hidden, weight)), expected, strict=True):
         assert error(mine, theirs) < 1e-6
 
@@ -92,35 +92,35 @@ def test_label_smoothing_equals_torch(dtype: torch.dtype, softcap: float | None)
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = wide_hidden @ wide_weight.t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    expected_values = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
     factors, scale = torch.linspace(-2, 3, 37), torch.tensor(8.0)
-    expected = torch.autograd.grad(wanted.sum() * 8, (wide_hidden, wide_weight), retain_graph=True)
-    weighted = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
+    expected = torch.autograd.grad(expected_values.sum() * 8, (wide_hidden, wide_weight), retain_graph=True)
+    weighted = torch.autograd.grad((expected_values * factors).sum(), (wide_hidden, wide_weight))
     shard = VocabShard(rows=VOCAB, softcap=softcap, smoothing=Smoothing(0.1, 0.1 / VOCAB))
     limit = 2e-6 if dtype == torch.float32 else 0.02
     loss = linear_cross_entropy(hidden, padded, labels, shard, grad_scale=scale)
-    assert error(loss, wanted.sum()) < limit / 2
+    assert error(loss, expected_values.sum()) < limit / 2
     for mine, theirs in zip(torch.autograd.grad(loss * scale, (hidden, padded)), expected, strict=True):
         assert error(mine[:VOCAB], theirs) < limit and not mine[VOCAB:].any()
-    found = token_cross_entropies(hidden, padded, labels, shard)
-    assert error(found, wanted) < limit
-    for mine, theirs in zip(torch.autograd.grad((found * factors).sum(), (hidden, padded)), weighted, strict=True):
+    result = token_cross_entropies(hidden, padded, labels, shard)
+    assert error(result, expected_values) < limit
+    for mine, theirs in zip(torch.autograd.grad((result * factors).sum(), (hidden, padded)), weighted, strict=True):
         assert error(mine[:VOCAB], theirs) < limit
     with torch.no_grad():
-        assert error(linear_cross_entropy(hidden, padded, labels, shard), wanted.sum()) < limit / 2
+        assert error(linear_cross_entropy(hidden, padded, labels, shard), expected_values.sum()) < limit / 2
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
     """Far from the label the probabilities are below the smallest float16; times the scale they are not."""
     hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
-    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    expected = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
     errors = {}
     for scale in (1.0, 4096.0):
         factor = torch.tensor(scale)
         loss = linear_cross_entropy(hidden, weight, labels, grad_scale=factor) * factor
-        found = torch.autograd.grad(loss, (hidden, weight))
-        errors[scale] = [error(mine.float() / scale, theirs) for mine, theirs in zip(found, wanted, strict=True)]
+        result = torch.autograd.grad(loss, (hidden, weight))
+        errors[scale] = [error(mine.float() / scale, theirs) for mine, theirs in zip(result, expected, strict=True)]
     assert all(scaled < 2**-9 for scaled in errors[4096.0])
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_a_loss_scale_saves_small_gradients_in_fp16() -> None:
     with pytest.raises(RuntimeError, match="a loss gradient of 1 times the loss scale"):
         loss.backward()
     (loss * 64).backward()
-    assert error(weight.main_grad / 64, wanted[1]) < 2**-9  # type: ignore[attr-defined]
+    assert error(weight.main_grad / 64, expected[1]) < 2**-9  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -140,11 +140,11 @@ def test_per_token_losses(softcap: float | None) -> None:
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = wide_hidden @ wide_weight.t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    expected = torch.autograd.grad((wanted * factors).sum(), (wide_hidden, wide_weight))
-    found = token_cross_entropies(hidden, weight, labels, VocabShard(softcap=softcap))
-    assert error(found, wanted) < 1e-6
-    gradients = torch.autograd.grad((found * factors).sum(), (hidden, weight))
+    expected_values = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected = torch.autograd.grad((expected_values * factors).sum(), (wide_hidden, wide_weight))
+    result = token_cross_entropies(hidden, weight, labels, VocabShard(softcap=softcap))
+    assert error(result, expected_values) < 1e-6
+    gradients = torch.autograd.grad((result * factors).sum(), (hidden, weight))
     assert max(error(*pair) for pair in zip(gradients, expected, strict=True)) < 1e-6
     weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
     (token_cross_entropies(hidden, weight, labels, VocabShard(softcap=softcap)) * factors).sum().backward()
@@ -154,9 +154,9 @@ def test_per_token_losses(softcap: float | None) -> None:
 def test_per_token_losses_in_fp16() -> None:
     """The loss scale comes with the gradient and is multiplied in float32, which saves the small ones."""
     hidden, weight, labels = inputs(37, torch.float16, scale=3.0)
-    wanted = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
-    found = torch.autograd.grad(token_cross_entropies(hidden, weight, labels).sum() * 4096, (hidden, weight))
-    assert all(error(mine.float() / 4096, theirs) < 2**-9 for mine, theirs in zip(found, wanted, strict=True))
+    expected = [wide / 3 for wide in exact(hidden, weight, labels)[1:]]
+    result = torch.autograd.grad(token_cross_entropies(hidden, weight, labels).sum() * 4096, (hidden, weight))
+    assert all(error(mine.float() / 4096, theirs) < 2**-9 for mine, theirs in zip(result, expected, strict=True))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -165,26 +165,26 @@ def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
     hidden, weight, labels = given
     loss = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
     theirs = (loss, *torch.autograd.grad(loss * 3, (hidden, weight)))
-    for got, other, wanted in zip(ours(*given), theirs, exact(*given), strict=True):
-        assert error(got, wanted) < max(1.5 * error(other, wanted), 1e-6)
+    for got, other, expected in zip(ours(*given), theirs, exact(*given), strict=True):
+        assert error(got, expected) < max(1.5 * error(other, expected), 1e-6)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_sharp_and_large_logits_stay_finite() -> None:
     given = inputs(37, torch.float32, scale=1e3)
-    for got, wanted in zip(ours(*given), exact(*given), strict=True):
+    for got, expected in zip(ours(*given), exact(*given), strict=True):
         assert got.isfinite().all()
-        assert error(got, wanted) < 1e-5
+        assert error(got, expected) < 1e-5
 
 
 def test_padding_rows_are_ignored() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
     padded = torch.cat((weight, torch.full((5, HIDDEN), 100.0))).detach().requires_grad_()
     loss, grad_hidden, grad_weight = ours(hidden, padded, labels)
-    wanted = exact(hidden, weight, labels)
-    assert error(loss, wanted[0]) < 1e-6
-    assert error(grad_hidden, wanted[1]) < 1e-6
-    assert error(grad_weight[:VOCAB], wanted[2]) < 1e-6
+    expected = exact(hidden, weight, labels)
+    assert error(loss, expected[0]) < 1e-6
+    assert error(grad_hidden, expected[1]) < 1e-6
+    assert error(grad_weight[:VOCAB], expected[2]) < 1e-6
     assert not grad_weight[VOCAB:].any()
 
 
@@ -252,10 +252,10 @@ def test_the_recorder_sees_materialized_logits() -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_evaluation_computes_no_gradient() -> None:
     hidden, weight, labels = inputs(37, torch.float32)
-    wanted = exact(hidden, weight, labels)[0]
+    expected = exact(hidden, weight, labels)[0]
     with torch.no_grad(), Recorder() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=VOCAB))
-    assert error(loss, wanted) < 1e-6
+    assert error(loss, expected) < 1e-6
     assert not any(name.startswith("addmm") for name, _ in seen.taken)
 
 
@@ -276,11 +276,11 @@ def test_scores_are_losses_and_most_probable_tokens(softcap: float | None) -> No
         input_ids=sample, position_ids=sample, lengths=(38,), labels=torch.cat([labels, sample[:1]]), loss_mask=mask
     )
     objective = NextTokenAccuracy()
-    found = objective.loss(torch.stack([losses, tokens]), batch, loss_tokens=37, mtp_tokens=0, mtp_weight=0.0)
-    metrics = objective.metrics({name: float(value) for name, value in found.sums.items()}, 37)
+    result = objective.loss(torch.stack([losses, tokens]), batch, loss_tokens=37, mtp_tokens=0, mtp_weight=0.0)
+    metrics = objective.metrics({name: float(value) for name, value in result.sums.items()}, 37)
     assert metrics["mean_token_accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
-    assert metrics["perplexity"] == pytest.approx(losses.mean().exp().item()) and found.count == 37
-    assert float(found.loss_sum) == pytest.approx(linear_cross_entropy(hidden, weight, labels, shard).item())
+    assert metrics["perplexity"] == pytest.approx(losses.mean().exp().item()) and result.count == 37
+    assert float(result.loss_sum) == pytest.approx(linear_cross_entropy(hidden, weight, labels, shard).item())
 
 
 def test_random_tokens_follow_the_softmax() -> None:
@@ -302,11 +302,11 @@ def test_a_bias_of_the_logits(per_token: bool) -> None:
     """Of a weight with padded rows, over several chunks."""
     hidden, weight, labels = inputs(37, torch.float32)
     bias = torch.randn(VOCAB, requires_grad=True)
-    padded, padded_bias = (torch.cat([each, each[:8]]) for each in (weight, bias))
+    padded, padded_bias = (torch.cat([item, item[:8]]) for item in (weight, bias))
     shard = VocabShard(rows=VOCAB, softcap=3.0, bias=padded_bias)
     losses = token_cross_entropies if per_token else linear_cross_entropy
-    found = torch.autograd.grad(losses(hidden, padded, labels, shard).sum() * 3, (hidden, weight, bias))
+    result = torch.autograd.grad(losses(hidden, padded, labels, shard).sum() * 3, (hidden, weight, bias))
     logits = torch.tanh((hidden @ weight.t() + bias) / 3.0) * 3.0
-    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * 3
-    for got, expected in zip(found, torch.autograd.grad(wanted, (hidden, weight, bias)), strict=True):
+    expected_values = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") * 3
+    for got, expected in zip(result, torch.autograd.grad(expected_values, (hidden, weight, bias)), strict=True):
         assert error(got, expected) < 1e-5

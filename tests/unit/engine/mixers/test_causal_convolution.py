@@ -14,10 +14,10 @@ LENGTHS = (5, 1, 2, 9, 3)
 
 def of_each_sample(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, ...], activated: bool) -> Tensor:
     channels, _, taps = weight.shape
-    found = [
+    results = [
         F.conv1d(F.pad(sample.t(), (taps - 1, 0)), weight, bias, groups=channels).t() for sample in x.split(lengths)
     ]
-    return F.silu(torch.cat(found)) if activated else torch.cat(found)
+    return F.silu(torch.cat(results)) if activated else torch.cat(results)
 
 
 @pytest.mark.parametrize("activated", [False, True])
@@ -31,11 +31,11 @@ def test_values_and_gradients(taps: int, lengths: tuple[int, ...], has_bias: boo
     bias = torch.randn(channels, dtype=torch.float64, requires_grad=True) if has_bias else None
     upstream = torch.randn(tokens, channels, dtype=torch.float64)
     leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
-    wanted = of_each_sample(x, weight, bias, lengths, activated)
-    found = causal_convolution(x, weight, bias, lengths, activated=activated)
-    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    expected = of_each_sample(x, weight, bias, lengths, activated)
+    result = causal_convolution(x, weight, bias, lengths, activated=activated)
+    assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
     gradients = zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream), strict=True
+        torch.autograd.grad(result, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     )
     assert all(torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12) for ours, theirs in gradients)
 
@@ -50,8 +50,8 @@ def test_a_sample_does_not_depend_on_a_broken_one_before_it() -> None:
 def test_bf16_is_rounded_once() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(50, 8, dtype=torch.bfloat16), torch.randn(8, 1, 4, dtype=torch.bfloat16)
-    wanted = causal_convolution(x.float(), weight.float(), None, (50,), activated=True).bfloat16()
-    assert torch.equal(causal_convolution(x, weight, None, (50,), activated=True), wanted)
+    expected = causal_convolution(x.float(), weight.float(), None, (50,), activated=True).bfloat16()
+    assert torch.equal(causal_convolution(x, weight, None, (50,), activated=True), expected)
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

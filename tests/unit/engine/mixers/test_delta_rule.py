@@ -37,8 +37,8 @@ def inputs(tokens: int, channels: int, dtype: torch.dtype, decay: float = 1.0) -
         return torch.randn(tokens, HEADS, *shape, generator=random, dtype=torch.float64)
 
     q, k = (F.normalize(draw(KEYS), dim=-1) for _ in range(2))
-    found = [q, k, draw(VALUES), -decay * F.softplus(draw(channels)), 2 * draw().sigmoid()]
-    return [x.to(dtype).requires_grad_() for x in found]
+    results = [q, k, draw(VALUES), -decay * F.softplus(draw(channels)), 2 * draw().sigmoid()]
+    return [x.to(dtype).requires_grad_() for x in results]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
@@ -52,8 +52,8 @@ def test_values_and_gradients(lengths: tuple[int, ...], channels: int, dtype: to
     theirs = torch.cat([recurrence(*own) for own in zip(*(x.split(lengths) for x in exact), strict=True)])
     assert ours.dtype == dtype
     grads = torch.autograd.grad(ours, given, upstream.to(dtype))
-    wanted = torch.autograd.grad(theirs, exact, upstream)
-    for mine, own in zip((ours, *grads), (theirs, *wanted), strict=True):
+    expected = torch.autograd.grad(theirs, exact, upstream)
+    for mine, own in zip((ours, *grads), (theirs, *expected), strict=True):
         assert (mine - own).abs().max() < tolerance * max(1, own.abs().max())
 
 

@@ -21,18 +21,18 @@ LENGTHS = [(23,), (1, 7, 2, 12, 1), (8, 8, 1), (1, 1, 1, 1, 1)]
 def recurrence(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Of heads [T, H, P] with a state [P, N] each, or of channels [T, C] with a state [N] each."""
     if x.dim() == 3:
-        b, c = (each.repeat_interleave(x.size(1) // each.size(1), dim=1)[:, :, None] for each in (b, c))
+        b, c = (item.repeat_interleave(x.size(1) // item.size(1), dim=1)[:, :, None] for item in (b, c))
         dt, a = dt[..., None], a[:, None, None]
     else:
         b, c = b[:, None], c[:, None]
-    found, token = [], 0
+    result, token = [], 0
     for length in lengths:
         state: Tensor | float = 0.0
         for _ in range(length):
             state = (dt[token, ..., None] * a).exp() * state + (dt[token] * x[token])[..., None] * b[token]
-            found.append((state * c[token]).sum(-1))
+            result.append((state * c[token]).sum(-1))
             token += 1
-    return torch.stack(found) + x * (d[:, None] if x.dim() == 3 else d)
+    return torch.stack(result) + x * (d[:, None] if x.dim() == 3 else d)
 
 
 def inputs(tokens: int, *, heads: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -52,11 +52,11 @@ def test_values_and_gradients(
     monkeypatch.setattr(mamba2, "CHUNK", 4)
     monkeypatch.setattr(mamba1, "_BLOCK", 4)
     leaves = inputs(sum(lengths), heads=heads)
-    found, wanted = scan(*leaves, lengths), recurrence(*leaves, lengths)
-    assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10)
-    upstream = torch.randn_like(wanted)
+    result, expected = scan(*leaves, lengths), recurrence(*leaves, lengths)
+    assert torch.allclose(result, expected, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(expected)
     gradients = zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(wanted, leaves, upstream), strict=True
+        torch.autograd.grad(result, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
     )
     assert all(torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10) for ours, theirs in gradients)
 
@@ -71,15 +71,15 @@ def test_chunks_do_not_change_the_result(scan: Scan, heads: bool) -> None:
 @pytest.mark.parametrize(("scan", "heads"), [(state_space_scan, True), (selective_scan, False)])
 def test_bf16_inputs_are_computed_in_float32(scan: Scan, heads: bool) -> None:
     leaves = inputs(40, heads=heads, dtype=torch.bfloat16)
-    found = scan(*leaves, (10, 30))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, scan(*(leaf.float() for leaf in leaves), (10, 30)))
-    grads = torch.autograd.grad(found.sum(), leaves)
+    result = scan(*leaves, (10, 30))
+    assert result.dtype == torch.float32
+    assert torch.equal(result, scan(*(leaf.float() for leaf in leaves), (10, 30)))
+    grads = torch.autograd.grad(result.sum(), leaves)
     assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
 
 
 def test_large_decays_do_not_overflow() -> None:
     x, dt, a, b, c, d = inputs(50, heads=True, dtype=torch.float32)
-    found = state_space_scan(x, dt * 100, a * 100, b, c, d, (50,))
-    assert found.isfinite().all()
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(found.sum(), [x, dt, a, b, c]))
+    result = state_space_scan(x, dt * 100, a * 100, b, c, d, (50,))
+    assert result.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), [x, dt, a, b, c]))

@@ -66,9 +66,9 @@ def test_a_faulty_kernel_is_not_chosen(clock: dict[bool, float], fault: str, mon
     def faulty(*args: Tensor, **kwargs: Tensor) -> Tensor:
         if fault == "raises":
             raise RuntimeError("no kernel image is available for execution on the device")
-        found: Tensor = GROUPED_MM(*args, **kwargs)
-        found[-1] = torch.nan if fault == "nan" else 1.0
-        return found
+        result: Tensor = GROUPED_MM(*args, **kwargs)
+        result[-1] = torch.nan if fault == "nan" else 1.0
+        return result
 
     monkeypatch.setattr(grouped_gemm, "GROUPED_MM", faulty)
     for timing in time_gemms(3, SHAPES, 33, CPU):

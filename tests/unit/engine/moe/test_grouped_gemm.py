@@ -28,11 +28,11 @@ def looped(x: Tensor, weights: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_groups_equal_a_loop(dtype: torch.dtype) -> None:
     x, weights, upstream = parts(dtype)
-    wanted = looped(x, weights)
+    expected = looped(x, weights)
     got = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights)
-    assert torch.allclose(got, wanted)
+    assert torch.allclose(got, expected)
     mine = torch.autograd.grad(got, [x, *weights], upstream)
-    theirs = torch.autograd.grad(wanted, [x, *weights], upstream)
+    theirs = torch.autograd.grad(expected, [x, *weights], upstream)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(mine, theirs, strict=True))
     assert not mine[2].any()  # the gradient of a group without rows is there, and nothing
 
@@ -44,8 +44,8 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
         weight.main_grad = torch.ones(4, 6)  # type: ignore[attr-defined]
     grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights).backward(upstream)
     leaves = [weight.detach().float().requires_grad_() for weight in weights]
-    wanted = torch.autograd.grad(looped(x.detach().float(), leaves), leaves, upstream.float())
-    for weight, gradient in zip(weights, wanted, strict=True):
+    expected = torch.autograd.grad(looped(x.detach().float(), leaves), leaves, upstream.float())
+    for weight, gradient in zip(weights, expected, strict=True):
         assert weight.grad is None and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
         assert torch.allclose(weight.main_grad - 1, gradient, atol=1e-5 if dtype == torch.float32 else 0.05)  # type: ignore[attr-defined]
 
@@ -61,10 +61,10 @@ def test_quantized_weights_equal_dequantized_ones(kernel: bool, monkeypatch: pyt
     weights = [QuantizedWeight(torch.empty(16, 64), "nf4", x.device) for _ in COUNTS]
     for weight in weights:
         weight.quantize_(torch.randn(16, 64, generator=generator))
-    found = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights)
-    wanted = looped(x, [weight.dequantize() for weight in weights])
-    assert torch.allclose(found, wanted)
-    mine, theirs = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, wanted))
+    result = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights)
+    expected = looped(x, [weight.dequantize() for weight in weights])
+    assert torch.allclose(result, expected)
+    mine, theirs = (torch.autograd.grad(out.square().sum(), x)[0] for out in (result, expected))
     assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -96,9 +96,9 @@ def test_the_kernel_gets_the_same_matmuls(evenly: bool, kernels: GemmKernels, mo
     memory = torch.randn(4, 64, generator=generator)
     weights = [(row if evenly else row.clone())[:32].view(4, 8).requires_grad_() for row in memory]
     upstream = torch.randn(9, 4, generator=generator)
-    wanted = torch.autograd.grad(looped(x, weights), [x, *weights], upstream)
+    expected = torch.autograd.grad(looped(x, weights), [x, *weights], upstream)
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda *_: True)
     got = grouped_linear(x, GroupSizes(torch.tensor(COUNTS)), weights, kernels)
     assert torch.allclose(got, looped(x, weights), atol=1e-5)
     mine = torch.autograd.grad(got, [x, *weights], upstream)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, wanted, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, expected, strict=True))

@@ -54,18 +54,18 @@ def by_hand(scores: Tensor, chosen: list[list[int]], spans: list[tuple[range, in
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_balance_losses_and_gradients_equal_the_definition(score: Any) -> None:
     moe = Experts(num_experts=E, top_k=K, ffn_hidden_size=4, score=score)
-    samples, whole = token_groups(BATCH, 0, 1, torch.device("cpu"))
+    samples, full = token_groups(BATCH, 0, 1, torch.device("cpu"))
     x = logits()
     _, chosen = route(x, None, moe)
     wanted_scores = x.sigmoid() / x.sigmoid().sum(-1, keepdim=True) if score == "sigmoid" else x.softmax(-1)
     for spans, hand in (
         (samples, [(range(5), 4), (range(5, 6), 1), (range(6, 13), 0)]),
-        (whole, [(range(13), 5)]),
+        (full, [(range(13), 5)]),
     ):
         got = aux_loss(balance_scores(x, moe), chosen, spans)
-        wanted = by_hand(wanted_scores, chosen.tolist(), hand)
-        assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
-        (mine,), (theirs,) = torch.autograd.grad(got, x), torch.autograd.grad(wanted, x, retain_graph=True)
+        expected = by_hand(wanted_scores, chosen.tolist(), hand)
+        assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+        (mine,), (theirs,) = torch.autograd.grad(got, x), torch.autograd.grad(expected, x, retain_graph=True)
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-8)
         assert not mine[13:].any()
 
@@ -74,23 +74,23 @@ def test_z_loss_is_a_mean_over_each_sample() -> None:
     samples, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
     x = logits()
     squares = x.exp().sum(-1).log().square()
-    wanted = 4 * squares[:5].mean() + squares[5]
+    expected = 4 * squares[:5].mean() + squares[5]
     got = z_loss(x, samples)
-    assert got.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert torch.allclose(*(torch.autograd.grad(each, x)[0] for each in (got, wanted)), rtol=1e-5)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(*(torch.autograd.grad(entry, x)[0] for entry in (got, expected)), rtol=1e-5)
 
 
 def test_parts_of_a_sequence_have_parts_of_the_groups() -> None:
-    whole, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
+    full, _ = token_groups(BATCH, 0, 1, torch.device("cpu"))
     parts = [token_groups(BATCH, rank, 2, torch.device("cpu"))[0] for rank in range(2)]
-    assert torch.equal(torch.cat([part.group_ids for part in parts]), whole.group_ids)
-    assert all(torch.equal(part.lengths, whole.lengths) for part in parts)
+    assert torch.equal(torch.cat([part.group_ids for part in parts]), full.group_ids)
+    assert all(torch.equal(part.lengths, full.lengths) for part in parts)
 
 
 def test_a_batch_of_padding_has_no_loss() -> None:
-    samples, whole = token_groups(batch((4,), 4, (0,)), 0, 1, torch.device("cpu"))
+    samples, full = token_groups(batch((4,), 4, (0,)), 0, 1, torch.device("cpu"))
     x = torch.randn(4, E)
-    for spans in (samples, whole):
+    for spans in (samples, full):
         assert aux_loss(x.softmax(-1), torch.zeros(4, K, dtype=torch.int64), spans) == 0
         assert z_loss(x, spans) == 0
 
@@ -105,19 +105,19 @@ def test_capacity_keeps_the_largest_weights(factor: float) -> None:
     generator = torch.Generator().manual_seed(1)
     moe = Experts(num_experts=E, top_k=K, ffn_hidden_size=4)
     weights, chosen = route(torch.randn(20, E, generator=generator) * 2, None, moe)
-    kept = within_capacity(weights, chosen, E, factor)
+    remaining = within_capacity(weights, chosen, E, factor)
     capacity = math.ceil(factor * 20 * K / E)
     for expert in range(E):
         mine = sorted(weights[chosen == expert].tolist(), reverse=True)
-        assert sorted(weights[kept == expert].tolist(), reverse=True) == mine[:capacity]
-    assert ((kept == chosen) | (kept == E)).all()
-    assert ((kept == E).any()) == (factor < 2)
+        assert sorted(weights[remaining == expert].tolist(), reverse=True) == mine[:capacity]
+    assert ((remaining == chosen) | (remaining == E)).all()
+    assert ((remaining == E).any()) == (factor < 2)
 
 
 def test_load_of_a_batch_with_fewer_tokens_than_experts() -> None:
     stats = RouterStats(8)
-    _, whole = token_groups(batch((2,), 0, (2,)), 0, 1, torch.device("cpu"))
-    stats.add(torch.tensor([[3], [3]]), whole, {})
+    _, full = token_groups(batch((2,), 0, (2,)), 0, 1, torch.device("cpu"))
+    stats.add(torch.tensor([[3], [3]]), full, {})
     table = router_sums([(1, stats)], num_layers=2, num_experts=8, device=torch.device("cpu"))
     assert table[:, :8].tolist() == [[0] * 8, [0, 0, 0, 2, 0, 0, 0, 0]]
     load = ExpertLoad.of(load_stats(table, torch.tensor(2.0)).tolist(), ())

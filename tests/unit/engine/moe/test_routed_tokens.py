@@ -36,7 +36,7 @@ def test_padding_equals_reading_the_number_of_dropped_choices(factor: float) -> 
         return [out, *torch.autograd.grad(out.square().sum(), (x, score, *experts))]
 
     bound = E * expert_capacity(T * K, E, factor)
-    expected, found = run(RoutedTokens.keep_counted), run(lambda routed: routed.keep_at_most(bound))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True))
+    expected, result = run(RoutedTokens.keep_counted), run(lambda routed: routed.keep_at_most(bound))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(result, expected, strict=True))
     assert rows[1] == min(bound, T * K) >= rows[0]
     assert (rows[0] < T * K) == (factor < 1.5)  # choices were dropped

@@ -51,9 +51,9 @@ def test_routing_by_hand(way: str) -> None:
     weights, chosen = route(logits, BIAS if moe.expert_bias else None, moe)
     assert weights.dtype == torch.float32
     for token in range(50):
-        wanted = by_hand(logits[token].tolist(), bias.tolist(), moe)
+        expected = by_hand(logits[token].tolist(), bias.tolist(), moe)
         assert dict(zip(chosen[token].tolist(), weights[token].tolist(), strict=True)) == pytest.approx(
-            wanted, rel=1e-5
+            expected, rel=1e-5
         )
 
 
@@ -91,5 +91,5 @@ def test_the_gradient_goes_through_the_weights() -> None:
     ],
 )
 def test_invalid_router_settings_are_refused(change: dict[str, Any], why: str | None) -> None:
-    found = Experts(**SIZES | change).invalid_reason()
-    assert found is None if why is None else why in str(found)
+    result = Experts(**SIZES | change).invalid_reason()
+    assert result is None if why is None else why in str(result)

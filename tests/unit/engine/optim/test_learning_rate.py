@@ -21,11 +21,11 @@ def rates(settings: dict[str, Any], *, resume_at: int = 0) -> list[float]:
     schedule = build_schedule(optimizer, OptimConfig.model_validate({"lr": LR, **settings}), STEPS)
     if resume_at:
         schedule.step(increment=resume_at)
-    found = []
+    results = []
     for _ in range(resume_at, STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        results.append(optimizer.param_groups[0]["lr"])
         schedule.step(increment=1)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("warmup", [0, 4])

@@ -96,15 +96,15 @@ def _compare(
     q, k, v = (torch.randn(48, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     upstream = torch.randn(48, 2, 2, 6, dtype=torch.float64)
     inputs = [q, k, v, *([kwargs["sinks"]] if "sinks" in kwargs else [])]
-    whole = attend(q, k, v, lengths, window, **kwargs)
-    wanted = torch.autograd.grad(whole, inputs, upstream)
+    full = attend(q, k, v, lengths, window, **kwargs)
+    expected = torch.autograd.grad(full, inputs, upstream)
     got = [torch.zeros_like(tensor) for tensor in inputs]
     for spans in partition(48, ranks):
         part = attend(local_tokens(q, spans), k, v, lengths, window, spans=spans, **kwargs)
-        assert torch.allclose(part, local_tokens(whole, spans), rtol=0, atol=1e-12)
+        assert torch.allclose(part, local_tokens(full, spans), rtol=0, atol=1e-12)
         for total, grad in zip(got, torch.autograd.grad(part, inputs, local_tokens(upstream, spans)), strict=True):
             total += grad
-    for mine, theirs in zip(got, wanted, strict=True):
+    for mine, theirs in zip(got, expected, strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
@@ -126,7 +126,7 @@ def test_parts_have_the_rotary_tables_of_their_samples() -> None:
     architecture = family_for(config).to_architecture(config)
     sets = frequency_sets(architecture)
     batch = PackedBatch.for_inference([torch.zeros(length, dtype=torch.int64) for length in (12, 20)])
-    whole = rotary_tables(architecture, sets, batch, torch.float32)
+    full = rotary_tables(architecture, sets, batch, torch.float32)
     for spans in partition(32, 2):
         local = replace(batch, position_ids=local_tokens(batch.position_ids, spans), spans=spans)
-        assert torch.equal(rotary_tables(architecture, sets, local, torch.float32), local_tokens(whole, spans))
+        assert torch.equal(rotary_tables(architecture, sets, local, torch.float32), local_tokens(full, spans))

@@ -8,7 +8,7 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage, pipeline_l
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "pp", "vpp", "wanted"),
+    ("num_layers", "pp", "vpp", "expected"),
     [
         (8, 4, 1, [2, 2, 2, 2]),
         (9, 4, 1, [2, 2, 3, 2]),
@@ -19,8 +19,8 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage, pipeline_l
         (61, 16, 1, [3, 3] + [4] * 13 + [3]),
     ],
 )
-def test_the_last_stage_has_the_fewest_layers(num_layers: int, pp: int, vpp: int, wanted: list[int]) -> None:
-    assert layers_per_stage(num_layers, pp, vpp) == wanted
+def test_the_last_stage_has_the_fewest_layers(num_layers: int, pp: int, vpp: int, expected: list[int]) -> None:
+    assert layers_per_stage(num_layers, pp, vpp) == expected
 
 
 @pytest.mark.parametrize(("num_layers", "pp"), [(1, 1), (1, 2), (3, 5), (5, 5), (6, 4), (7, 3), (13, 5)])

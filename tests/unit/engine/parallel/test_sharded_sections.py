@@ -25,17 +25,20 @@ def test_named_sections_are_those_of_megatron_core(module: str, rows: tuple[int,
     entry = ShardedTensor.from_rank_offsets(f"mixer.{module}.weight", weight, (0, rank, 2), replica_id=(0, 0, 0))
     ours, theirs = by_sections(entry, rows, names), _split_tensor_factory(entry, list(rows), list(names), 0)
     assert _described(ours.build()) == _described(theirs.build())
-    assert torch.equal(ours.merge_fn([each.data for each in ours.build()]), weight)
+    assert torch.equal(ours.merge_fn([item.data for item in ours.build()]), weight)
 
 
 def test_sections_without_names_are_rows_of_one_tensor() -> None:
     entry = ShardedTensor.from_rank_offsets("in_proj.weight", torch.zeros(5, 4), (0, 1, 2), replica_id=(0, 0, 0))
-    found = _described(by_sections(entry, (3, 2)).build())
-    assert [each[:4] for each in found] == [
+    result = _described(by_sections(entry, (3, 2)).build())
+    assert [item[:4] for item in result] == [
         ("in_proj.weight", (3, 4), (10, 4), (3, 0)),
         ("in_proj.weight", (2, 4), (10, 4), (8, 0)),
     ]
 
 
 def _described(entries: Any) -> list[tuple[Any, ...]]:
-    return [(each.key, each.local_shape, each.global_shape, each.global_offset, each.data.tolist()) for each in entries]
+    return [
+        (entry.key, entry.local_shape, entry.global_shape, entry.global_offset, entry.data.tolist())
+        for entry in entries
+    ]

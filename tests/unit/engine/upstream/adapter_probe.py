@@ -20,23 +20,23 @@ def as_megatron(code: str, **given: Any) -> Any:
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     cuda: Any = torch.cuda
     available, initialized = cuda.is_available, cuda.is_initialized
     cuda.is_available = cuda.is_initialized = lambda: True
     try:
         cpu_adapter.install()
     except UsageError as error:
-        found["refused"] = str(error)
+        values["refused"] = str(error)
     cuda.is_available, cuda.is_initialized = available, initialized
-    found["untouched"] = torch.zeros.__class__.__name__
+    values["untouched"] = torch.zeros.__class__.__name__
 
     cpu_adapter.install()
     once = torch.zeros, torch.Tensor.type, cuda.current_device
     cpu_adapter.install()
-    found["once"] = once == (torch.zeros, torch.Tensor.type, cuda.current_device)
+    values["once"] = once == (torch.zeros, torch.Tensor.type, cuda.current_device)
 
-    found["made"] = {
+    values["made"] = {
         name: str(factory(*arguments, device=device).device)
         for name, factory, arguments in [
             ("tensor", torch.tensor, ([1.0],)),
@@ -50,14 +50,14 @@ def main() -> None:
         ]
         for device in ("cuda", torch.device("cuda", 0), cuda.current_device())
     }
-    found["meta"] = str(torch.zeros(2, device="meta").device)
+    values["meta"] = str(torch.zeros(2, device="meta").device)
     with torch.device("meta"):
-        found["in meta"] = [str(torch.zeros(2).device), str(torch.arange(2).device), str(torch.tensor(1.0).device)]
-    found["moved"] = str(torch.ones(2).cuda().device)
+        values["in meta"] = [str(torch.zeros(2).device), str(torch.arange(2).device), str(torch.tensor(1.0).device)]
+    values["moved"] = str(torch.ones(2).cuda().device)
 
-    found["type for megatron"] = as_megatron("x.type()", x=torch.ones(2))
-    found["type for us"] = torch.ones(2).type()
-    found["cast for megatron"] = str(as_megatron("x.type(torch.int64)", x=torch.ones(2)).dtype)
+    values["type for megatron"] = as_megatron("x.type()", x=torch.ones(2))
+    values["type for us"] = torch.ones(2).type()
+    values["cast for megatron"] = str(as_megatron("x.type(torch.int64)", x=torch.ones(2)).dtype)
 
     event, stream = cuda.Event(enable_timing=True), cuda.current_stream()
     event.record()
@@ -65,14 +65,14 @@ def main() -> None:
     stream.wait_stream(cuda.Stream())
     with cuda.stream(stream):
         cuda.synchronize()
-    found["query"] = event.query()
+    values["query"] = event.query()
 
     state = cuda.get_rng_state()
     drawn = torch.rand(3)
     cuda.set_rng_state(state)
-    found["random"] = bool(torch.equal(drawn, torch.rand(3)))
-    found["available"] = cuda.is_available()
-    print(json.dumps(found))
+    values["random"] = bool(torch.equal(drawn, torch.rand(3)))
+    values["available"] = cuda.is_available()
+    print(json.dumps(values))
 
 
 if __name__ == "__main__":

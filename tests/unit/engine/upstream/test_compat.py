@@ -25,16 +25,16 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.processes
 def test_cpu_random_state(one: RankPool) -> None:
-    found = one.run("unit.engine.upstream.upstream_tasks.random_state")
-    assert not found["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
-    assert found["mended"]
+    results = one.run("unit.engine.upstream.upstream_tasks.random_state")
+    assert not results["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
+    assert results["mended"]
 
 
 @pytest.mark.processes
 def test_share_gloo_devices(one: RankPool) -> None:
-    found = one.run("unit.engine.upstream.upstream_tasks.gloo_threads")
-    assert found["upstream"] == 3, "gloo groups share a thread now: drop compat.share_gloo_devices"
-    assert found["shared"] == 0
+    results = one.run("unit.engine.upstream.upstream_tasks.gloo_threads")
+    assert results["upstream"] == 3, "gloo groups share a thread now: drop compat.share_gloo_devices"
+    assert results["shared"] == 0
 
 
 @pytest.mark.processes
@@ -79,20 +79,22 @@ def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_rank_does_not_communicate(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
 ) -> None:
-    found = request.getfixturevalue(ranks).run(
+    results = request.getfixturevalue(ranks).run(
         "unit.engine.upstream.upstream_tasks.exchanges", model=models["llama-tied"], samples=samples
     )
-    assert found["dp"] == {"one": 1, "two": 2}[ranks]
-    assert (found["collectives"] > 0) == (ranks == "two")
+    assert results["dp"] == {"one": 1, "two": 2}[ranks]
+    assert (results["collectives"] > 0) == (ranks == "two")
 
 
 @pytest.mark.processes
 def test_use_torch_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     settings = {"model": models["llama-tied"], "samples": samples, "root": tmp_path}
-    found = one.run("unit.engine.upstream.upstream_tasks.adam_with_apex", **settings)
+    results = one.run("unit.engine.upstream.upstream_tasks.adam_with_apex", **settings)
     one.close()
-    assert found["upstream"] == ["FusedAdam", True], "megatron-core takes torch's Adam now: drop compat.use_torch_adam"
-    assert (found["mended"], found["steps"]) == ("AdamW", [1.0])
+    assert results["upstream"] == ["FusedAdam", True], (
+        "megatron-core takes torch's Adam now: drop compat.use_torch_adam"
+    )
+    assert (results["mended"], results["steps"]) == ("AdamW", [1.0])
 
 
 @pytest.mark.processes

@@ -48,9 +48,9 @@ def test_sample_index_with_numpy(compiled: Any, computed: Any) -> None:
             continue
         args = (sizes, documents, seq_length, epochs, tokens, bool(random.integers(0, 2)), extra)
         for name in ("build_sample_idx_int32", "build_sample_idx_int64"):
-            expected, found = getattr(compiled, name)(*args), getattr(computed, name)(*args)
-            assert found.dtype == expected.dtype
-            np.testing.assert_array_equal(found, expected, err_msg=str(args))
+            expected, result = getattr(compiled, name)(*args), getattr(computed, name)(*args)
+            assert result.dtype == expected.dtype
+            np.testing.assert_array_equal(result, expected, err_msg=str(args))
         compared += 1
     assert compared > 200
 
@@ -65,11 +65,11 @@ def test_blends_with_numpy(compiled: Any, computed: Any) -> None:
         for module in (compiled, computed):
             blend = np.zeros(size, np.int16), np.zeros(size, np.int64)
             module.build_blending_indices(*blend, weights, count, size, False)
-            whole = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
-            module.build_exhaustive_blending_indices(*whole, sizes, count)
-            results.append([*blend, *whole])
-        for expected, found in zip(*results, strict=True):
-            np.testing.assert_array_equal(found, expected)
+            full = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
+            module.build_exhaustive_blending_indices(*full, sizes, count)
+            results.append([*blend, *full])
+        for expected, result in zip(*results, strict=True):
+            np.testing.assert_array_equal(result, expected)
 
 
 def test_sentences_need_a_compiler(computed: Any) -> None:

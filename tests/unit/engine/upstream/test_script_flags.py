@@ -18,8 +18,8 @@ def test_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     given = {rule.name: rule.needing[0] for rule in REPLACED} | {"attention_backend": Backend.flash, "lr": 1.0}
     args, said = SimpleNamespace(**given), list[str]()
     adapt(args, missing("cpu"), said.append)
-    wanted: dict[str, Any] = {rule.name: rule.value for rule in REPLACED}
-    assert vars(args) == wanted | {"attention_backend": Backend.unfused, "lr": 1.0}
+    expected: dict[str, Any] = {rule.name: rule.value for rule in REPLACED}
+    assert vars(args) == expected | {"attention_backend": Backend.unfused, "lr": 1.0}
     assert len(said) == len(REPLACED)
     assert "arguments: --distributed-backend gloo (a GPU is missing)" in said
     adapt(args, missing("cpu"), pytest.fail)

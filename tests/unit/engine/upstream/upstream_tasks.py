@@ -70,10 +70,10 @@ def gloo_threads() -> dict[str, int]:
     deadline = time.monotonic() + 10.0
     while count() < shared + len(upstream) and time.monotonic() < deadline:  # a thread names itself after its start
         time.sleep(0.01)
-    found = {"upstream": count() - shared, "shared": shared - before, "groups": len(groups) + len(upstream)}
+    values = {"upstream": count() - shared, "shared": shared - before, "groups": len(groups) + len(upstream)}
     for group in groups:
         dist.destroy_process_group(group)
-    return found
+    return values
 
 
 def adam_with_apex(*, model: str, samples: str, root: str) -> dict[str, Any]:
@@ -112,13 +112,13 @@ def read_by_megatron_core(*, model: str, samples: str, root: str) -> list[dict[s
         Path(root), training.stepper, run_state.Progress(step=1, data=""), parallel, SaveOptions(keep=1)
     )
     saved, fresh = training.stepper, start(**layout).stepper
-    (optimizer,), (wanted,) = distributed_optimizers(fresh.optimizer), distributed_optimizers(saved.optimizer)
+    (optimizer,), (expected,) = distributed_optimizers(fresh.optimizer), distributed_optimizers(saved.optimizer)
     weights = fresh.model[0].module.sharded_state_dict(metadata=run_state.sharding_metadata())
     state = optimizer.sharded_state_dict(weights, is_loading=True, metadata=run_state.sharding_metadata())
     loaded = dist_checkpointing.load({"optimizer": state}, str(folder), validate_access_integrity=False)
-    steps = [each.pop("step") for each in optimizer.optimizer.state.values()]  # its reader expects no such key
+    steps = [value.pop("step") for value in optimizer.optimizer.state.values()]  # its reader expects no such key
     optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"]["param_state"])
-    pairs = zip(_state_of(optimizer), _state_of(wanted), strict=True)
+    pairs = zip(_state_of(optimizer), _state_of(expected), strict=True)
     differences = sum(not torch.equal(read, written) for read, written in pairs)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {"parameters": len(steps), "differences": differences})

@@ -164,11 +164,11 @@ ALONG: dict[str, dict[str, Any]] = {
 
 def hints() -> dict[str, Any]:
     """Types of settings by name."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for component in COMPONENTS:
         types, prefix = get_type_hints(component), f"{component.prefix}." if component.prefix else ""
-        found |= {prefix + entry.name: types[entry.name] for entry in setting_fields(component)}
-    return found
+        values |= {prefix + entry.name: types[entry.name] for entry in setting_fields(component)}
+    return values
 
 
 HINTS = hints()

@@ -37,13 +37,13 @@ def test_weights_of_a_dense_layer() -> None:
 def test_weights_of_hybrid_layers_are_those_of_their_tensors(family: str, case: str) -> None:
     tiny = HYBRIDS[family]
     arch = all_families()[family].to_architecture(SIZES | tiny.sizes | tiny.logits[case][0])
-    wanted = dict.fromkeys(range(arch.num_layers), 0.0)
+    expected = dict.fromkeys(range(arch.num_layers), 0.0)
     for name, placed in all_families()[family].placements(arch).items():
         shape = placed.rule.canonical_shape(arch)
         if (layer := layer_of(name)) is not None and len(shape) > 1 and not name.endswith("A_log"):
             share = 1 if arch.moe is None or not placed.rule.is_expert else arch.moe.top_k / arch.moe.num_experts
-            wanted[layer] += math.prod(shape) * share
-    assert {layer.number: layer.matmul_weights for layer in arch.layers} == wanted
+            expected[layer] += math.prod(shape) * share
+    assert {layer.number: layer.matmul_weights for layer in arch.layers} == expected
 
 
 def per_token_and_channel(**changes: Any) -> float:
@@ -57,9 +57,9 @@ def test_gpt_layer_equals_the_paper_without_dropout_and_scores() -> None:
     assert per_token_and_channel() == pytest.approx(32, rel=0.001)
 
 
-@pytest.mark.parametrize(("sp", "wanted"), [(False, 8 + 24 / 4), (True, 32 / 4)])
-def test_tensor_and_sequence_parallelism(sp: bool, wanted: float) -> None:
-    assert per_token_and_channel(tp=4, sp=sp) == pytest.approx(wanted, rel=0.002)
+@pytest.mark.parametrize(("sp", "expected"), [(False, 8 + 24 / 4), (True, 32 / 4)])
+def test_tensor_and_sequence_parallelism(sp: bool, expected: float) -> None:
+    assert per_token_and_channel(tp=4, sp=sp) == pytest.approx(expected, rel=0.002)
 
 
 def test_recomputed_activations_are_not_kept() -> None:

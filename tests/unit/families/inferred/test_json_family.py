@@ -68,7 +68,7 @@ def test_likeliest_candidate_matches_unknown_names() -> None:
     placed = {name: place.hf for name, place in family.placements(arch).items()}
     layer = "blocks.1."
     assert placed["decoder.layers.1.self_attention.linear_qkv.weight"] == tuple(
-        f"{layer}mixer.{each}.weight" for each in ("wq", "wk", "wv")
+        f"{layer}mixer.{item}.weight" for item in ("wq", "wk", "wv")
     )
     assert placed["decoder.layers.1.mlp.linear_fc1.weight"] == (f"{layer}ffn.w1.weight", f"{layer}ffn.w3.weight")
     assert placed["decoder.layers.1.pre_mlp_layernorm.weight"] == (f"{layer}ffn_norm.weight",)

@@ -197,7 +197,7 @@ def test_text_with_changed_bytes_is_detected():
     texts = ["the sea", "cafe\u0301 \u212b", "caf\u00e9"]
     tokenizer = wrapped(composed())
     encoded = [tokenizer.encode(text) for text in texts]
-    ids = [number for one in encoded for number in one]
+    ids = [number for item in encoded for number in item]
     mask, wrong = lengths.masks(texts, [[(4, 7)], [(0, 2)], [(3, 4)]], ids, list(map(len, encoded)))
     assert wrong == [1]
     assert mask.sum() == len(tokenizer.encode(" sea")) + len(tokenizer.encode("é"))

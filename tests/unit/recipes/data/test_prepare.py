@@ -75,11 +75,11 @@ def test_texts_are_documents_that_end_with_eos(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", [{"body": text} for text in texts])
     done = prepare([file], tmp_path / "out", tokenizer, workers=1, columns={"text": "body"})
     pair, opened = open_indexed(tmp_path / "out", verify=True), load_tokenizer(tokenizer)
-    wanted = [[*opened.encode(text), opened.eos_id] for text in texts if text]
-    assert pair.tokens.tolist() == [token for ids in wanted for token in ids]
-    assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in wanted])
+    expected = [[*opened.encode(text), opened.eos_id] for text in texts if text]
+    assert pair.tokens.tolist() == [token for ids in expected for token in ids]
+    assert (pair.mask, pair.lengths.tolist()) == (None, [len(ids) for ids in expected])
     assert pair.documents.tolist() == [0, 1, 2]
-    assert (done.stats.dropped_without_loss, done.stats.loss_tokens) == (1, sum(map(len, wanted)) - 2)
+    assert (done.stats.dropped_without_loss, done.stats.loss_tokens) == (1, sum(map(len, expected)) - 2)
 
 
 def test_preference_pairs_are_documents_of_two_samples(tmp_path, tokenizer):

@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def chats(tmp_path: Path) -> Path:
     path = tmp_path / "chats.jsonl"
     turns = [[{"role": role, "content": text} for role, text in chat] for chat in CHATS]
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     return path
 
 
@@ -100,7 +100,9 @@ def test_prepared_files_show_the_samples_of_their_records(chats: Path, pairs: Pa
         prefix = file.with_suffix("")
         prepare(file, prefix, kind, tokenizer)  # type: ignore[arg-type]
         raw, prepared = shown(file, tokenizer), shown(prefix, tokenizer)
-        contents = [[(one.role, one.input_ids, one.loss_mask, one.parts) for one in side] for side in (raw, prepared)]
+        contents = [
+            [(item.role, item.input_ids, item.loss_mask, item.parts) for item in side] for side in (raw, prepared)
+        ]
         assert contents[0] == contents[1] and len(raw) == count
     assert [sample.role for sample in prepared] == ["chosen", "rejected"] * 2
     assert [loss_text(sample) for sample in prepared[2:]] == [["NaCl<|im_end|>"], ["No<|im_end|>"]]

@@ -37,10 +37,10 @@ def words(tmp_path: Path) -> Path:
 
 
 def test_preset_has_no_files() -> None:
-    found = opened(path="preset:llama3.2-1b", init="random", config={"num_hidden_layers": 2, "rope_scaling": None})
-    assert (found.config["num_hidden_layers"], found.config["hidden_size"]) == (2, 2048)
-    assert str(found) == "preset:llama3.2-1b" and not found.has_weights
-    assert found.small_files() == [] and dict(found.tensors) == {}
+    result = opened(path="preset:llama3.2-1b", init="random", config={"num_hidden_layers": 2, "rope_scaling": None})
+    assert (result.config["num_hidden_layers"], result.config["hidden_size"]) == (2, 2048)
+    assert str(result) == "preset:llama3.2-1b" and not result.has_weights
+    assert result.small_files() == [] and dict(result.tensors) == {}
 
 
 def test_changed_config_has_no_weights(tmp_path: Path, words: Path) -> None:
@@ -48,19 +48,19 @@ def test_changed_config_has_no_weights(tmp_path: Path, words: Path) -> None:
     for file in words.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     assert opened(path=str(folder)).has_weights
-    found = opened(path=str(folder), init="random", config={"num_hidden_layers": 3})
-    assert not found.has_weights and found.config["num_hidden_layers"] == 3
-    assert "tokenizer.json" in {path.name for path in found.small_files()}
+    result = opened(path=str(folder), init="random", config={"num_hidden_layers": 3})
+    assert not result.has_weights and result.config["num_hidden_layers"] == 3
+    assert "tokenizer.json" in {path.name for path in result.small_files()}
 
 
 def test_config_over_weights(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1)
     scaling = {"rope_type": "linear", "factor": 2.0}
     keys = {"attention_dropout": 0.1, "max_position_embeddings": 256, "rope_parameters": scaling, "rms_norm_eps": 1e-4}
-    found = opened(path=str(folder), config=keys)
-    assert found.has_weights and found.tensors == opened(path=str(folder)).tensors
-    assert found.config["rope_parameters"]["factor"] == 2.0 and found.config["rope_parameters"]["rope_theta"]
-    assert {name: found.config[name] for name in keys if name != "rope_parameters"} == {
+    result = opened(path=str(folder), config=keys)
+    assert result.has_weights and result.tensors == opened(path=str(folder)).tensors
+    assert result.config["rope_parameters"]["factor"] == 2.0 and result.config["rope_parameters"]["rope_theta"]
+    assert {name: result.config[name] for name in keys if name != "rope_parameters"} == {
         name: value for name, value in keys.items() if name != "rope_parameters"
     }
 
@@ -90,8 +90,8 @@ def test_rotary_settings_over_weights(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, **before}
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    found = opened(path=str(folder), config=keys)
-    arch = architecture_of(found.config)
+    result = opened(path=str(folder), config=keys)
+    arch = architecture_of(result.config)
     rope = arch.rotary.rope_scaling
     kind = rope and (rope.kind, rope.factor, rope.original_max_position_embeddings)
     assert (arch.rotary.rotary_base, kind) == (base, scaling)
@@ -160,8 +160,8 @@ def test_model_from_a_file_or_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "slip.yaml").write_text("bases: [preset:qwen3-0.6b]\nnum_layers: 3\n")
     with pytest.raises(UsageError, match=r"slip.yaml: a model of type qwen3 does not use num_layers \(did you"):
         opened(path=str(tmp_path / "slip.yaml"), init="random")
-    whole = json.loads((build_model_folder(tmp_path / "m", "mixtral") / "config.json").read_text())
-    assert opened(init="random", config=whole).config == whole  # with all that transformers saves
+    full = json.loads((build_model_folder(tmp_path / "m", "mixtral") / "config.json").read_text())
+    assert opened(init="random", config=full).config == full  # with all that transformers saves
 
 
 @pytest.mark.parametrize(

@@ -76,21 +76,21 @@ def test_a_teacher_has_weights_and_hidden_states(layout: dict[str, Any]) -> None
     [(LLAMA_8B, 8_030_261_248), (LLAMA_70B, 70_553_706_496), (DEEPSEEK_LITE, 15_706_484_224)],
 )
 def test_published_sizes(hf: dict[str, Any], published: int) -> None:
-    whole = estimate(hf)
-    assert whole.parameters == published
-    assert whole.gradients == 4 * published and abs(whole.optimizer - 12 * published / 8) < 2**21
-    assert whole.weights == pytest.approx(2 * published, rel=1e-3)  # DeepSeek's routers are float32
+    full = estimate(hf)
+    assert full.parameters == published
+    assert full.gradients == 4 * published and abs(full.optimizer - 12 * published / 8) < 2**21
+    assert full.weights == pytest.approx(2 * published, rel=1e-3)  # DeepSeek's routers are float32
 
 
 def test_layouts_reduce_the_estimate() -> None:
-    whole = estimate(LLAMA_8B)
+    complete = estimate(LLAMA_8B)
     embedding = 128256 * 4096
     cut = estimate(LLAMA_8B, tp=8, sp=True)
-    assert cut.parameters * 8 == pytest.approx(whole.parameters, rel=1e-3)
-    assert cut.activations < whole.activations / 6
+    assert cut.parameters * 8 == pytest.approx(complete.parameters, rel=1e-3)
+    assert cut.activations < complete.activations / 6
     staged = estimate(LLAMA_8B, pp=2)
     # The first stage has more micro batches in flight, so it needs most.
-    assert staged.parameters == (whole.parameters - 2 * embedding - 4096) // 2 + embedding
+    assert staged.parameters == (complete.parameters - 2 * embedding - 4096) // 2 + embedding
     sharded = estimate(LLAMA_70B, fsdp=True)
     assert sharded.persistent < estimate(LLAMA_70B).persistent / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
     experts = estimate(DEEPSEEK_LITE, ep=8)
@@ -98,7 +98,7 @@ def test_layouts_reduce_the_estimate() -> None:
     assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408
     run = config(recompute="full")
     full = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
-    assert full.activations < whole.activations / 4
+    assert full.activations < complete.activations / 4
 
 
 def test_a_gpu_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +110,15 @@ def test_a_gpu_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.temporary == 2 * tokens * (2 * hidden + 2 * 14336 // 4)
     run = config()
     plain, on_gpu = (estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu) for gpu in (None, 80 << 30))
-    kept = plain.total - max(plain.temporary, plain.logits)
-    assert on_gpu.logits == on_gpu.total - kept == 10 * 2**28 + 2 * tokens * hidden
+    remaining = plain.total - max(plain.temporary, plain.logits)
+    assert on_gpu.logits == on_gpu.total - remaining == 10 * 2**28 + 2 * tokens * hidden
     assert str(on_gpu).endswith("temporary 2.6")
     # A CPU has the activation of the block and its gradient, and a smaller chunk with a block of float32 logits.
     assert plain.temporary == 2 * tokens * (2 * hidden + 4 * 14336)
     assert plain.logits == 2 * 2**25 + 4 * 2**20 + 2 * tokens * hidden
     monkeypatch.setattr("isthmus.engine.compiled.find_compiler", lambda device: ("Triton", ""))
     (compiled,) = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30)
-    assert compiled.total - kept == compiled.temporary == 2 * tokens * (2 * hidden + 2 * 14336)  # > logits
+    assert compiled.total - remaining == compiled.temporary == 2 * tokens * (2 * hidden + 2 * 14336)  # > logits
     assert compiled.logits == 2 * 2**28 + 2 * tokens * hidden
     elsewhere = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30, compiles=False)
     assert elsewhere == on_gpu
@@ -133,22 +133,22 @@ def test_virtual_stages_have_more_layers_in_flight() -> None:
 
 
 def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() -> None:
-    one, several = config(global_batch_size=16), config(global_batch_size=32)
-    found, bf16 = (estimate_memory(plan_of(LLAMA_8B, several), several, name) for name in ("fp8", "bf16"))
+    item, several = config(global_batch_size=16), config(global_batch_size=32)
+    result, bf16 = (estimate_memory(plan_of(LLAMA_8B, several), several, name) for name in ("fp8", "bf16"))
     linear = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # without embedding, projection and norms
-    assert found.quantized == 2 * linear == found.total - bf16.total and "fp8 weights 13.0" in str(found)
-    assert estimate_memory(plan_of(LLAMA_8B, one), one, "fp8").quantized == 0
+    assert result.quantized == 2 * linear == result.total - bf16.total and "fp8 weights 13.0" in str(result)
+    assert estimate_memory(plan_of(LLAMA_8B, item), item, "fp8").quantized == 0
     # Experts and the low-rank projections of latent attention stay in bfloat16.
     attention, mlps = 2048 * 3072 + 512 * 4096 + 2048 * 2048, 3 * 2048 * (10944 + 26 * 2816)
-    found = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
-    assert found.quantized == 2 * (27 * attention + mlps)
+    result = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
+    assert result.quantized == 2 * (27 * attention + mlps)
 
 
 def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = config(layout={"ep": 4})
     plan = plan_of(DEEPSEEK_LITE, plain)
     offload = plain.model_copy(update={"optim": plain.optim.model_copy(update={"offload": True})})
-    here, there = (estimate_memory(plan, each, "bf16") for each in (plain, offload))
+    here, there = (estimate_memory(plan, item, "bf16") for item in (plain, offload))
     assert there.offloaded == here.optimizer - there.optimizer > 0 and "of host memory" in str(there)
     for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
         monkeypatch.setattr("isthmus.recipes.plan.memory_estimate.free_bytes", lambda free=free: free)

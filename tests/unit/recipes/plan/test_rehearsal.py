@@ -101,8 +101,8 @@ def test_settings_and_lines() -> None:
     assert (train.micro_batch_size, train.global_batch_size, small.platform) == (2, 32, "cpu")
     assert (small.optim.warmup_steps, small.optim.decay_steps, small.optim.lr) == (1, 1, config.optim.lr)
     assert small.tokenizer.vocab_size == 511 and small.checkpoint.resume == "auto" and not small.optim.offload
-    wanted = ["model.config.hidden_size: 4096 -> 64", "data.seq_length: 8192 -> 128", "train.steps: 500 -> 5"]
-    assert set(wanted) <= set(lines) and not any("micro_batch" in line or "optim.lr" in line for line in lines)
+    expected = ["model.config.hidden_size: 4096 -> 64", "data.seq_length: 8192 -> 128", "train.steps: 500 -> 5"]
+    assert set(expected) <= set(lines) and not any("micro_batch" in line or "optim.lr" in line for line in lines)
     assert not any("rope" in line or "dtype" in line for line in lines)
     assert small.model.config["hidden_size"] == 64 and small.model.path == "preset:llama3.1-8b"
 

@@ -53,12 +53,12 @@ def test_grid_is_the_product_of_configs_ranks_and_values(tmp_path: Path) -> None
     for name in ("a", "b"):
         (tmp_path / f"{name}.yaml").write_text("train: {steps: 1}\n")
     a, b = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
-    found = cells(a, "parallel.tp=1,2", b, "data.seq_length=8", nproc=(2, 4))
-    assert [(cell.name, cell.nproc, *cell.varied) for cell in found] == [
+    results = cells(a, "parallel.tp=1,2", b, "data.seq_length=8", nproc=(2, 4))
+    assert [(cell.name, cell.nproc, *cell.varied) for cell in results] == [
         (name, nproc, f"parallel.tp={tp}") for name in (a, b) for nproc in (2, 4) for tp in (1, 2)
     ]
-    assert found[0].settings == ("parallel.tp=1", "data.seq_length=8") and found[0].file == Path(a)
-    assert str(found[0]) == f"{a} --nproc 2 parallel.tp=1"
+    assert results[0].settings == ("parallel.tp=1", "data.seq_length=8") and results[0].file == Path(a)
+    assert str(results[0]) == f"{a} --nproc 2 parallel.tp=1"
     (alone,) = cells("parallel.tp=2")
     assert (alone.name, alone.file, alone.varied) == ("", None, ())
 
@@ -97,12 +97,12 @@ def test_rows_of_a_table_have_settings_that_the_command_line_overrides(tmp_path:
 
 
 def test_each_row_of_the_rocm_table_is_a_config_of_8_ranks(tmp_path: Path) -> None:
-    found = cells("preset:rocm-table", nproc=(8,))
-    for cell in found:
+    results = cells("preset:rocm-table", nproc=(8,))
+    for cell in results:
         config = cell_config(cell, recipe=None, model=None, steps=15, out=tmp_path)
         config.parallel.check_world_size(8)
         assert config.train.global_batch_size % (config.train.micro_batch_size * config.parallel.dp(8)) == 0
-    models = {str(cell_config(cell, recipe=None, model=None, steps=15, out=tmp_path).model.path) for cell in found}
+    models = {str(cell_config(cell, recipe=None, model=None, steps=15, out=tmp_path).model.path) for cell in results}
     assert {model.removeprefix("preset:") for model in models} == {
         "llama3.1-8b", "llama3.1-70b", "llama3-8b", "llama3-70b", "llama2-7b", "llama2-70b", "deepseek-v2-lite",
     }  # fmt: skip

@@ -32,11 +32,11 @@ def test_figures_are_medians_of_the_time_between_steps() -> None:
         {"end_s": end, "step_time_s": 0.8, "tokens_per_s": 1000.0, "tflops_per_device": 2.0, "mfu": None}
         for end in ends
     ]
-    found = cell_run.step_figures(rows, warmup=2, nproc=4)
-    assert found["step_times_s"] == [1.0, 1.0, 1.5, 1.0] and found["step_time_s"] == 1.0
-    assert found["tokens_per_s"] == 800.0 and found["tokens_per_s_per_device"] == 200.0  # 800 tokens in a step of 1 s
-    assert found["tflops_per_device"] == 1.6 and found["mfu"] is None
-    assert found["mean_step_time_s"] == 1.125 and found["step_time_spread"] == 0.375
+    result = cell_run.step_figures(rows, warmup=2, nproc=4)
+    assert result["step_times_s"] == [1.0, 1.0, 1.5, 1.0] and result["step_time_s"] == 1.0
+    assert result["tokens_per_s"] == 800.0 and result["tokens_per_s_per_device"] == 200.0  # 800 tokens in a step of 1 s
+    assert result["tflops_per_device"] == 1.6 and result["mfu"] is None
+    assert result["mean_step_time_s"] == 1.125 and result["step_time_spread"] == 0.375
 
 
 def test_steps_without_an_update_are_no_measurement() -> None:
@@ -139,18 +139,18 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
         environment["torch"] = torch
         measured.clear()
         lines: list[str] = []
-        found = Bench(
+        results = Bench(
             out=tmp_path / "out", recipe="pretrain", model=None, warmup=1, steps=2, timeout_s=9.0, retry=retry,
             command=fake_run, log=lines.append, watch=lambda cell, steps: None,
         ).run(make_cells([], [*words, *MODEL], [1], configs_and_overrides), "isthmus bench")  # fmt: skip
-        return found, lines, list(measured)
+        return results, lines, list(measured)
 
     yield run
 
 
 def test_failing_cells_do_not_end_the_grid(bench: Runner, tmp_path: Path) -> None:
-    found, lines, measured = bench("train.seed=-1,1,2,4,8")
-    rows = found["cells"]
+    result, lines, measured = bench("train.seed=-1,1,2,4,8")
+    rows = result["cells"]
     assert [row["status"] for row in rows] == ["refused", "refused", "ok", "out of memory", "ok"]
     assert "greater than or equal to 0" in rows[0]["reason"] and rows[1]["reason"] == "the seed is odd."
     assert measured == ["2", "4", "8"]  # the others are refused before any is measured
@@ -167,9 +167,9 @@ def test_failing_cells_do_not_end_the_grid(bench: Runner, tmp_path: Path) -> Non
 
 def test_a_second_call_measures_what_is_new_or_changed(bench: Runner) -> None:
     bench("train.seed=2,4")
-    found, lines, measured = bench("train.seed=2,4,8")
+    result, lines, measured = bench("train.seed=2,4,8")
     assert measured == ["8"] and lines[0].endswith("step 1 s (recorded)")
-    assert [row["status"] for row in found["cells"]] == ["ok", "out of memory", "ok"]
+    assert [row["status"] for row in result["cells"]] == ["ok", "out of memory", "ok"]
     assert bench("train.seed=2,4", retry=True)[2] == ["4"]
     _, lines, measured = bench("train.seed=2,4", torch="2.10")
     assert measured == ["2", "4"]
@@ -179,9 +179,9 @@ def test_a_second_call_measures_what_is_new_or_changed(bench: Runner) -> None:
 
 def test_recorded_cells_have_the_columns_of_the_new_grid(bench: Runner) -> None:
     bench("train.seed=2")
-    found, _, measured = bench("train.seed=2,8")
-    assert measured == ["8"] and [row["varied"] for row in found["cells"]] == [("train.seed=2",), ("train.seed=8",)]
-    assert len(bench_table.bench_table(found["cells"]).columns) == 8
+    result, _, measured = bench("train.seed=2,8")
+    assert measured == ["8"] and [row["varied"] for row in result["cells"]] == [("train.seed=2",), ("train.seed=8",)]
+    assert len(bench_table.bench_table(result["cells"]).columns) == 8
 
 
 def test_interrupted_grid_continues(bench: Runner) -> None:

@@ -102,13 +102,13 @@ def simulate(
 
 
 def findings(check: Check, machine: Machine) -> list[Finding]:
-    found = list(check(machine))
-    assert all(one.source and one.text and bool(one.hint) == (one.level != "ok") for one in found)
-    return found
+    results = list(check(machine))
+    assert all(item.source and item.text and bool(item.hint) == (item.level != "ok") for item in results)
+    return results
 
 
 def levels(found: Sequence[Finding]) -> list[str]:
-    return [one.level for one in found]
+    return [item.level for item in found]
 
 
 NVIDIA_GPUS = """\

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.processes
 
 def test_checks_that_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{Path(__file__).parents[4] / 'src'}")
-    found = run_in_child((check_good, check_aborts, check_raises, check_good))
-    assert [(one.subject, one.level) for one in found] == [
+    result = run_in_child((check_good, check_aborts, check_raises, check_good))
+    assert [(item.subject, item.level) for item in result] == [
         ("good", "ok"), ("aborts", "error"), ("raises", "warning"), ("good", "ok")
     ]  # fmt: skip
-    assert found[1].text.startswith("the check ended its process with SIGABRT: ")
-    assert "Memory access fault by GPU node-1" in found[1].text
-    assert "RuntimeError: HIP error: invalid device function" in found[2].text
+    assert result[1].text.startswith("the check ended its process with SIGABRT: ")
+    assert "Memory access fault by GPU node-1" in result[1].text
+    assert "RuntimeError: HIP error: invalid device function" in result[2].text
 
 
 def test_checks_after_one_that_hangs_have_less_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_gpus_of_a_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", CPU),
         ("__version__ = '2.13.0+rocm7.1'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.1.25424'\n", ROCM),
@@ -55,9 +55,9 @@ def test_gpus_of_a_node(tmp_path: Path) -> None:
         ("__version__ = '2.6.0+cu124'\ncuda = '12.4'\nhip = None\n", TorchBuild("2.6.0+cu124", "12.4", None)),
     ],
 )
-def test_build_is_read_without_import(text: str, wanted: TorchBuild, tmp_path: Path) -> None:
+def test_build_is_read_without_import(text: str, expected: TorchBuild, tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(f"from typing import Optional\n\n{text}")
-    assert installed_torch(tmp_path) == wanted
+    assert installed_torch(tmp_path) == expected
 
 
 def test_build_of_this_environment() -> None:
@@ -80,13 +80,13 @@ def test_build_of_this_environment() -> None:
     ],
 )
 def test_build_against_gpus(build: TorchBuild, files: dict[str, str], level: str, words: str, tmp_path: Path) -> None:
-    (one,) = match_build(build, find_gpus(simulate(tmp_path, files)))
-    assert one.level == level and words in one.text
+    (item,) = match_build(build, find_gpus(simulate(tmp_path, files)))
+    assert item.level == level and words in item.text
 
 
 def test_cpu_build_on_a_machine_with_a_display_gpu_is_a_warning(tmp_path: Path) -> None:
-    (one,) = match_build(CPU, find_gpus(simulate(tmp_path, DISPLAY)))
-    assert one.level == "warning" and "Install a ROCm build" in one.hint
+    (item,) = match_build(CPU, find_gpus(simulate(tmp_path, DISPLAY)))
+    assert item.level == "warning" and "Install a ROCm build" in item.hint
 
 
 def test_gpu_in_a_processor_beside_one_of_the_vendor_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,26 +96,26 @@ def test_gpu_in_a_processor_beside_one_of_the_vendor_of_torch(tmp_path: Path, mo
     machine = simulate(tmp_path, both, tools=tools, user=0)
     assert levels(findings(check_torch_build, machine)) == ["ok", "ok"]
     assert levels(findings(check_device_files, machine)) == ["ok"]
-    assert {one.source for one in findings(check_gpu_use, machine)} == {"nvidia-smi"}
+    assert {finding.source for finding in findings(check_gpu_use, machine)} == {"nvidia-smi"}
     install(CPU, monkeypatch)  # runs do not use the GPU of a laptop
     assert levels(findings(check_device_files, simulate(tmp_path / "laptop", DISPLAY))) == []
 
 
 def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(CUDA, monkeypatch)
-    found = findings(check_torch_build, simulate(tmp_path / "old", h100(driver="550.54.15")))
-    assert levels(found) == ["ok", "error"]
-    assert "driver 550.54.15 is too old for CUDA 13.0, which needs 580.65" in found[1].text
+    results = findings(check_torch_build, simulate(tmp_path / "old", h100(driver="550.54.15")))
+    assert levels(results) == ["ok", "error"]
+    assert "driver 550.54.15 is too old for CUDA 13.0, which needs 580.65" in results[1].text
     compatible = {"/usr/local/cuda/compat/lib/libcuda.so.1": ""}
-    found = findings(check_torch_build, simulate(tmp_path / "old", compatible))
-    assert levels(found) == ["ok", "warning"] and "550.54.15 is older than 580.65" in found[1].text
+    results = findings(check_torch_build, simulate(tmp_path / "old", compatible))
+    assert levels(results) == ["ok", "warning"] and "550.54.15 is older than 580.65" in results[1].text
     assert levels(findings(check_torch_build, simulate(tmp_path / "new", h100(driver="580.82.07")))) == ["ok", "ok"]
     files = h100() | {"/sys/module/nouveau/refcnt": "1"}
     del files["/proc/driver/nvidia/version"]
     assert "nouveau" in findings(check_torch_build, simulate(tmp_path / "none", files))[1].text
     install(ROCM, monkeypatch)
-    found = findings(check_torch_build, simulate(tmp_path / "amd", mi300x()))
-    assert levels(found) == ["ok", "ok"] and found[1].text == "driver amdgpu 6.12.12, ROCm 6.4.1-83"
+    results = findings(check_torch_build, simulate(tmp_path / "amd", mi300x()))
+    assert levels(results) == ["ok", "ok"] and results[1].text == "driver amdgpu 6.12.12, ROCm 6.4.1-83"
     files = {name: text for name, text in mi300x().items() if "/module/" not in name}
     assert levels(findings(check_torch_build, simulate(tmp_path / "amd_none", files))) == ["ok", "error"]
     install(None, monkeypatch)
@@ -127,11 +127,11 @@ def test_device_files_of_a_group(tmp_path: Path) -> None:
     for file in (tmp_path / "dev/kfd", *(tmp_path / "dev/dri").iterdir()):
         file.chmod(0o660)
     group = os.stat(tmp_path / "dev/kfd").st_gid
-    found = findings(check_device_files, simulate(tmp_path, {}, user=999, groups=frozenset({998})))
-    assert levels(found) == ["error"] * 3
-    assert "belongs to group" in found[0].text and f"--group-add {group}" in found[0].hint
-    (one,) = findings(check_device_files, simulate(tmp_path, {}, user=999, groups=frozenset({group})))
-    assert one.text == "/dev/kfd, /dev/dri/renderD128, /dev/dri/renderD129 can be opened"
+    results = findings(check_device_files, simulate(tmp_path, {}, user=999, groups=frozenset({998})))
+    assert levels(results) == ["error"] * 3
+    assert "belongs to group" in results[0].text and f"--group-add {group}" in results[0].hint
+    (item,) = findings(check_device_files, simulate(tmp_path, {}, user=999, groups=frozenset({group})))
+    assert item.text == "/dev/kfd, /dev/dri/renderD128, /dev/dri/renderD129 can be opened"
     (tmp_path / "dev/kfd").chmod(0o666)
     assert levels(findings(check_device_files, simulate(tmp_path, {}, user=999))) == ["error"] * 2 + ["ok"]
     assert stat.S_IMODE((tmp_path / "dev/kfd").stat().st_mode) == 0o666 and machine.user == 1000
@@ -141,20 +141,20 @@ def test_device_files_that_are_not_passed_to_a_container(tmp_path: Path) -> None
     def without_devices(files: dict[str, str]) -> dict[str, str]:
         return {name: text for name, text in files.items() if not name.startswith("/dev/")}
 
-    found = findings(check_device_files, simulate(tmp_path / "amd", without_devices(mi300x())))
-    assert [one.source for one in found] == ["/dev/kfd", "/dev/dri/renderD128"] and levels(found) == ["error"] * 2
-    assert "--device /dev/kfd --device /dev/dri" in found[0].hint
-    found = findings(check_device_files, simulate(tmp_path / "nvidia", without_devices(h100())))
-    assert [one.source for one in found] == ["/dev/nvidiactl", "/dev/nvidia0"] and "--gpus all" in found[0].hint
+    results = findings(check_device_files, simulate(tmp_path / "amd", without_devices(mi300x())))
+    assert [item.source for item in results] == ["/dev/kfd", "/dev/dri/renderD128"] and levels(results) == ["error"] * 2
+    assert "--device /dev/kfd --device /dev/dri" in results[0].hint
+    results = findings(check_device_files, simulate(tmp_path / "nvidia", without_devices(h100())))
+    assert [item.source for item in results] == ["/dev/nvidiactl", "/dev/nvidia0"] and "--gpus all" in results[0].hint
     files = h100(1)
     del files["/dev/nvidia-uvm"]
-    found = findings(check_device_files, simulate(tmp_path / "uvm", files, user=0))
-    assert levels(found) == ["ok", "warning"]
+    results = findings(check_device_files, simulate(tmp_path / "uvm", files, user=0))
+    assert levels(results) == ["ok", "warning"]
     assert findings(check_device_files, simulate(tmp_path / "cpu", simulated.HOST)) == []
 
 
 @pytest.mark.parametrize(
-    ("build", "files", "environment", "wanted"),
+    ("build", "files", "environment", "expected"),
     [
         (ROCM, mi300x(), {}, [("ok", "8 of 8 (no variable hides one)")]),
         (ROCM, mi300x(), {"HIP_VISIBLE_DEVICES": "0,1"}, [("ok", "2 of 8 (HIP_VISIBLE_DEVICES=0,1)")]),
@@ -174,13 +174,13 @@ def test_device_files_that_are_not_passed_to_a_container(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_variables_that_hide_gpus(
-    build: TorchBuild, files: dict[str, str], environment: dict[str, str], wanted: list[tuple[str, str]],
+    build: TorchBuild, files: dict[str, str], environment: dict[str, str], expected: list[tuple[str, str]],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     install(build, monkeypatch)
-    found = findings(check_visible_gpus, simulate(tmp_path, files, environment=environment))
-    assert levels(found) == [level for level, _ in wanted]
-    assert all(words in one.text for one, (_, words) in zip(found, wanted, strict=True))
+    results = findings(check_visible_gpus, simulate(tmp_path, files, environment=environment))
+    assert levels(results) == [level for level, _ in expected]
+    assert all(words in item.text for item, (_, words) in zip(results, expected, strict=True))
 
 
 def test_container_with_some_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +192,8 @@ def test_container_with_some_of_the_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     }  # fmt: skip
     files["/dev/dri/renderD160"] = ""  # of another vendor
     machine = simulate(tmp_path, files, environment={"HIP_VISIBLE_DEVICES": "0"}, user=0)
-    found = findings(check_visible_gpus, machine)
-    assert [one.text for one in found] == [
+    results = findings(check_visible_gpus, machine)
+    assert [item.text for item in results] == [
         "this container has access to 1 of the 8 GPUs of the machine", "1 of 1 (HIP_VISIBLE_DEVICES=0)"
     ]  # fmt: skip
     assert findings(check_device_files, machine)[0].text == "/dev/kfd, /dev/dri/renderD129 can be opened"
@@ -201,8 +201,8 @@ def test_container_with_some_of_the_gpus(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_gpus_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(CUDA, monkeypatch)
-    (one,) = findings(check_torch_build, simulate(tmp_path, {"/dev/dxg": ""}))
-    assert one.level == "ok" and "WSL" in one.text
+    (item,) = findings(check_torch_build, simulate(tmp_path, {"/dev/dxg": ""}))
+    assert item.level == "ok" and "WSL" in item.text
 
 
 def test_use_from_nvidia_smi(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_use_from_amd_smi(form: str, tmp_path: Path) -> None:
 
 def test_use_from_rocm_smi_where_amd_smi_has_another_form(tmp_path: Path) -> None:
     tools = {"amd-smi": '[{"gpu": 0, "vram": "?"}]', "rocm-smi": f"\n{simulated.ROCM_SMI}\n"}
-    found = findings(check_gpu_use, simulate(tmp_path, mi300x(2), tools=tools))
-    assert [one.text for one in found] == [
+    results = findings(check_gpu_use, simulate(tmp_path, mi300x(2), tools=tools))
+    assert [item.text for item in results] == [
         "GPU 1: 96.0 of 192 GiB are used",
         "processes on the GPUs: python3 (4711, 96.0 GiB)",
         "1 of 2 GPUs are free (AMD Instinct MI300X OAM), each with 192 GiB or more",
@@ -246,8 +246,8 @@ def test_a_slow_tool_is_asked_once(tmp_path: Path) -> None:
         asked.append(command[0])
         raise ToolTimedOut("amd-smi did not answer within 1 s")
 
-    found = findings(check_gpu_use, simulate(tmp_path, mi300x(2), run_tool=run))
-    assert asked == ["amd-smi"] and "2 of 2 GPUs are free" in found[0].text and "mem_info_vram" in found[0].source
+    results = findings(check_gpu_use, simulate(tmp_path, mi300x(2), run_tool=run))
+    assert asked == ["amd-smi"] and "2 of 2 GPUs are free" in results[0].text and "mem_info_vram" in results[0].source
 
 
 def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
         "/sys/class/kfd/kfd/proc/4711/vram_51110": str(90 * GIB), "/sys/class/kfd/kfd/proc/4711/pasid": "32769",
         "/proc/4711/comm": "python3",
     }  # fmt: skip
-    found = findings(check_gpu_use, simulate(tmp_path, files))
-    assert [one.text for one in found] == [
+    results = findings(check_gpu_use, simulate(tmp_path, files))
+    assert [item.text for item in results] == [
         "GPU 0000:05:00.0: 100.0 of 192 GiB are used",
         "processes on the GPUs: python3 (4711, 90.0 GiB)",
         "1 of 2 GPUs are free (gfx942), each with 192 GiB or more",
@@ -279,20 +279,20 @@ def test_use_from_the_driver_without_tools(tmp_path: Path) -> None:
     ],
 )
 def test_kernel_log(line: str, level: str, tmp_path: Path) -> None:
-    (one,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1), tools={"dmesg": f"[ 0.1] x\n{line}\n"}))
-    assert one.level == level and (line in one.text) is (level == "warning")
+    (item,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1), tools={"dmesg": f"[ 0.1] x\n{line}\n"}))
+    assert item.level == level and (line in item.text) is (level == "warning")
 
 
 def test_kernel_log_that_cannot_be_read(tmp_path: Path) -> None:
-    (one,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1)))
-    assert one.level == "ok" and "dmesg is not installed" in one.text
+    (item,) = findings(check_kernel_log, simulate(tmp_path, mi300x(1)))
+    assert item.level == "ok" and "dmesg is not installed" in item.text
     assert findings(check_kernel_log, simulate(tmp_path / "cpu", simulated.HOST)) == []
 
 
 def test_tools_that_fail_are_named(tmp_path: Path) -> None:
     files = {name: text for name, text in mi300x(1).items() if "mem_info" not in name}
-    (one,) = findings(check_gpu_use, simulate(tmp_path, files, tools={"rocm-smi": "ERROR: no device"}))
-    assert one.level == "warning" and "amd-smi is not installed; rocm_smi: the output has another form" in one.text
+    (item,) = findings(check_gpu_use, simulate(tmp_path, files, tools={"rocm-smi": "ERROR: no device"}))
+    assert item.level == "warning" and "amd-smi is not installed; rocm_smi: the output has another form" in item.text
 
 
 @pytest.mark.processes

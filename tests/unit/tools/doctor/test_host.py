@@ -35,11 +35,11 @@ GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq"
 
 
 def test_cores_of_this_process(tmp_path: Path) -> None:
-    (one,) = findings(check_processor, simulate(tmp_path, HOST))
-    assert one.text == "AMD EPYC 9654; 64 of 64 logical cores for this process"
+    (item,) = findings(check_processor, simulate(tmp_path, HOST))
+    assert item.text == "AMD EPYC 9654; 64 of 64 logical cores for this process"
     limited = h100() | {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "800000 100000"}
-    (one,) = findings(check_processor, simulate(tmp_path, limited))
-    assert one.level == "warning" and "8 of 64 logical cores for this process, for 8 GPUs" in one.text
+    (item,) = findings(check_processor, simulate(tmp_path, limited))
+    assert item.level == "warning" and "8 of 64 logical cores for this process, for 8 GPUs" in item.text
     for tasks, level in (("8(x2)", "ok"), ("1(x2)", "warning")):
         task = simulate(tmp_path, limited, environment={"SLURM_STEP_TASKS_PER_NODE": tasks})
         assert levels(findings(check_processor, task)) == [level]
@@ -47,9 +47,9 @@ def test_cores_of_this_process(tmp_path: Path) -> None:
 
 def test_cores_that_others_use_or_that_stay_unused(tmp_path: Path) -> None:
     files = HOST | {"/proc/loadavg": "40.50 9.00 9.00 3/79 20521"}
-    found = findings(check_processor, simulate(tmp_path, files, environment={"OMP_NUM_THREADS": "1"}))
-    assert levels(found) == ["ok", "warning", "warning"]
-    assert "40.50 threads on 64 cores" in found[1].text and "computes on 1 of 64" in found[2].text
+    results = findings(check_processor, simulate(tmp_path, files, environment={"OMP_NUM_THREADS": "1"}))
+    assert levels(results) == ["ok", "warning", "warning"]
+    assert "40.50 threads on 64 cores" in results[1].text and "computes on 1 of 64" in results[2].text
     rank = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "8"}
     assert levels(findings(check_processor, simulate(tmp_path, {}, environment=rank))) == ["ok", "warning"]
 
@@ -68,8 +68,8 @@ def test_cores_that_others_use_or_that_stay_unused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_governor(files: dict[str, str], level: str, words: str, tmp_path: Path) -> None:
     machine = simulate(tmp_path, HOST | {f"{GOVERNOR}/{name}": text for name, text in files.items()})
-    _, one = findings(check_processor, machine)
-    assert one.level == level and words in one.text
+    _, item = findings(check_processor, machine)
+    assert item.level == level and words in item.text
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_governor(files: dict[str, str], level: str, words: str, tmp_path: Path)
     ],
 )  # fmt: skip
 def test_memory_limit_of_a_container(group: dict[str, str], tmp_path: Path) -> None:
-    (one,) = findings(check_memory, simulate(tmp_path / "host", HOST))
-    assert (one.level, one.text) == ("ok", "1812 of 2015 GiB are free")
+    (item,) = findings(check_memory, simulate(tmp_path / "host", HOST))
+    assert (item.level, item.text) == ("ok", "1812 of 2015 GiB are free")
     limit, kills = findings(check_memory, simulate(tmp_path / "container", HOST | group))
     assert limit.level == "warning" and limit.text.endswith("the limit of this container or job is 4.0 GiB")
     assert kills.level == "warning" and kills.text.startswith("2 processes")
@@ -95,14 +95,14 @@ def test_memory_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_numa(tmp_path: Path) -> None:
-    (one,) = findings(check_numa, simulate(tmp_path / "good", mi300x()))
-    assert one.text == "2 nodes, pages stay where they are"
+    (item,) = findings(check_numa, simulate(tmp_path / "good", mi300x()))
+    assert item.text == "2 nodes, pages stay where they are"
     bad = mi300x() | {"/proc/sys/kernel/numa_balancing": "1"}
     bad |= {"/sys/bus/pci/devices/0000:05:00.0/iommu_group/type": "DMA-FQ"}
-    found = findings(check_numa, simulate(tmp_path / "bad", bad, cores=frozenset(range(32))))
-    assert levels(found) == ["warning"] * 3
-    assert "numa_balancing is on" in found[0].text and "iommu=pt" in found[2].hint
-    assert "no core of node 1, where 4 GPUs are" in found[1].text
+    results = findings(check_numa, simulate(tmp_path / "bad", bad, cores=frozenset(range(32))))
+    assert levels(results) == ["warning"] * 3
+    assert "numa_balancing is on" in results[0].text and "iommu=pt" in results[2].hint
+    assert "no core of node 1, where 4 GPUs are" in results[1].text
     task = simulate(tmp_path / "good", {}, cores=frozenset(range(8)), environment={"SLURM_STEP_TASKS_PER_NODE": "8"})
     assert levels(findings(check_numa, task)) == ["ok"]
     unknown = h100(2) | {"/sys/bus/pci/devices/0000:18:00.0/numa_node": "-1"}
@@ -111,15 +111,15 @@ def test_numa(tmp_path: Path) -> None:
 
 def test_limits(tmp_path: Path) -> None:
     rdma = HOST | {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"}
-    found = findings(check_limits, simulate(tmp_path, rdma))
-    assert levels(found) == ["ok"] * 3 and found[2].text == "unlimited locked memory, for RDMA"
+    results = findings(check_limits, simulate(tmp_path, rdma))
+    assert levels(results) == ["ok"] * 3 and results[2].text == "unlimited locked memory, for RDMA"
     few = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_MEMLOCK: (64 << 10, 64 << 10)}
     few[resource.RLIMIT_NPROC] = (1000, 1000)
     machine = simulate(tmp_path, rdma, limit=few.__getitem__, disk_usage=lambda path: Usage(64 << 20, 0, 64 << 20))
-    found = findings(check_limits, machine)
-    assert levels(found) == ["warning"] * 4
-    assert found[0].text == "0.06 of 0.06 GiB of shared memory are free" and "--shm-size" in found[0].hint
-    assert "1024 open files" in found[1].text and "0 MiB of locked memory" in found[2].text
+    results = findings(check_limits, machine)
+    assert levels(results) == ["warning"] * 4
+    assert results[0].text == "0.06 of 0.06 GiB of shared memory are free" and "--shm-size" in results[0].hint
+    assert "1024 open files" in results[1].text and "0 MiB of locked memory" in results[2].text
 
     def no_shm(path: Path) -> Usage:
         raise FileNotFoundError(2, "No such file or directory")
@@ -161,10 +161,10 @@ def test_cache_is_that_of_huggingface_hub() -> None:
 
 def test_disk_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isthmus.tools.doctor.storage._CHUNKS", 1)
-    (one,) = findings(check_disk_speed, simulate(tmp_path, {}))
-    assert "MB/s for one process that writes 8 MiB" in one.text and not list(tmp_path.iterdir())
-    (one,) = findings(check_disk_speed, simulate(tmp_path, {}, folder=tmp_path / "absent"))
-    assert one.level == "error"
+    (item,) = findings(check_disk_speed, simulate(tmp_path, {}))
+    assert "MB/s for one process that writes 8 MiB" in item.text and not list(tmp_path.iterdir())
+    (item,) = findings(check_disk_speed, simulate(tmp_path, {}, folder=tmp_path / "absent"))
+    assert item.level == "error"
 
 
 @pytest.fixture
@@ -186,13 +186,13 @@ def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_interfaces(environment: dict[str, str], state: str, level: str, words: str, tmp_path: Path) -> None:
     files = {"/sys/class/net/ens50f0np0/speed": "100000", "/sys/class/net/ens50f0np0/operstate": state}
-    found, named = findings(check_network, simulate(tmp_path, files, environment=environment))
-    assert found.text == "ens50f0np0 10.1.0.4 (100 Gbit/s)"
+    result, named = findings(check_network, simulate(tmp_path, files, environment=environment))
+    assert result.text == "ens50f0np0 10.1.0.4 (100 Gbit/s)"
     assert named.level == level and words in named.text
 
 
 @pytest.mark.parametrize(
-    ("changes", "environment", "wanted"),
+    ("changes", "environment", "expected"),
     [
         ({}, {}, []),
         ({}, {"NCCL_IB_HCA": "rdma0,rdma1", "NCCL_IB_GID_INDEX": "3"}, [("ok", "names devices of this machine")]),
@@ -204,26 +204,26 @@ def test_interfaces(environment: dict[str, str], state: str, level: str, words: 
     ],
 )  # fmt: skip
 def test_rdma(
-    changes: dict[str, str], environment: dict[str, str], wanted: list[tuple[str, str]], tmp_path: Path
+    changes: dict[str, str], environment: dict[str, str], expected: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    first, second, *found = findings(check_rdma, simulate(tmp_path, RDMA | changes, environment=environment))
+    first, second, *result = findings(check_rdma, simulate(tmp_path, RDMA | changes, environment=environment))
     assert first.text == "rdma0 port 1: ACTIVE, 400 Gb/sec (4X NDR), Ethernet" and second.level == "ok"
-    assert [one.level for one in found] == [level for level, _ in wanted]
-    assert all(words in one.text for one, (_, words) in zip(found, wanted, strict=True))
+    assert [item.level for item in result] == [level for level, _ in expected]
+    assert all(words in item.text for item, (_, words) in zip(result, expected, strict=True))
 
 
 def test_rdma_devices_that_cannot_be_used(tmp_path: Path) -> None:
     files = RDMA | {"/sys/class/infiniband/rdma0/ports/1/state": "1: DOWN"}
     del files["/dev/infiniband/uverbs0"]
-    found = findings(check_rdma, simulate(tmp_path / "down", files))
-    assert levels(found) == ["warning", "ok", "warning"] and "--device /dev/infiniband" in found[2].hint
+    results = findings(check_rdma, simulate(tmp_path / "down", files))
+    assert levels(results) == ["warning", "ok", "warning"] and "--device /dev/infiniband" in results[2].hint
     assert findings(check_rdma, simulate(tmp_path / "none", HOST)) == []
-    (one,) = findings(check_rdma, simulate(tmp_path / "none", HOST, environment={"NCCL_IB_HCA": "mlx5"}))
-    assert one.level == "warning" and "no RDMA device" in one.text
+    (item,) = findings(check_rdma, simulate(tmp_path / "none", HOST, environment={"NCCL_IB_HCA": "mlx5"}))
+    assert item.level == "warning" and "no RDMA device" in item.text
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted"),
+    ("environment", "expected"),
     [
         ({}, [("ok", "--nproc starts them")]),
         ({"RANK": "0"}, [("error", "RANK is set, but WORLD_SIZE is not")]),
@@ -253,7 +253,7 @@ def test_rdma_devices_that_cannot_be_used(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_jobs(
-    environment: dict[str, str], wanted: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resolve(host: str, port: int, **_: Any) -> Any:
         if host == "no-such-host":
@@ -261,34 +261,34 @@ def test_jobs(
         return [(2, 1, 6, "", ("127.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    found = findings(check_job, simulate(tmp_path, h100(1), environment=environment, cores=frozenset({0, 32})))
-    assert [one.level for one in found] == [level for level, _ in wanted]
-    assert all(words in one.text for one, (_, words) in zip(found, wanted, strict=True))
+    results = findings(check_job, simulate(tmp_path, h100(1), environment=environment, cores=frozenset({0, 32})))
+    assert [item.level for item in results] == [level for level, _ in expected]
+    assert all(words in item.text for item, (_, words) in zip(results, expected, strict=True))
 
 
 def test_variables(tmp_path: Path) -> None:
     assert levels(findings(check_variables, simulate(tmp_path, HOST))) == ["ok"]
     recommended = {"GPU_MAX_HEAP_SIZE": "100", "HSA_ENABLE_SDMA": "0", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0"}
-    found = findings(check_variables, simulate(tmp_path, mi300x(1), environment=recommended))
-    assert [(one.level, one.source) for one in found] == [
+    results = findings(check_variables, simulate(tmp_path, mi300x(1), environment=recommended))
+    assert [(item.level, item.source) for item in results] == [
         ("warning", "GPU_MAX_HEAP_SIZE"), ("warning", "HSA_ENABLE_SDMA"), ("warning", "NCCL_P2P_DISABLE")
     ]  # fmt: skip
 
 
 def test_versions() -> None:
     oldest, newest = {"torch": "2.6.0", "numpy": "1.26.0"}, {"torch": "2.13.0", "numpy": "2.4.6"}
-    found = list(compare_versions({"torch": "2.5.1+rocm6.2", "numpy": ""}, oldest, newest))
-    assert levels(found) == ["error"] * 2 and "numpy is not installed; 1.26.0 is the oldest" in found[1].text
-    found = list(compare_versions({"torch": "2.14.0a0+git1", "numpy": "2.4.9"}, oldest, newest))
-    assert [(one.level, one.text) for one in found] == [
+    results = list(compare_versions({"torch": "2.5.1+rocm6.2", "numpy": ""}, oldest, newest))
+    assert levels(results) == ["error"] * 2 and "numpy is not installed; 1.26.0 is the oldest" in results[1].text
+    results = list(compare_versions({"torch": "2.14.0a0+git1", "numpy": "2.4.9"}, oldest, newest))
+    assert [(item.level, item.text) for item in results] == [
         ("warning", "torch 2.14.0a0+git1 is newer than 2.13.0, the newest that was tested"),
         ("ok", "within the tested range: numpy 2.4.9"),
     ]
 
 
 def test_versions_of_this_environment_are_a_tested_set() -> None:
-    (one,) = findings(check_versions, Machine())
-    assert one.level == "ok" and "torch 2." in one.text and "megatron-core" in one.text
+    (item,) = findings(check_versions, Machine())
+    assert item.level == "ok" and "torch 2." in item.text and "megatron-core" in item.text
 
 
 @pytest.mark.parametrize(
@@ -301,8 +301,8 @@ def test_versions_of_this_environment_are_a_tested_set() -> None:
 )
 def test_hub_settings(environment: dict[str, str], texts: list[str], tmp_path: Path) -> None:
     machine = simulate(tmp_path, {}, environment={"HF_HOME": str(tmp_path)} | environment)
-    found = findings(check_hub_settings, machine)
-    assert all(one.text.startswith(text) for one, text in zip(found, texts, strict=True))
+    results = findings(check_hub_settings, machine)
+    assert all(item.text.startswith(text) for item, text in zip(results, texts, strict=True))
     (tmp_path / "token").write_text("hf_x")
     assert "a token is" in findings(check_hub_settings, machine)[-1 - ("HF_HUB_OFFLINE" in environment)].text
 
@@ -339,9 +339,9 @@ def test_hub_is_asked_for_the_account(hub_address: str, tmp_path: Path, monkeypa
         ("hf_old", "error", f"{hub_address} refuses the token"),
     ):
         monkeypatch.setattr(hub, "get_token", lambda token=token: token)
-        (one,) = findings(check_hub, machine)
-        assert (one.level, one.text) == (level, text)
+        (item,) = findings(check_hub, machine)
+        assert (item.level, item.text) == (level, text)
     monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(get=None))
-    (one,) = findings(check_hub, machine)
-    assert one.level == "warning" and "does not answer" in one.text
+    (item,) = findings(check_hub, machine)
+    assert item.level == "warning" and "does not answer" in item.text
     assert findings(check_hub, simulate(tmp_path, {}, environment={"HF_HUB_OFFLINE": "1"})) == []

@@ -90,10 +90,10 @@ def test_facts_of_a_host(tmp_path: Path) -> None:
             path.write_text(content)
         return facts_of(Machine(root=tmp_path, environment=environment))
 
-    found = facts(mi300x(), NCCL_DEBUG="INFO", HIP_VISIBLE_DEVICES="0", SLURM_NODEID="3", HSA_ENABLE_SDMA="1")
-    assert found["AMD driver"] == "6.12.12" and found["GPUs"] == "8 AMD GPUs (gfx942)"
-    assert {name for name in found if name.isupper()} == {"NCCL_DEBUG", "HSA_ENABLE_SDMA"}
-    assert {"isthmus", "Python", "torch", "megatron-core", "kernel", "processor", "memory"} <= found.keys()
+    result = facts(mi300x(), NCCL_DEBUG="INFO", HIP_VISIBLE_DEVICES="0", SLURM_NODEID="3", HSA_ENABLE_SDMA="1")
+    assert result["AMD driver"] == "6.12.12" and result["GPUs"] == "8 AMD GPUs (gfx942)"
+    assert {name for name in result if name.isupper()} == {"NCCL_DEBUG", "HSA_ENABLE_SDMA"}
+    assert {"isthmus", "Python", "torch", "megatron-core", "kernel", "processor", "memory"} <= result.keys()
     assert "8 AMD GPUs (gfx942) and 8 NVIDIA GPUs" in facts(h100())["GPUs"]
 
 
@@ -104,7 +104,9 @@ def _rank(rank: int, store: str, ahead_s: float) -> None:
     reports = exchange(host(rank, {"torch": f"2.{rank}"}, clock_offset_s=clock_offset()))
     assert bool(reports) == (rank == 0)
     if rank == 0:
-        print(json.dumps({one.host: [one.facts["torch"], one.clock_offset_s] for one in reports}), flush=True)
+        print(
+            json.dumps({report.host: [report.facts["torch"], report.clock_offset_s] for report in reports}), flush=True
+        )
     dist.destroy_process_group()
 
 
@@ -117,9 +119,9 @@ def test_two_processes_exchange_reports(tmp_path: Path, capfd: pytest.CaptureFix
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["node0"] == ["2.0", 0.0] and found["node1"][0] == "2.1"
-    assert found["node1"][1] == pytest.approx(3.0, abs=0.4)
+    result = json.loads(capfd.readouterr().out)
+    assert result["node0"] == ["2.0", 0.0] and result["node1"][0] == "2.1"
+    assert result["node1"][1] == pytest.approx(3.0, abs=0.4)
 
 
 def test_a_single_process_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

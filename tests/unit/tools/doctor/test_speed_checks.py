@@ -46,11 +46,11 @@ def test_every_measurement_has_a_hint() -> None:
 
 
 def test_a_cpu_is_measured_without_a_grade() -> None:
-    found, lines = list[Measurement](), list[str]()
-    check, _ = bench_checks(lines.append, found.append)
+    result, lines = list[Measurement](), list[str]()
+    check, _ = bench_checks(lines.append, result.append)
     findings = list(check(Machine()))
-    assert [one.name for one in found] == ["GEMM fp32", "GEMM bf16", "memory bandwidth"] == lines
-    assert all(one.value > 0 and one.reachable is None for one in found)
+    assert [item.name for item in result] == ["GEMM fp32", "GEMM bf16", "memory bandwidth"] == lines
+    assert all(item.value > 0 and item.reachable is None for item in result)
     assert {finding.level for finding in findings} == {"ok"}
     assert all("no figure is known for this CPU" in finding.source for finding in findings)
 
@@ -69,8 +69,8 @@ def test_what_a_gpu_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         None, "no figure is known for this device, so it is not graded"
     )  # fmt: skip
     monkeypatch.setattr(measurements, "_run_ranks", lambda ranks, backend: (0.01, 1 << 30))
-    found = measurements.all_reduce(CPU)
-    assert found is not None and found.value == pytest.approx((1 << 30) / 0.01 / 1e9)
+    result = measurements.all_reduce(CPU)
+    assert result is not None and result.value == pytest.approx((1 << 30) / 0.01 / 1e9)
     gpu: Any = SimpleNamespace(device_count=lambda: 1)
     assert measurements.all_reduce(gpu) is None
 
@@ -93,8 +93,8 @@ def test_two_ranks_all_reduce(
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["seconds"] > 0 and found["bytes"] == 4096
+    result = json.loads(capfd.readouterr().out)
+    assert result["seconds"] > 0 and result["bytes"] == 4096
 
 
 @pytest.mark.processes

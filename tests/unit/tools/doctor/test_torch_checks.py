@@ -20,9 +20,9 @@ from unit.tools.doctor.simulated import findings, h100, simulate
 
 def test_this_machine_has_no_error() -> None:
     checks = (check_devices, check_attention, check_gemms, check_compiler, check_collectives)
-    found = [one for check in checks for one in findings(check, Machine())]
-    assert [one for one in found if one.level == "error"] == []
-    texts = [one.text for one in found]
+    results = [finding for check in checks for finding in findings(check, Machine())]
+    assert [finding for finding in results if finding.level == "error"] == []
+    texts = [finding.text for finding in results]
     assert any(text.startswith("attention: blocks passes, errors ") for text in texts)
     assert any(text.startswith("attention with a window: runs use ") for text in texts) and "gloo" in texts
 
@@ -31,17 +31,17 @@ def test_attention_that_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     self_check.self_check.cache_clear()
     monkeypatch.setitem(kernel_check.TOLERANCE, torch.float32, -1.0)
     monkeypatch.setitem(kernel_check.TOLERANCE, torch.bfloat16, -1.0)
-    found = findings(check_attention, Machine())
+    results = findings(check_attention, Machine())
     self_check.self_check.cache_clear()
     assert "attention: sdpa is not usable, its errors against float32 are" in "\n".join(
-        one.text for one in found if one.level == "warning"
+        item.text for item in results if item.level == "warning"
     )
 
 
 def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    (one,) = findings(check_devices, Machine())
-    assert one.level == "error" and "import torch fails" in one.text
+    (item,) = findings(check_devices, Machine())
+    assert item.level == "error" and "import torch fails" in item.text
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(torch_devices, "installed_torch", lambda: TorchBuild("2.13.0+cu130", "13.0", None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
-    (one,) = findings(check_devices, simulate(tmp_path, h100()))
-    assert one.level == "error" and one.text.endswith("No CUDA GPUs are available")
+    (item,) = findings(check_devices, simulate(tmp_path, h100()))
+    assert item.level == "error" and item.text.endswith("No CUDA GPUs are available")
 
 
 def test_invalid_ranks_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +65,9 @@ def test_invalid_ranks_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UsageError("9 ranks on this machine need one GPU each")
 
     monkeypatch.setattr(detect, "detect", refuse)
-    (one,) = findings(check_devices, Machine())
-    assert one.level == "error" and "9 ranks" in one.text
-    assert all(one.level == "ok" for one in findings(check_compiler, Machine()))
+    (item,) = findings(check_devices, Machine())
+    assert item.level == "error" and "9 ranks" in item.text
+    assert all(item.level == "ok" for item in findings(check_compiler, Machine()))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ def test_tensors_equal_those_of_the_source(tmp_path: Path, family: str, to: Form
     convert(folder, tmp_path / "megatron", to)
     source = plan_of(str(tmp_path / "megatron"), ())[1].weights.source
     assert isinstance(source, CheckpointSource)
-    wanted = load_file(folder / "model.safetensors")
-    assert source.tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    expected = load_file(folder / "model.safetensors")
+    assert source.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert (source.tensors[name].dtype, source.tensors[name].shape) == (tensor.dtype, tuple(tensor.shape))
         assert torch.equal(source.read(name), tensor), name
-    name, tensor = max(wanted.items(), key=lambda item: item[1].dim())
+    name, tensor = max(expected.items(), key=lambda item: item[1].dim())
     part = torch.empty_like(tensor[1:3])
     assert torch.equal(source.read(name, (slice(1, 3),), into=part), tensor[1:3]) and torch.equal(part, tensor[1:3])
 

@@ -64,13 +64,16 @@ def inferred() -> Family:
 
 
 def test_language_model_and_towers_are_found_by_their_tensors() -> None:
-    found = section()
-    assert found.nested is not None and found.nested.model_type == "strange_text" and found.nested.tied is False
-    assert set(found.nested.towers) == {"vision_tower.*", "projector.*", "newline"}
-    assert found.tensors(language_shapes() | TOWERS) == language_shapes()
-    assert found.module_names == {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
-    assert found.config(WHOLE) == TEXT | {"tie_word_embeddings": False}
-    assert found.changed(WHOLE, "hidden_size", 64)["text_config"] == TEXT | {"hidden_size": 64}
+    result = section()
+    assert result.nested is not None and result.nested.model_type == "strange_text" and result.nested.tied is False
+    assert set(result.nested.towers) == {"vision_tower.*", "projector.*", "newline"}
+    assert result.tensors(language_shapes() | TOWERS) == language_shapes()
+    assert result.module_names == {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head": "lm_head",
+    }
+    assert result.config(WHOLE) == TEXT | {"tie_word_embeddings": False}
+    assert result.changed(WHOLE, "hidden_size", 64)["text_config"] == TEXT | {"hidden_size": 64}
 
 
 def test_a_head_that_contradicts_the_config_is_refused() -> None:
@@ -85,17 +88,17 @@ def test_round_trip_of_config_and_file(tmp_path: Path, monkeypatch: pytest.Monke
     family = inferred()
     (tmp_path / "strange.json").write_text(write_family(family))
     monkeypatch.setenv(FAMILIES_ENV, str(tmp_path))
-    found = family_for(WHOLE)
-    arch = found.to_architecture(WHOLE)
-    exported = found.to_hf_config(arch, WHOLE)
+    result = family_for(WHOLE)
+    arch = result.to_architecture(WHOLE)
+    exported = result.to_hf_config(arch, WHOLE)
     assert arch == family.to_architecture(WHOLE) == family_for(exported).to_architecture(exported)
     assert exported["vision_config"] == WHOLE["vision_config"] and exported["text_config"].items() >= TEXT.items()
-    assert found.hf_shapes(arch).keys() == language_shapes().keys()
+    assert result.hf_shapes(arch).keys() == language_shapes().keys()
     assert language_config(WHOLE) == TEXT | {"tie_word_embeddings": False}
     (tmp_path / "kept.py").write_text(write_module(family.data or {}))
-    kept = runpy.run_path(str(tmp_path / "kept.py"))["FAMILY"]
-    assert kept.to_architecture(WHOLE) == arch and kept.placements(arch) == family.placements(arch)
-    assert kept.nested == family.nested and kept.module_names == family.module_names
+    remaining = runpy.run_path(str(tmp_path / "kept.py"))["FAMILY"]
+    assert remaining.to_architecture(WHOLE) == arch and remaining.placements(arch) == family.placements(arch)
+    assert remaining.nested == family.nested and remaining.module_names == family.module_names
 
 
 @pytest.mark.parametrize(

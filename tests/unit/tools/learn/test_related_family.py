@@ -60,11 +60,11 @@ def test_families_with_the_same_tensors_come_first_and_then_changes_of_one_trait
 
 
 def test_a_setting_that_a_family_does_not_read_is_read_as_in_another() -> None:
-    found = [
+    results = [
         data for data, text in candidates(unknown(llama.FAMILY)) if data["settings_of"] and data["like"] == "llama"
     ]
-    assert found[0]["settings_of"] == {"embedding_multiplier": ["granite", "keys"]}
-    assert read_related(found[0], FAMILIES).to_architecture(CONFIG).embedding.embedding_multiplier == 3.0
+    assert results[0]["settings_of"] == {"embedding_multiplier": ["granite", "keys"]}
+    assert read_related(results[0], FAMILIES).to_architecture(CONFIG).embedding.embedding_multiplier == 3.0
 
 
 def test_other_names_of_tensors_and_settings() -> None:

@@ -41,9 +41,9 @@ class Browser:
 
     def ask(self, expression: str) -> Any:
         """The value of JavaScript."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def screenshot(self, file: Path) -> None:
         """The whole page as PNG."""
@@ -52,16 +52,16 @@ class Browser:
     def problems(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and requests other than of local files."""
         self.ask("new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 50)))")
-        found = []
+        results = []
         for event in self.events:
             method, details = event["method"], event["params"]
             if method == "Runtime.exceptionThrown" or (method == "Log.entryAdded"):
-                found.append(json.dumps(details))
+                results.append(json.dumps(details))
             elif method == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
-                found.append(json.dumps(details["args"]))
+                results.append(json.dumps(details["args"]))
             elif method == "Network.requestWillBeSent" and not details["request"]["url"].startswith(("file:", "data:")):
-                found.append(details["request"]["url"])
-        return found
+                results.append(details["request"]["url"])
+        return results
 
     def call(self, method: str, **parameters: Any) -> Any:
         """A command of the Chrome DevTools Protocol."""

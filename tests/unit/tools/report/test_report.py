@@ -82,7 +82,7 @@ def test_a_report_escapes_everything_that_a_run_folder_contains(runs: list[RunDi
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "'unsafe-inline'" in policy
     data = json.loads(re.findall(r'id="curves-data">(.*?)</script>', text, re.DOTALL)[0])
     loss = next(panel for panel in data["panels"] if panel["title"] == "Loss")
-    assert [(one["run"], one["part"], len(one["steps"])) for one in loss["curves"]] == [
+    assert [(los["run"], los["part"], len(los["steps"])) for los in loss["curves"]] == [
         *((run, part, count) for run in (0, 1) for part, count in (("training", STEPS), ("validation", 4)))
     ]
     assert loss["curves"][0]["values"][19] is None and data["events"] == [30]
@@ -122,9 +122,9 @@ def test_settings_are_compared(runs: list[RunDir], tmp_path: Path) -> None:
 def test_thinned_curves_keep_minima_maxima_and_gaps() -> None:
     values = np.random.default_rng(0).normal(size=100_000)
     values[[17, 51_234]], values[70_000:80_000] = (-99.0, 99.0), np.nan
-    kept = thinned(values, 2000)
-    assert len(kept) <= 2000 and {0, 17, 51_234, 99_999} <= set(kept.tolist())
-    assert 0 < np.isnan(values[kept]).sum() < 300
+    remaining = thinned(values, 2000)
+    assert len(remaining) <= 2000 and {0, 17, 51_234, 99_999} <= set(remaining.tolist())
+    assert 0 < np.isnan(values[remaining]).sum() < 300
     assert np.array_equal(thinned(values[:50], 50), np.arange(50))
 
 
@@ -134,8 +134,8 @@ def test_reports_of_long_runs_are_small(runs: list[RunDir]) -> None:
     metrics = {f"moe_{number}": Series(steps, noise) for number in range(9)} | {"loss": Series(steps, noise)}
     config = load_config(None, runs[0].config)
     histories = [RunHistory(f"r{k}", runs[0], config, metrics, [], [], {}, [], "", []) for k in range(4)]
-    found = panels(histories)
-    assert len(found) == 10 and len(json.dumps([panel.curves for panel in found])) < 4_500_000
+    result = panels(histories)
+    assert len(result) == 10 and len(json.dumps([panel.curves for panel in result])) < 4_500_000
     (curve, *_) = panels(histories[:1])[0].curves
     assert 1900 < len(curve["steps"]) <= 2000 and len(curve["means"]) == 100
     assert max(curve["values"]) == pytest.approx(noise.max(), rel=1e-5)
@@ -162,7 +162,7 @@ def test_a_run_that_is_still_running_or_damaged_is_reported(runs: list[RunDir], 
     (folder / "environment.json").write_text("{")
     (folder / "error.txt").write_text("Traceback\nValueError: <b>\n")
     history = read_history(folder, "run")
-    assert {name: (one.steps.tolist(), one.last) for name, one in history.metrics.items()} == {"loss": ([1, 2], 2.0)}
+    assert {name: (item.steps.tolist(), item.last) for name, item in history.metrics.items()} == {"loss": ([1, 2], 2.0)}
     assert history.notes[0] == "metrics.jsonl: 2 lines are not rows of a run and are left out"
     assert [Path(note.partition(" ")[0]).name.rstrip(":") for note in history.notes] == [
         *("metrics.jsonl", "environment.json", "events.jsonl")

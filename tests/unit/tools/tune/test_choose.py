@@ -141,15 +141,15 @@ def test_choices_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compare", lambda operands, candidates, **_: times[operands.part])
     monkeypatch.setattr(module, "Operands", lambda one, _device: SimpleNamespace(part=one.part, a=None, b=None))
     both = [small(part="forward"), small(32, part="input gradient")]
-    found = choose(both, CPU, lambda _line: None)
-    assert found.threads == 2 and [row.chosen for row in found.rows] == ["MKL", "MKL"]
-    assert [(row.default_ms, row.ms) for row in found.rows] == [(10.0, 9.0), (10.0, 5.0)]
+    result = choose(both, CPU, lambda _line: None)
+    assert result.threads == 2 and [row.chosen for row in result.rows] == ["MKL", "MKL"]
+    assert [(row.default_ms, row.ms) for row in result.rows] == [(10.0, 9.0), (10.0, 5.0)]
     times["input gradient"] |= {(2, "default"): 10.5, (2, "onednn"): 10.5}
-    found = choose(both, CPU, lambda _line: None)
-    assert found.threads == 4 and [row.chosen for row in found.rows] == ["oneDNN", "MKL"]
-    assert json.loads(found.content)["matmuls"][0]["library"] == "onednn"
-    assert any(note.startswith("other processes use 3 of") for note in found.notes)
-    assert found.total_ms(tuned=False) == 40.0 and found.total_ms(tuned=True) == 36.0
+    result = choose(both, CPU, lambda _line: None)
+    assert result.threads == 4 and [row.chosen for row in result.rows] == ["oneDNN", "MKL"]
+    assert json.loads(result.content)["matmuls"][0]["library"] == "onednn"
+    assert any(note.startswith("other processes use 3 of") for note in result.notes)
+    assert result.total_ms(tuned=False) == 40.0 and result.total_ms(tuned=True) == 36.0
 
 
 def test_wrong_and_failing_candidates_are_left_out() -> None:
@@ -170,8 +170,8 @@ def test_wrong_and_failing_candidates_are_left_out() -> None:
     def right() -> Any:
         yield
 
-    found = compare(operands, {"a": right, "b": wrong, "c": fails, "d": right}, seconds=0)
-    assert set(found) == {"a", "d"} and min(found.values()) > 0
+    result = compare(operands, {"a": right, "b": wrong, "c": fails, "d": right}, seconds=0)
+    assert set(result) == {"a", "d"} and min(result.values()) > 0
 
 
 class TunableOp:
@@ -239,16 +239,16 @@ def test_gpu_kernels_are_measured_by_tunable_op(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "_GPU", torch.device("cpu"))
     adds = StepMatmul("w", "weight gradient", MatmulShape("add_matmul", 24, 16, 8, False, torch.float32), 1)
     lines: list[str] = []
-    found = choose([small(16), small(32), small(16, "again"), adds], SimpleNamespace(name="rocm"), lines.append)  # type: ignore[arg-type]
-    assert [row.chosen for row in found.rows] == ["Gemm_Hipblaslt_0", "Default", "Gemm_Hipblaslt_0", "Default"]
-    assert [row.gain for row in found.rows] == [2.0, 1.0, 2.0, 1.0] and len(lines) == 4
-    assert found.notes == ["weight gradient: TunableOp has no kernels for it, because it is added to float32"]
-    assert found.content.splitlines() == [
+    result = choose([small(16), small(32), small(16, "again"), adds], SimpleNamespace(name="rocm"), lines.append)  # type: ignore[arg-type]
+    assert [row.chosen for row in result.rows] == ["Gemm_Hipblaslt_0", "Default", "Gemm_Hipblaslt_0", "Default"]
+    assert [row.gain for row in result.rows] == [2.0, 1.0, 2.0, 1.0] and len(lines) == 4
+    assert result.notes == ["weight gradient: TunableOp has no kernels for it, because it is added to float32"]
+    assert result.content.splitlines() == [
         "Validator,PT_VERSION,2.9.0", "Validator,ROCM_VERSION,7.0",
         "GemmTunableOp_float_TN,tn_24_16_8_ld_8_8_24,Gemm_Hipblaslt_0,0.5",
         "GemmTunableOp_float_TN,tn_24_32_8_ld_8_8_24,Default,0.5",
     ]  # fmt: skip
-    (tmp_path / "tune.csv").write_text(found.content)
+    (tmp_path / "tune.csv").write_text(result.content)
     assert read_tuned(tmp_path / "tune.csv").covers(small(16).shape)
     assert not fake.enabled and not Path(fake.file).parent.exists()
     fake.enable = lambda val=True: None  # type: ignore[method-assign]

@@ -100,12 +100,12 @@ def remark_options(run: ScriptRun) -> list[str]:
     return [remark.option for remark in run.translation.remarks]
 
 
-@pytest.mark.parametrize(("script", "line", "wanted", "remarks"), LINES)
-def test_documented_lines(script: str, line: str, wanted: dict[str, Any], remarks: list[str]) -> None:
+@pytest.mark.parametrize(("script", "line", "expected", "remarks"), LINES)
+def test_documented_lines(script: str, line: str, expected: dict[str, Any], remarks: list[str]) -> None:
     run = with_start_time(read(script, line), datetime(2026, 11, 21, 19, 0, 5))
     settings = dict(run.translation.settings)
     out = settings.pop("out")
-    assert settings == (DEEPSEEK if script == "deepseek_v2" else LLAMA) | wanted
+    assert settings == (DEEPSEEK if script == "deepseek_v2" else LLAMA) | expected
     assert out.startswith("experiment/") and "<" not in out + run.train_log and run.tee
     assert sorted(remark_options(run)) == sorted(remarks)
     assert set(run.translation.origins) == set(run.translation.settings)

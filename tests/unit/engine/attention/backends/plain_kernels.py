@@ -21,7 +21,7 @@ def plain_varlen_attn(
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
     assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key)) == (len(query), len(value))
     assert query.size(-1) == key.size(-1) == value.size(-1)
-    assert all(each.stride(-1) == 1 for each in (query, key, value))
+    assert all(item.stride(-1) == 1 for item in (query, key, value))
     assert enable_gqa or query.size(1) == key.size(1)
     share = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
@@ -57,8 +57,8 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     caches = (flex._kernel, flex._block_mask, varlen._calls)
-    for each in caches:
-        each.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     yield
-    for each in caches:
-        each.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

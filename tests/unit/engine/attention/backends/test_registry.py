@@ -45,12 +45,12 @@ def check(
     sinks = [options["sinks"]] if "sinks" in options else []
     own = {"spans": spans} if spans else {}
     out = attend(local_tokens(given[0], spans), given[1], given[2], LENGTHS, window, **options, **own)
-    wanted = local_tokens(reference(*given, LENGTHS, window, **options), spans)
-    assert out.shape == wanted.shape and torch.allclose(out, wanted, rtol=0, atol=1e-12)
-    upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = local_tokens(reference(*given, LENGTHS, window, **options), spans)
+    assert out.shape == expected.shape and torch.allclose(out, expected, rtol=0, atol=1e-12)
+    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [*given, *sinks]
     got = torch.autograd.grad(out, leaves, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, upstream), strict=True):
+    for mine, theirs in zip(got, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
@@ -89,8 +89,8 @@ def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.Mon
         random = torch.Generator().manual_seed(0)
         shapes = ((2, 2, 16), (2, 16), (2, 16))
         given = [torch.randn(sum(lengths), *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
-        out, wanted = (attend(*given, lengths, 70, **options) for attend in (flex_attention, packed_attention))
-        assert torch.allclose(out, wanted, rtol=0, atol=1e-12)
+        out, expected = (attend(*given, lengths, 70, **options) for attend in (flex_attention, packed_attention))
+        assert torch.allclose(out, expected, rtol=0, atol=1e-12)
     assert len(graphs) == 2
 
 
@@ -109,7 +109,7 @@ def test_every_backend_equals_the_blocks_of_the_cpu(attend: Callable[..., Tensor
 @BACKENDS
 def test_wrong_lengths_are_refused(attend: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match="expected 150 queries and 150 keys"):
-        attend(*(each[1:] for each in inputs(2)), LENGTHS)
+        attend(*(item[1:] for item in inputs(2)), LENGTHS)
 
 
 @pytest.mark.parametrize("lengths", [(700,), (300, 1, 128, 128, 143), (64,) * 9, (1000, 24)])
@@ -122,16 +122,16 @@ def test_blocks_of_the_mask_are_those_of_torch(
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask = flex._block_mask(lengths, window, spans, torch.device("cpu"))
-    wanted = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    expected = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
     kinds = ("kv", "full_kv", "q", "full_q")
     for kind in kinds:
         number, indices = (getattr(mask, f"{kind}_{part}") for part in ("num_blocks", "indices"))
-        theirs = getattr(wanted, f"{kind}_num_blocks")
+        theirs = getattr(expected, f"{kind}_num_blocks")
         extra = number - theirs
         if spans is None or kind.startswith("full"):
             assert torch.equal(number, theirs)
             used = torch.arange(indices.size(-1)) < number[..., None]
-            assert torch.equal(indices[used], getattr(wanted, f"{kind}_indices")[used])
+            assert torch.equal(indices[used], getattr(expected, f"{kind}_indices")[used])
         else:  # a block with queries of two spans has the blocks of keys between them too
             assert (extra >= 0).all()
 
@@ -152,10 +152,10 @@ def test_row_ranges_add_up_gradients_of_rows_that_they_share() -> None:
     views = row_ranges(x, ranges)
     assert all(view.data_ptr() == x[start:].data_ptr() for view, (start, _) in zip(views, ranges, strict=True))
     (grad,) = torch.autograd.grad(views, x, upstream)
-    wanted = torch.zeros_like(x)
-    for (start, end), each in zip(ranges, upstream, strict=True):
-        wanted[start:end] += each
-    assert torch.equal(grad, wanted)
+    expected = torch.zeros_like(x)
+    for (start, end), item in zip(ranges, upstream, strict=True):
+        expected[start:end] += item
+    assert torch.equal(grad, expected)
 
 
 @pytest.mark.parametrize("ranges", [((0, 10),), ((0, 4), (4, 10))])

@@ -24,10 +24,10 @@ def test_the_median_error_is_below_15_percent_also_for_rows_that_were_not_fitted
     planner_throughput: Any, repository: Path
 ) -> None:
     rows = planner_throughput.compare()
-    found = planner_throughput.summary(rows)
-    assert found["held out"]["rows"] >= 45 and found["fitted"]["rows"] >= 20
-    assert found["held out"]["median_error"] < 0.12 and found["fitted"]["median_error"] < 0.12
-    assert found["all"]["within_15_percent"] > 0.6 * len(rows)
+    result = planner_throughput.summary(rows)
+    assert result["held out"]["rows"] >= 45 and result["fitted"]["rows"] >= 20
+    assert result["held out"]["median_error"] < 0.12 and result["fitted"]["median_error"] < 0.12
+    assert result["all"]["within_15_percent"] > 0.6 * len(rows)
     assert all(row["url"].startswith("https://") for row in rows)
     assert {row["gpu"] for row in rows} >= {"A100", "H100", "H200", "B200", "GB200", "MI300X", "MI325X", "MI355X"}
     page = (repository / "docs" / "concepts" / "cost-model.md").read_text()

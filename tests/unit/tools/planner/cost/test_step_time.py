@@ -52,12 +52,12 @@ def planned(
 
 
 def test_twice_the_nodes_with_twice_the_batch_take_as_long_and_communicate_more() -> None:
-    one, two = planned(nodes=2, layout={"tp": 8}), planned(nodes=4, layout={"tp": 8}, global_batch_size=1024)
+    item, two = planned(nodes=2, layout={"tp": 8}), planned(nodes=4, layout={"tp": 8}, global_batch_size=1024)
     for name in ("gemm", "attention", "memory", "tp"):
-        assert one.parts[name] == pytest.approx(two.parts[name])
-    assert two.parts["dp"] > one.parts["dp"] and two.parts["optimizer"] < one.parts["optimizer"]
-    assert 0.95 < two.total_s / one.total_s < 1.05
-    assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s * one.total_s / two.total_s)
+        assert item.parts[name] == pytest.approx(two.parts[name])
+    assert two.parts["dp"] > item.parts["dp"] and two.parts["optimizer"] < item.parts["optimizer"]
+    assert 0.95 < two.total_s / item.total_s < 1.05
+    assert two.tokens_per_s == pytest.approx(2 * item.tokens_per_s * item.total_s / two.total_s)
 
 
 def test_twice_the_nodes_with_the_same_batch_are_at_most_twice_as_fast() -> None:
@@ -207,11 +207,11 @@ def test_precision_and_part_change_the_speed_as_their_data_sheets() -> None:
 
 
 def test_small_gemms_are_slower_per_flop_and_thin_ones_limited_by_memory() -> None:
-    found = Kernels(part_named("H100"), "bf16")
-    speed = [size**3 / found.gemm(size, size, size) for size in (256, 512, 1024, 2048, 4096, 8192)]
+    result = Kernels(part_named("H100"), "bf16")
+    speed = [size**3 / result.gemm(size, size, size) for size in (256, 512, 1024, 2048, 4096, 8192)]
     assert speed == sorted(speed) and speed[-1] > 5 * speed[1]
     moved = 2 * (16 * 8192 + 8192 * 65536 + 16 * 65536)
-    assert found.gemm(16, 65536, 8192) == pytest.approx(moved / found.bytes_per_s)
+    assert result.gemm(16, 65536, 8192) == pytest.approx(moved / result.bytes_per_s)
 
 
 def test_collectives() -> None:
@@ -250,12 +250,12 @@ def test_the_workload_of_a_run() -> None:
     assert of("dpo").tokens == 2 * 16 * 4096
     assert of("kto").teacher is DENSE and of("kto", kto={"loss": "apo_zero_unpaired"}).teacher is None
     train = {"steps": 1, "global_batch_size": 64, "micro_batch_size": 4, "recompute": "full", "recompute_layers": 3}
-    found = of("sft", train=train, lora={"rank": 8, "quantize": "nf4"})
-    assert (found.global_batch_size, found.micro_batch_size, found.recompute, found.recompute_layers) == (
+    result = of("sft", train=train, lora={"rank": 8, "quantize": "nf4"})
+    assert (result.global_batch_size, result.micro_batch_size, result.recompute, result.recompute_layers) == (
         64,
         4,
         "full",
         3,
     )
-    assert (found.lora_rank, found.quantized) == (8, True)
+    assert (result.lora_rank, result.quantized) == (8, True)
     assert of("sft", optim={"offload": True}).offload
