@@ -26,6 +26,7 @@ from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed
 from isthmus.hf.tiny_model import build_tiny_qwen3, train_tokenizer
+from isthmus.recipes.data.data_sources import find_source
 from ranks.tiny import SEQ_LENGTH, build_model_folder
 from upstream.checkout_marks import needs_packages
 
@@ -78,6 +79,8 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     converted = flags(model, "torch_dist", tmp_path / "megatron")
     words = [*converted, *training, "--save", str(tmp_path / "saved")]
     printed = run_script(megatron / "pretrain_gpt.py", *words, ranks=2)
+    assert list(tmp_path.glob("data/cache/GPTDataset_indices/*-description.txt"))
+    assert find_source("train", "data", "train", [str(tmp_path / "data")]).prepared  # not the cache in folder data
     convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
     results = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
     assert len(results) == 1
@@ -181,7 +184,7 @@ def test_prepared_data_equals_that_of_preprocess_data(megatron: Path, tmp_path: 
 
 
 def test_bos_of_llama_tokenizers_is_that_of_preprocess_data(megatron: Path, tmp_path: Path) -> None:
-    """With special tokens the bytes are equal; core 0.15 and 0.16 leave BOS out by default."""
+    """With special tokens the bytes are equal; core 0.15 and 0.16 leave BOS out by default, 0.17 writes it."""
     texts = [" ".join(f"The number is {n * m % 97}." for m in range(9)) for n in range(30)]
     tokenizer = train_tokenizer(texts, vocab_size=300, bos_token="<|endoftext|>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -197,12 +200,14 @@ def test_bos_of_llama_tokenizers_is_that_of_preprocess_data(megatron: Path, tmp_
     ours = open_indexed(tmp_path / "ours")
     assert (ours.tokens[ours.starts] == tokenizer.bos_token_id).all()
     script, arguments = megatron / "tools/preprocess_data.py", (megatron / "megatron/training/arguments.py").read_text()
-    if "--tokenizer-hf-include-special-tokens" in arguments:
-        run_script(script, *words, tmp_path / "with", "--tokenizer-hf-include-special-tokens")
+    with_bos, without_bos = "--tokenizer-hf-include-special-tokens", "--tokenizer-hf-no-include-special-tokens"
+    by_default = without_bos in arguments
+    if with_bos in arguments:
+        run_script(script, *words, tmp_path / "with", *([] if by_default else [with_bos]))
         for suffix in (".bin", ".idx"):
             theirs = tmp_path / f"with_text_document{suffix}"
             assert theirs.read_bytes() == (tmp_path / f"ours{suffix}").read_bytes(), suffix
-    run_script(script, *words, tmp_path / "without")
+    run_script(script, *words, tmp_path / "without", *([without_bos] if by_default else []))
     without = open_indexed(tmp_path / "without_text_document")
     assert without.tokens.tolist() == np.delete(ours.tokens, ours.starts).tolist()
 
