@@ -20,7 +20,7 @@ from ranks.tiny import ARCHETYPES, build_model_folder
 SMALL = {
     "tokenizer.json": '{ "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"} }',
     "tokenizer_config.json": '{"b": 1,\n"a": 2}',
-    "tokenizer.model": "\x00\x01",
+    "tokenizer.model": "YQ== 0\n",
     "vocab.json": "{}",
     "merges.txt": "a b",
     "chat_template.jinja": "{{ messages }}\n",
