@@ -490,6 +490,12 @@ _TRAINERS = {
     "axolotl": "axolotl",
     "ms-swift": "ms-swift",
 }
+_FROM = {
+    "trl": "from-trl",
+    "llama-factory": "from-llamafactory",
+    "axolotl": "from-axolotl",
+    "ms-swift": "from-swift",
+}
 _TRAINER_COMMANDS = {
     "TRL": """\
 `trl sft` and `SFTTrainer` are [`isthmus sft`](cli.md); `trl dpo`, `DPOTrainer`, `CPOTrainer` and `ORPOTrainer` are
@@ -498,7 +504,8 @@ and `trl reward` and `RewardTrainer` are [`isthmus reward`](../how-to/reward-mod
 `completion`, `messages`, `chosen`, `rejected` and `label` are read as they are.""",
     "LLaMA-Factory": """\
 `llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo`, `isthmus kto` or `isthmus pretrain`, by `stage`.
-Alpaca and ShareGPT files are read as they are: give the files, and not their names in `dataset_info.json`.""",
+Alpaca and ShareGPT files are read as they are. Names of data sets are looked up in `dataset_info.json`, in the
+config's `dataset_dir` or with `--dataset-info FILE`.""",
     "axolotl": """\
 `axolotl train config.yaml` is `isthmus sft`, `isthmus dpo` with `rl: dpo`, or `isthmus kto` with `rl: kto`. The
 fields of a record tell its format, without a `type`.""",
@@ -514,7 +521,19 @@ def trainer_page(key: str) -> str:
     own = tables["common"] | tables[program]
     rows = [f"| `{name}` | {_answer(answer)} |" for name, answer in sorted(own.items())]
     lines = [f"# Settings of {program}", "", _MADE, "", _TRAINER_COMMANDS[program], ""]
-    lines += ["A config of this program given to Isthmus ends with one error that answers every key as below.", ""]
+    verb = _FROM[key]
+    lines += [
+        "```bash",
+        f"isthmus config {verb} theirs.yaml --nproc 8 > run.yaml",
+        "```",
+        "",
+        "prints the config of Isthmus. Each key is a setting, with the key in a comment, or a comment at the top with",
+        "the reason why it has none; a key that changes the training in a way that Isthmus does not have is an error.",
+        f"Defaults of {program} are settings where they change the result. The file may also be a shell script with",
+        "the command: it is read, not run. `--nproc` is the number of ranks, which multiply the batch of a rank,",
+        "`--data` replaces the data sets, and `name=value` other settings.",
+        "",
+    ]
     return "\n".join([*lines, f"| {program} | Isthmus |", "| --- | --- |", *rows]) + "\n"
 
 

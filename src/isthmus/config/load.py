@@ -130,7 +130,10 @@ class _Draft:
 
     def add_file(self, path: Path, kind: Kind) -> None:
         self.file = str(path)
-        for setting in read_settings(path, self.errors.append, kind):
+        settings = list(read_settings(path, self.errors.append, kind))
+        if kind == "train":
+            _refuse_other_trainers(path, {setting.key[0]: setting.value for setting in settings})
+        for setting in settings:
             self.put(setting.key, setting.value, setting.origin)
 
     def add_override(self, override: str) -> None:
@@ -246,6 +249,21 @@ class _Draft:
         origins = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
         origin = next(origins, self.file)
         return "  ".join(filter(None, [origin, dotted(key), why]))
+
+
+def _refuse_other_trainers(path: Path, values: Mapping[str, Any]) -> None:
+    """One error for a config of another program, not one for each of its keys."""
+    if all(name in RunConfig.model_fields for name in values):
+        return
+    from isthmus.config.dialects.trainers.detect import trainer_of, translation_command
+
+    program = trainer_of(values)
+    if program is not None:
+        command = translation_command(program, str(path))
+        raise UsageError(
+            f"{path} looks like a config of {program}. Translate it with `{command} > run.yaml`, which answers each "
+            "key, and train with run.yaml."
+        )
 
 
 def _file_of(origin: str) -> str:

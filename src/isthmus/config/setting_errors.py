@@ -49,7 +49,7 @@ def other_names() -> Mapping[str, str]:
 @functools.cache
 def trainers() -> Mapping[str, Mapping[str, str]]:
     """Names and answers by program; ``common`` are those that most of them have. Reversed, so that it wins."""
-    path = Path(__file__).parent / "dialects" / "trainers.yaml"
+    path = Path(__file__).parent / "dialects" / "trainers" / "answers.yaml"
     tables: dict[str, dict[str, str]] = read_value(path.read_text(encoding="utf-8"))
     return dict(reversed(tables.items()))
 

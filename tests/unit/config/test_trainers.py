@@ -1,18 +1,25 @@
-"""Configs of other trainers are answered key by key: a setting of ours that exists, or why there is none."""
+"""Configs of other trainers: each key is mapped to a setting that exists, ignored with a reason, or refused."""
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import transformers
 from ruamel.yaml import YAML
 
+from isthmus.cli.main import main
+from isthmus.config.dialects.trainers.detect import trainer_of
+from isthmus.config.dialects.trainers.trainer_config import known_keys
+from isthmus.config.dialects.trainers.translate_trainer import Program, translate_trainer
+from isthmus.config.dialects.translation import Translation
 from isthmus.config.load import load_config
-from isthmus.config.setting_errors import settings, trainers
+from isthmus.config.setting_errors import dotted, settings, trainers
 from isthmus.errors import UsageError
 
 TRL = """
@@ -65,13 +72,12 @@ pissa_init: true
 quantization_bit: 4
 quantization_method: bnb
 double_quantization: true
-dataset: identity,alpaca_en_demo
+dataset: chats.json,some/alpaca
 template: llama3
 default_system: Be brief.
 enable_thinking: false
 cutoff_len: 2048
 max_samples: 1000
-rope_scaling: yarn
 neftune_noise_alpha: 5
 overwrite_cache: true
 preprocessing_num_workers: 16
@@ -164,6 +170,7 @@ lora_alpha: 32
 lora_dropout: 0.05
 target_modules: all-linear
 modules_to_save: [lm_head]
+model: Qwen/Qwen3-8B
 adapters: [output/checkpoint-1]
 quant_bits: 4
 quant_method: bnb
@@ -183,30 +190,309 @@ model_author: swift
 model_name: swift-robot
 """
 
+TEXTS: dict[Program, str] = {"TRL": TRL, "LLaMA-Factory": LLAMA_FACTORY, "axolotl": AXOLOTL, "ms-swift": MS_SWIFT}
+VERBS: dict[Program, str] = {
+    "TRL": "from-trl",
+    "LLaMA-Factory": "from-llamafactory",
+    "axolotl": "from-axolotl",
+    "ms-swift": "from-swift",
+}
+SMALLEST: dict[Program, dict[str, Any]] = {
+    "TRL": {"model_name_or_path": "m", "dataset_name": "d.json"},
+    "LLaMA-Factory": {"model_name_or_path": "m", "dataset": "d.json"},
+    "axolotl": {"base_model": "m", "datasets": [{"path": "d.json"}]},
+    "ms-swift": {"model": "m", "dataset": ["d.json"]},
+}
 
-@pytest.mark.parametrize(
-    ("program", "text"), [("TRL", TRL), ("LLaMA-Factory", LLAMA_FACTORY), ("axolotl", AXOLOTL), ("ms-swift", MS_SWIFT)]
-)
-def test_every_key_of_a_pasted_lora_config_is_answered(program: str, text: str, tmp_path: Path) -> None:
-    file = tmp_path / "lora.yaml"
-    file.write_text(text)
-    pasted = YAML(typ="safe").load(text)
+
+def translated(program: Program, text: str | dict[str, Any], folder: Path, **options: Any) -> Translation:
+    file = folder / "theirs.yaml"
+    file.write_text(text if isinstance(text, str) else json.dumps(text))
+    translation = translate_trainer(program, file, **options)
+    load_config(None, None, [], {"recipe": translation.recipe, **translation.settings}, translation.origins)
+    return translation
+
+
+def refusals(program: Program, text: str | dict[str, Any], folder: Path) -> list[str]:
     with pytest.raises(UsageError) as raised:
-        load_config("sft", file, [], {})
-    lines = str(raised.value).splitlines()
-    known = {".".join(key) for key in settings()}
-    answers = trainers()[program] | trainers()["common"]
-    for key in pasted:
-        (line,) = (line for line in lines if f"  {key}  " in line)
-        if key == "optim":  # the name of a section of ours
-            assert "is a section, with settings such as optim.optimizer; got 'adamw_8bit'" in line
-            continue
-        answer, _, why = answers[key].partition(", ")
-        if answer == "no":
-            assert line.endswith(f"is not a setting: {why}")
-        else:
-            assert answer in known or answer.startswith("--") or answer == "out"
-            assert line.endswith(f"is not a setting (did you mean {answers[key]}?)")
+        translated(program, text, folder)
+    return str(raised.value).splitlines()
+
+
+def answered(translation: Translation) -> str:
+    """All text in which keys are answered."""
+    return "\n".join([*translation.origins.values(), *(remark.option for remark in translation.remarks)])
+
+
+@pytest.mark.parametrize("program", TEXTS)
+def test_every_key_of_a_pasted_config_is_answered(program: Program, tmp_path: Path) -> None:
+    text = answered(translated(program, TEXTS[program], tmp_path))
+    assert [key for key in YAML(typ="safe").load(TEXTS[program]) if key not in text] == []
+
+
+@pytest.mark.parametrize("program", TEXTS)
+def test_every_known_key_is_answered(program: Program, tmp_path: Path) -> None:
+    """Also one that is true, and one with a value of a wrong kind."""
+    file = tmp_path / "theirs.yaml"
+    for key in known_keys(program):
+        for value in (True, {"a": 1}):
+            file.write_text(json.dumps({**SMALLEST[program], key: value}))
+            try:
+                text = answered(translate_trainer(program, file))
+            except UsageError as error:
+                text = str(error)
+            assert key in text, key
+
+
+def test_settings_of_llama_factory(tmp_path: Path) -> None:
+    translation = translated("LLaMA-Factory", LLAMA_FACTORY, tmp_path, nproc=2)
+    assert translation.recipe == "sft"
+    expected = {
+        "model.path": "meta-llama/Meta-Llama-3-8B-Instruct",
+        "model.trust_remote_code": True,
+        "out": "saves/llama3-8b/lora/sft",
+        "data.files": ["chats.json", "hf:some/alpaca:train"],
+        "data.seq_length": 2048,
+        "data.packing": False,
+        "data.valid_fraction": 0.1,
+        "chat.template": "llama3",
+        "chat.system": "Be brief.",
+        "chat.reasoning": "drop",
+        "lora.rank": 8,
+        "lora.alpha": 16.0,
+        "lora.targets": ["all-linear"],
+        "lora.modules_to_save": ["embed_tokens"],
+        "lora.lr_ratio": 16.0,
+        "lora.init": "pissa_niter_16",
+        "lora.quantize": "nf4",
+        "train.micro_batch_size": 1,
+        "train.global_batch_size": 16,
+        "train.epochs": 3.0,
+        "train.precision": "bf16",
+        "train.eval_every": 500,
+        "train.recompute": "full",
+        "train.neftune_alpha": 5.0,
+        "train.seed": 42,
+        "optim.lr": 1e-4,
+        "optim.schedule": "cosine",
+        "optim.warmup_fraction": 0.1,
+        "optim.beta2": 0.999,
+        "checkpoint.every": 500,
+        "logging.to": [],
+        "parallel.timeout_s": 1e6,
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert translation.world.nproc_per_node == 2
+
+
+def test_settings_of_axolotl(tmp_path: Path) -> None:
+    translation = translated("axolotl", AXOLOTL, tmp_path)
+    expected = {
+        "model.path": "NousResearch/Llama-3.2-1B",
+        "data.files": ["hf:teknium/GPT4-LLM-Cleaned:train"],
+        "data.seq_length": 2048,
+        "data.packing": True,
+        "data.overlong": "drop",
+        "data.valid_fraction": 0.1,
+        "lora.targets": ["all-linear"],
+        "lora.dora": True,
+        "lora.quantize": "int8",
+        "optim.optimizer": "adamw_8bit",
+        "optim.lr": 2e-4,
+        "train.global_batch_size": 4,
+        "logging.to": ["wandb"],
+        "logging.project": "mine",
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert "lora.dropout" not in translation.settings and "checkpoint.every" not in translation.settings
+
+
+def test_settings_of_trl(tmp_path: Path) -> None:
+    translation = translated("TRL", TRL, tmp_path)
+    expected = {
+        "data.files": ["hf:trl-lib/Capybara:train"],
+        "data.valid_files": ["hf:trl-lib/Capybara:test"],
+        "data.packing": True,
+        "data.seq_length": 1024,
+        "lora.rank": 32,
+        "lora.alpha": 16.0,
+        "lora.targets": ["q_proj", "v_proj"],
+        "lora.quantize": "nf4",
+        "logging.to": ["trackio"],
+        "checkpoint.push": "me/mine",
+        "optim.schedule": "linear",
+        "optim.optimizer": "adamw_8bit",
+        "train.global_batch_size": 16,
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+
+
+def test_settings_of_swift(tmp_path: Path) -> None:
+    translation = translated("ms-swift", MS_SWIFT, tmp_path)
+    expected = {
+        "data.files": ["hf:AI-ModelScope/alpaca-gpt4-data-en:train"],
+        "data.loss_on": "last",
+        "data.overlong": "drop",
+        "chat.template": "qwen3",
+        "lora.path": "output/checkpoint-1",
+        "lora.quantize": "nf4",
+        "optim.lr": 1e-4,
+        "optim.weight_decay": 0.1,
+        "train.global_batch_size": 16,
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert "lora.rank" not in translation.settings
+    reasons = {remark.option: remark.reason for remark in translation.remarks}
+    assert "ModelScope" in "".join(reasons.values()) and "#500" in reasons
+
+
+def test_preferences(tmp_path: Path) -> None:
+    config = {"model_name_or_path": "m", "dataset": "d.json", "stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.2}
+    orpo = translated("LLaMA-Factory", config, tmp_path)
+    assert orpo.recipe == "dpo" and (orpo.settings["dpo.loss"], orpo.settings["dpo.beta"]) == ("orpo", 0.2)
+    kto = translated("axolotl", {**SMALLEST["axolotl"], "learning_rate": 1e-6, "rl": "kto", "rl_beta": 0.3}, tmp_path)
+    assert kto.recipe == "kto" and kto.settings["kto.beta"] == 0.3
+    reward = translated("TRL", SMALLEST["TRL"], tmp_path, recipe="reward")
+    assert reward.recipe == "reward" and reward.settings["optim.lr"] == 1e-4
+    dpo = translated(
+        "TRL", {**SMALLEST["TRL"], "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, tmp_path, recipe="dpo"
+    )
+    assert dpo.settings["dpo.sft_weight"] == 0.5 and dpo.settings["optim.lr"] == 1e-6
+    distill = translated(
+        "ms-swift", {**SMALLEST["ms-swift"], "rlhf_type": "gkd", "teacher_model": "t", "lmbda": 0}, tmp_path
+    )
+    assert distill.recipe == "distill" and distill.settings["distill.teacher"] == "t"
+
+
+def test_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
+    info = {
+        "mine": {"file_name": "mine.json"},
+        "chats": {"hf_hub_url": "some/chats", "formatting": "sharegpt", "split": "train_sft", "subset": "en"},
+        "articles": {"file_name": "a.jsonl", "columns": {"prompt": "question", "response": "answer"}},
+        "pictures": {"file_name": "p.json", "columns": {"images": "images"}},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    config = {"model_name_or_path": "m", "dataset": "mine,chats", "dataset_dir": str(tmp_path)}
+    files = translated("LLaMA-Factory", config, tmp_path).settings["data.files"]
+    assert files == [str(tmp_path / "mine.json"), "hf:some/chats/en:train_sft"]
+    mixed = config | {"mix_strategy": "interleave_under", "interleave_probs": "0.75,0.25"}
+    sets = translated("LLaMA-Factory", mixed, tmp_path).settings["data.sets"]
+    assert [part["weight"] for part in sets.values()] == [0.75, 0.25]
+    named = translated("LLaMA-Factory", config | {"dataset": "articles"}, tmp_path)
+    assert named.settings["data.columns"] == {"instruction": "question", "output": "answer"}
+    assert any(
+        "'nothing' is not in" in line for line in refusals("LLaMA-Factory", config | {"dataset": "nothing"}, tmp_path)
+    )
+    assert any(
+        "only text is trained" in line for line in refusals("LLaMA-Factory", config | {"dataset": "pictures"}, tmp_path)
+    )
+    lost = config | {"dataset_dir": "nowhere"}
+    assert "--dataset-info" in refusals("LLaMA-Factory", lost, tmp_path)[-1]
+    (tmp_path / "theirs.yaml").write_text(json.dumps(lost))
+    own = translate_trainer("LLaMA-Factory", tmp_path / "theirs.yaml", data=("hf:a/b:train", "c.jsonl"))
+    assert own.settings["data.files"] == ["hf:a/b:train", "c.jsonl"]
+
+
+def test_keys_without_an_equal_setting_are_refused_together(tmp_path: Path) -> None:
+    lines = refusals(
+        "LLaMA-Factory",
+        {**SMALLEST["LLaMA-Factory"], "use_galore": True, "rope_scaling": "yarn", "lora_rnak": 8},
+        tmp_path,
+    )
+    assert lines[0] == "the config of LLaMA-Factory has 3 keys without an equal setting:"
+    assert lines[1].startswith("  use_galore: true  the optimizers are") and "rope_scaling: yarn" in lines[2]
+    assert "lora_rnak" in lines[3] and "did you mean lora_rank?" in lines[3]
+    assert translated("LLaMA-Factory", {**SMALLEST["LLaMA-Factory"], "use_galore": False}, tmp_path).recipe == "sft"
+
+
+def test_another_kind_of_training_is_one_error(tmp_path: Path) -> None:
+    (line,) = refusals("ms-swift", {**SMALLEST["ms-swift"], "rlhf_type": "grpo", "num_generations": 8}, tmp_path)
+    assert "rlhf_type: grpo  is not a method of Isthmus" in line
+
+
+SCRIPT = """
+# Two GPUs.
+ranks=2
+CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=$ranks \\
+megatron rlhf --rlhf_type dpo \\
+    --model some/model --dataset 'a/b#10' \\
+              c.jsonl \\
+    --system 'You are
+helpful.' --tensor_model_parallel_size 2 --micro_batch_size 4 --global_batch_size $(expr 32 / $ranks) \\
+    --lr 1e-5 --recompute_granularity full --sequence_parallel
+"""
+
+
+def test_the_command_of_a_script_is_read_and_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(f"touch {tmp_path}/ran\n{SCRIPT}")
+    translation = translate_trainer("ms-swift", file)
+    assert translation.recipe == "dpo" and translation.world.nproc_per_node == 2
+    expected = {
+        "data.files": ["hf:a/b:train", "c.jsonl"],
+        "chat.system": "You are\nhelpful.",
+        "parallel.tp": 2,
+        "train.micro_batch_size": 4,
+        "train.global_batch_size": 16,
+        "train.recompute": "full",
+        "optim.lr": 1e-5,
+        "out": "runs/train",
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert not (tmp_path / "ran").exists()
+    file.write_text("echo nothing\n")
+    with pytest.raises(UsageError, match="starts no training"):
+        translate_trainer("ms-swift", file)
+
+
+@pytest.mark.parametrize("program", TEXTS)
+def test_a_config_of_another_program_is_recognized(
+    program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(TEXTS[program])
+    assert main(["sft", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"isthmus: {file} looks like a config of {program}.") and error.count("\n") == 1
+    command = error.split("`")[1].partition(" >")[0].split()
+    assert command == ["isthmus", "config", VERBS[program], str(file)]
+    assert main(command[1:]) == 0
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(capsys.readouterr().out)
+    config = load_config("sft", ours)
+    assert config.model.path == YAML(typ="safe").load(TEXTS[program]).get("model_name_or_path", config.model.path)
+
+
+def test_a_few_wrong_keys_are_answered_one_by_one(tmp_path: Path) -> None:
+    assert trainer_of({"learning_rate": 1, "bf16": True, "model": "m"}) is None
+    assert trainer_of({"train": {"steps": 1}, **dict.fromkeys(("bf16", "tf32", "seed", "fp16", "stage"), 1)}) is None
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: m\nlearning_rate: 1e-4\ntf32: true\n")
+    with pytest.raises(UsageError) as raised:
+        load_config("sft", file)
+    assert "learning_rate  is not a setting (did you mean optim.lr?)" in str(raised.value)
+    assert "tf32  is not a setting: matmuls of fp32 are exact" in str(raised.value)
+
+
+def test_settings_on_the_command_line_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(TRL)
+    assert (
+        main(["config", "from-trl", str(file), "optim.lr=3e-5", "--data", "mine.jsonl", "--nproc", "4", "--json"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["optim"]["lr"] == 3e-5 and result["config"]["data"]["files"] == ["mine.jsonl"]
+    assert result["config"]["train"]["global_batch_size"] == 64
+    assert result["command"] == "isthmus sft run.yaml --nproc 4"
+
+
+def test_answers_are_settings() -> None:
+    known = {dotted(key) for key in settings()}
+    for table in trainers().values():
+        for answer in table.values():
+            name = answer.partition(", ")[0]
+            assert name in known or name in ("no", "out", "recipe") or name.startswith("--")
+    assert set(VERBS) == set(get_args(Program))
 
 
 def test_every_setting_of_trl_has_an_answer() -> None:

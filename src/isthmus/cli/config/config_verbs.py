@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from isthmus.cli.options import verb
 from isthmus.cli.train_verbs import Data, Words
 from isthmus.errors import OutputExists, UsageError
+
+if TYPE_CHECKING:
+    from isthmus.config.dialects.trainers.translate_trainer import Program
 
 app = typer.Typer(
     help="Show configs and presets; translate other programs' settings.",
@@ -216,6 +219,90 @@ def from_primus(options: FromPrimusOptions) -> int:
         translated(options.experiment, options.models, options.overrides or [], options.data or []),
         as_json=options.as_json,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromTrainerOptions:
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A config (YAML, JSON), or a shell script that starts the training.")
+    ]
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings of Isthmus such as optim.lr=2e-5, which win."),
+    ] = None
+    data: Data = None
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, metavar="N", help="Ranks of the training, which multiply the batch of a rank."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromLlamaFactoryOptions(FromTrainerOptions):
+    dataset_info: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="dataset_info.json with the files of the data sets; default: in dataset_dir."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromCommandOptions(FromTrainerOptions):
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="VERB", help="The verb of the program, such as sft or dpo, if FILE does not have it."),
+    ] = None
+
+
+@app.command("from-llamafactory", short_help="Translate a config of LLaMA-Factory.")
+@verb
+def from_llamafactory(options: FromLlamaFactoryOptions) -> int:
+    """Print the config of a training of LLaMA-Factory. A key without an equal setting is an error, or a comment."""
+    return _from_trainer("LLaMA-Factory", options, dataset_info=options.dataset_info)
+
+
+@app.command("from-axolotl", short_help="Translate a config of axolotl.")
+@verb
+def from_axolotl(options: FromTrainerOptions) -> int:
+    """Print the config of a training of axolotl. A key without an equal setting is an error, or a comment."""
+    return _from_trainer("axolotl", options)
+
+
+@app.command("from-trl", short_help="Translate a config of TRL.")
+@verb
+def from_trl(options: FromCommandOptions) -> int:
+    """Print the config of a training of TRL. A key without an equal setting is an error, or a comment."""
+    return _from_trainer("TRL", options, recipe=options.recipe)
+
+
+@app.command("from-swift", short_help="Translate a config or a command of ms-swift.")
+@verb
+def from_swift(options: FromCommandOptions) -> int:
+    """Print the config of a training of ms-swift. A key without an equal setting is an error, or a comment."""
+    return _from_trainer("ms-swift", options, recipe=options.recipe)
+
+
+def _from_trainer(
+    program: Program, options: FromTrainerOptions, *, dataset_info: Path | None = None, recipe: str | None = None
+) -> int:
+    from isthmus.cli.config.translate import print_translation
+    from isthmus.config.dialects.trainers.translate_trainer import translate_trainer
+    from isthmus.config.load import load_settings, origins_of
+
+    overridden = load_settings(None, None, options.overrides or [], check=False)
+    translation = translate_trainer(
+        program,
+        options.file,
+        nproc=options.nproc,
+        dataset_info=dataset_info,
+        recipe=recipe,
+        data=tuple(options.data or ()),
+    )
+    for name, value, origin in origins_of(overridden.values, overridden.origins):
+        translation.put(name, value, origin)
+    return print_translation(translation, as_json=options.as_json)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

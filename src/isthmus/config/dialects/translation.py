@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from isthmus.config.recipes import RecipeName
 from isthmus.config.yaml_text import write_mapping
 
-Status: TypeAlias = Literal["different", "unsupported", "mistake"]
-"""``mistake``: the option probably does not have the effect that its author expects."""
+Status: TypeAlias = Literal["different", "ignored", "unsupported", "mistake"]
+"""``ignored``: the training is the same without it.
+``mistake``: the option probably does not have the effect that its author expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class World:
 class Translation:
     """The content of a config file, not validated yet."""
 
-    recipe: Literal["pretrain", "sft", "dpo"]
+    recipe: RecipeName
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings by dotted name (``parallel.tp``), in the types of the schema."""
     origins: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,71 @@
+"""Translates a config of another trainer to the settings of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from isthmus.config.dialects.trainers.axolotl import translate_axolotl
+from isthmus.config.dialects.trainers.llama_factory import translate_llama_factory
+from isthmus.config.dialects.trainers.ms_swift import translate_swift
+from isthmus.config.dialects.trainers.read_config import read_trainer_file
+from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
+from isthmus.config.dialects.trainers.trl import translate_trl
+from isthmus.config.dialects.translation import Translation, grouped
+
+Program = Literal["LLaMA-Factory", "axolotl", "TRL", "ms-swift"]
+_DATA_KEYS = ("dataset", "dataset_name", "datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer")
+"""Keys that ``data`` replaces."""
+
+
+def translate_trainer(
+    program: Program,
+    path: Path,
+    *,
+    nproc: int | None = None,
+    dataset_info: Path | None = None,
+    recipe: str | None = None,
+    data: tuple[str, ...] = (),
+) -> Translation:
+    """Translate a config file or the command of a script; each key is mapped, ignored with a remark, or an error.
+
+    Args:
+        program: whose config it is.
+        path: YAML, JSON or a shell script.
+        nproc: ranks of the run, which multiply the batch of a rank; None: those of the script, or 1.
+        dataset_info: dataset_info.json of LLaMA-Factory, which tells the files of its data sets.
+        recipe: the verb of TRL or ms-swift, if the file is a config and does not have it.
+        data: files that replace the data sets of the config.
+
+    Raises:
+        UsageError: keys without an equal setting, all in one error.
+    """
+    file = read_trainer_file(path)
+    values = dict(file.values)
+    if data:
+        replaced = [name for name in _DATA_KEYS if name in values]
+        values = {name: value for name, value in values.items() if name not in replaced}
+        values |= _data_values(program, data)
+    keys = TrainerConfig(program, values, nproc or file.nproc)
+    verb = recipe or file.verb
+    if program == "LLaMA-Factory":
+        translate_llama_factory(keys, dataset_info)
+    elif program == "axolotl":
+        translate_axolotl(keys)
+    elif program == "TRL":
+        translate_trl(keys, verb)
+    else:
+        translate_swift(keys, verb, megatron=file.program == "megatron")
+    keys.translate_rest()
+    translation = keys.translation
+    translation.settings.setdefault("out", f"runs/{path.stem}")
+    translation.origins.setdefault("out", f"the name of {path.name}")
+    translation.remarks = grouped(translation.remarks)
+    return translation
+
+
+def _data_values(program: Program, data: tuple[str, ...]) -> dict[str, object]:
+    """``data`` as the program writes it."""
+    if program == "TRL":
+        return {"datasets": [{"path": file} for file in data]}
+    return {"datasets": [{"path": file} for file in data]} if program == "axolotl" else {"dataset": list(data)}

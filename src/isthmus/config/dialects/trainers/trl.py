@@ -1,0 +1,205 @@
+"""Configs of TRL's commands: ``trl sft --config FILE``, or a script's command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from isthmus.config.dialects.trainers.data_sources import TrainerDataSet, hub_source, is_local, put_sources, whole_split
+from isthmus.config.dialects.trainers.methods import (
+    drop_lora,
+    lora_init,
+    put_lora,
+    put_preference,
+    put_quantization,
+    put_template,
+)
+from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
+from isthmus.config.dialects.trainers.training_arguments import put_evaluation, put_model, put_training_arguments
+from isthmus.config.recipes import RecipeName
+from isthmus.errors import UsageError
+
+_LORA = {
+    "path": "adapter_name_or_path",
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+    "init": "lora_init_weights",
+    "lr_ratio": "loraplus_lr_ratio",
+}
+_VERBS: Mapping[str, RecipeName] = {
+    "sft": "sft",
+    "dpo": "dpo",
+    "cpo": "dpo",
+    "orpo": "dpo",
+    "kto": "kto",
+    "reward": "reward",
+    "gkd": "distill",
+}
+_SIGNS: Mapping[RecipeName, tuple[str, ...]] = {
+    "distill": ("teacher_model_name_or_path",),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": (
+        *("precompute_ref_log_probs", "rpo_alpha", "cpo_alpha", "simpo_gamma", "orpo_alpha", "reference_free", "beta"),
+        *("max_prompt_length", "ref_model", "label_smoothing", "disable_dropout"),
+    ),
+}
+"""Keys that only the configs of a recipe have."""
+_DEFAULT_LR: Mapping[RecipeName, float] = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "distill": 2e-5}
+
+
+def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
+    """Put the settings of a config of ``trl VERB``; None: the recipe follows from its keys."""
+    signs = (recipe for recipe, names in _SIGNS.items() if any(keys.has(name) for name in names))
+    if verb is not None and verb not in _VERBS:
+        raise UsageError(f"trl {verb} is not a recipe of Isthmus; it has {', '.join(_VERBS)}.")
+    recipe: RecipeName = _VERBS.get(verb, "sft") if verb else next(signs, "sft")
+    keys.translation.recipe = recipe
+    put_model(keys)
+    put_training_arguments(keys)
+    if not keys.has("learning_rate"):
+        keys.put("optim.lr", _DEFAULT_LR[recipe], "learning_rate")
+    _put_method(keys)
+    if recipe == "dpo":
+        _put_dpo(keys, verb)
+    elif recipe == "kto":
+        keys.put("kto.beta", keys.number("beta"), "beta")
+        if keys.has("loss_type"):
+            keys.put("kto.loss", keys.text("loss_type"), "loss_type")
+    elif recipe == "distill":
+        if keys.has("beta"):
+            keys.put("distill.beta", keys.number("beta"), "beta")
+        keys.put("distill.teacher", keys.text("teacher_model_name_or_path"), "teacher_model_name_or_path")
+    elif keys.has("loss_type") and keys.text("loss_type") in ("nll", "chunked_nll"):
+        keys.ignore("loss_type", "The loss is the cross entropy.")
+    elif keys.has("loss_type"):
+        keys.refuse("loss_type", "is not the loss of sft, which is the cross entropy")
+    _put_text(keys)
+    _put_data(keys)
+
+
+def _put_method(keys: TrainerConfig) -> None:
+    adapters = keys.flag("use_peft")
+    if adapters:
+        if keys.value("lora_target_modules") is None:
+            targets = ["q_proj", "v_proj"]
+            keys.different("lora_target_modules", "Adapters are added to q_proj and v_proj.")
+            put_lora(keys, _LORA, init=lora_init(keys, "lora_init_weights"))
+            keys.put("lora.targets", targets, "lora_target_modules")
+        else:
+            put_lora(keys, _LORA, init=lora_init(keys, "lora_init_weights"))
+    else:
+        drop_lora(keys, _LORA)
+    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if keys.has(name) and keys.flag(name):
+            put_quantization(keys, bits, name, adapters=adapters)
+        elif keys.has(name):
+            keys.ignore(name, "It is off.")
+    if keys.has("use_peft"):
+        keys.value("use_peft")
+
+
+def _put_dpo(keys: TrainerConfig, verb: str | None) -> None:
+    losses = keys.words("loss_type") or [verb if verb in ("cpo", "orpo") else "sigmoid"]
+    weights = keys.numbers("loss_weights") or [1.0] * len(losses)
+    if len(weights) != len(losses):
+        keys.refuse("loss_weights", f"has {len(weights)} weights for {len(losses)} losses")
+    elif "sft" in losses and len(losses) == 2:
+        place = losses.index("sft")
+        keys.put("dpo.sft_weight", weights[place] / max(weights[1 - place], 1e-9), "loss_type", "loss_weights")
+        losses = [loss for loss in losses if loss != "sft"]
+    if len(losses) > 1:
+        keys.refuse("loss_type", "has several preference losses; use one of them")
+        return
+    put_preference(keys, str(losses[0]), "loss_type", "orpo_alpha" if keys.has("orpo_alpha") else "beta")
+    for setting, name in (
+        ("label_smoothing", "label_smoothing"),
+        ("simpo_gamma", "simpo_gamma"),
+        ("sft_weight", "rpo_alpha"),
+        ("sft_weight", "cpo_alpha"),
+    ):
+        if keys.has(name):
+            keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+    if keys.flag("reference_free"):
+        keys.refuse("reference_free", "losses without a reference are dpo.loss=cpo, simpo and orpo; use one of them")
+    elif keys.has("reference_free"):
+        keys.ignore("reference_free", "It is off.")
+
+
+def _put_text(keys: TrainerConfig) -> None:
+    length = next((name for name in ("max_length", "max_seq_length") if keys.has(name)), "max_length")
+    keys.put("data.seq_length", keys.integer(length), length)
+    keys.value("max_seq_length")
+    if keys.recipe == "sft":
+        keys.put("data.packing", keys.flag("packing"), "packing")
+    if keys.has("packing_strategy"):
+        keys.ignore("packing_strategy", "A packed sequence has whole samples, and attention stays within each of them.")
+    if keys.has("eval_packing"):
+        keys.ignore("eval_packing", "Validation data is packed as training data; the loss is the same.")
+    for name in ("chat_template_path", "chat_template"):
+        put_template(keys, name)
+    if keys.has("truncation_mode") and keys.text("truncation_mode") != "keep_start":
+        keys.refuse("truncation_mode", "long samples lose their end; use keep_start, or data.overlong=drop")
+    elif keys.has("truncation_mode"):
+        keys.put("data.overlong", "truncate", "truncation_mode")
+    if keys.has("eos_token"):
+        keys.different("eos_token", "The token that ends a turn is that of the chat template.")
+    assistant = [name for name in ("assistant_only_loss", "completion_only_loss") if keys.has(name)]
+    for name in assistant:
+        if keys.flag(name):
+            keys.put("data.loss_on", "assistant", name)
+        elif keys.recipe == "sft":
+            keys.put("data.loss_on", "all", name)
+    if keys.recipe == "sft" and not assistant:
+        keys.translation.remark(
+            "assistant_only_loss, completion_only_loss",
+            "different",
+            "TRL has loss on all tokens of chats by default, Isthmus on the assistant's; data.loss_on=all is TRL's.",
+        )
+    for name in ("max_prompt_length", "max_completion_length"):
+        if keys.has(name):
+            keys.different(name, "data.seq_length limits prompt and answer together.")
+
+
+def _put_data(keys: TrainerConfig) -> None:
+    sources: list[TrainerDataSet] = []
+    if keys.has("datasets"):
+        for entry in keys.entries("datasets"):
+            sources.append(_source(keys, entry.get("path"), entry.get("name"), entry.get("split"), "datasets"))
+        if sources:
+            put_sources(keys, sources, "datasets")
+    elif keys.has("dataset_name"):
+        split = keys.text("dataset_train_split")
+        source = _source(keys, keys.text("dataset_name"), keys.text("dataset_config"), split, "dataset_name")
+        field = keys.text("dataset_text_field") if keys.has("dataset_text_field") else None
+        columns = {"text": field} if field and field != "text" else {}
+        put_sources(keys, [TrainerDataSet(source.files, columns)], "dataset_name")
+    elif keys.has("dataset_mixture") or keys.has("dataset_mixer"):
+        name = "dataset_mixture" if keys.has("dataset_mixture") else "dataset_mixer"
+        keys.refuse(name, "is not a key of TRL itself; give the data with --data, or as data.sets with weights")
+    else:
+        keys.refuse("dataset_name", "is missing; give the data with --data")
+    strategy = str(keys.text("eval_strategy") or keys.text("evaluation_strategy") or "no").lower()
+    has_data = strategy not in ("no", "none", "false")
+    if has_data and keys.has("dataset_name"):
+        test = keys.text("dataset_test_split")
+        valid = _source(keys, keys.text("dataset_name"), keys.text("dataset_config"), test, "dataset_name")
+        keys.put("data.valid_files", list(valid.files), "dataset_test_split")
+    elif not has_data:
+        keys.put("data.valid_fraction", 0.0, "eval_strategy")
+        if keys.has("dataset_test_split"):
+            keys.ignore("dataset_test_split", "There is no validation during the run.")
+    put_evaluation(keys, has_data=has_data)
+
+
+def _source(keys: TrainerConfig, path: Any, configuration: Any, split: Any, key: str) -> TrainerDataSet:
+    path = str(path)
+    if is_local(path):
+        return TrainerDataSet((path,))
+    base = whole_split(keys, key, str(split or "train"))
+    return TrainerDataSet((hub_source(path, configuration, base),))
