@@ -300,8 +300,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _is_number(alpha: object) -> bool:
-    return isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+def _check_alphas(config: AdapterConfig) -> None:
+    settings = {"lora_alpha": config.lora_alpha}
+    settings |= {f"alpha_pattern of {pattern:.60}": alpha for pattern, alpha in config.alpha_pattern.items()}
+    for name, alpha in settings.items():
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise DataError(f"{name} is {alpha!r:.60}, expected a finite number. Save the adapter again.")
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -325,8 +329,8 @@ def _read_config(path: Path) -> AdapterConfig:
     try:
         config = AdapterConfig(**values)
         ranks = [config.r, *config.rank_pattern.values()]
-        alphas = [config.lora_alpha, *config.alpha_pattern.values()]
-        wrong = not all(type(rank) is int for rank in ranks) or not all(map(_is_number, alphas))
+        wrong = not all(type(rank) is int for rank in ranks)
+        _check_alphas(config)
         for pattern in (*config.rank_pattern, *config.alpha_pattern):
             _compiled(pattern)
     except DataError as error:
@@ -334,10 +338,7 @@ def _read_config(path: Path) -> AdapterConfig:
     except (TypeError, AttributeError, OverflowError, re.error):
         wrong = True
     if wrong:
-        raise DataError(
-            f"{path} lacks r and lora_alpha, or has settings of another type, such as an alpha that is not a finite "
-            "number. Save the adapter again."
-        )
+        raise DataError(f"{path} lacks r and lora_alpha, or has settings of another type. Save the adapter again.")
     if min(ranks) < 1:
         raise UsageError(f"{path}: rank {min(ranks)} is no adapter. Use the base model without it.")
     return config
