@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist clean gpu gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -127,6 +127,11 @@ $(SITE_STAMP): $(STAMP)
 site: $(SITE_STAMP)  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "Open build/site/index.html"
+
+# tred (Graphviz) leaves out imports that follow from others.
+graph: $(STAMP)  ## Draw the imports of ARCHITECTURE.md; needs Graphviz
+	$(VENV)/bin/import-linter drawgraph isthmus | tred | dot -Tsvg > docs/images/packages.svg
+	$(VENV)/bin/import-linter drawgraph isthmus.engine | tred | dot -Tsvg > docs/images/engine.svg
 
 # The tools have an environment of their own: they must not change what is tested.
 TOOLS := build/tools
