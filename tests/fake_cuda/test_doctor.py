@@ -21,7 +21,7 @@ def reported(
     environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Findings of the checks with torch; ``product`` is what the GPUs compute: right, wrong, or an error."""
-    from isthmus.tools.doctor import torch_devices, torch_kernels
+    from isthmus.tools.doctor.gpu import torch_devices, torch_kernels
     from isthmus.tools.doctor.machine import Machine
 
     torch.cuda.get_arch_list = lambda: archs

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from isthmus.platforms.control_groups import cpu_limits, memory_limits
 from isthmus.platforms.rank_env import slurm_tasks_here
 from isthmus.tools.doctor.findings import Finding, ok, warning
-from isthmus.tools.doctor.gpus import find_gpus
+from isthmus.tools.doctor.gpu.gpus import find_gpus
 from isthmus.tools.doctor.machine import Machine
 
 _CPU = "/sys/devices/system/cpu"

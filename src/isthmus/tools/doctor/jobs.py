@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from isthmus.errors import UsageError
 from isthmus.platforms import rank_env
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import find_gpus
+from isthmus.tools.doctor.gpu.gpus import find_gpus
 from isthmus.tools.doctor.machine import Machine
 
 _RANK = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

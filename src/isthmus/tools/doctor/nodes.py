@@ -25,11 +25,11 @@ from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.network_interfaces import route_to
 from isthmus.tools.doctor.examination import Examination, examine, run_checks
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import count_by_vendor, find_gpus
+from isthmus.tools.doctor.gpu.gpus import count_by_vendor, find_gpus
+from isthmus.tools.doctor.gpu.torch_build import installed_torch
 from isthmus.tools.doctor.machine import Machine
 from isthmus.tools.doctor.measurements import Measurement, Report
 from isthmus.tools.doctor.speed_checks import bench_checks
-from isthmus.tools.doctor.torch_build import installed_torch
 from isthmus.tools.doctor.versions import installed_versions
 
 SLOW_SHARE = 0.9

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.environment import remarks_on
 from isthmus.tools.doctor.findings import Finding, ok, warning
-from isthmus.tools.doctor.gpus import find_gpus
+from isthmus.tools.doctor.gpu.gpus import find_gpus
 from isthmus.tools.doctor.machine import Machine
 
 _SUBJECT = "variables"

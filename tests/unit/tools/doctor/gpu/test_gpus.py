@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from isthmus.tools.doctor import torch_build, visible_devices
-from isthmus.tools.doctor.device_access import check_device_files
-from isthmus.tools.doctor.gpu_use import check_gpu_use, check_kernel_log
-from isthmus.tools.doctor.gpus import arch_name, count_by_vendor, find_gpus
+from isthmus.tools.doctor.gpu import torch_build, visible_devices
+from isthmus.tools.doctor.gpu.device_access import check_device_files
+from isthmus.tools.doctor.gpu.gpu_use import check_gpu_use, check_kernel_log
+from isthmus.tools.doctor.gpu.gpus import arch_name, count_by_vendor, find_gpus
+from isthmus.tools.doctor.gpu.torch_build import TorchBuild, check_torch_build, installed_torch, match_build
+from isthmus.tools.doctor.gpu.visible_devices import check_visible_gpus
 from isthmus.tools.doctor.machine import ToolFailed, ToolTimedOut, run_tool
-from isthmus.tools.doctor.torch_build import TorchBuild, check_torch_build, installed_torch, match_build
-from isthmus.tools.doctor.visible_devices import check_visible_gpus
 from unit.tools.doctor import simulated
 from unit.tools.doctor.simulated import GIB, findings, h100, levels, mi300x, simulate
 

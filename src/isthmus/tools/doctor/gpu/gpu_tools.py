@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from isthmus.tools.doctor.gpus import KFD, find_gpus
+from isthmus.tools.doctor.gpu.gpus import KFD, find_gpus
 from isthmus.tools.doctor.machine import Machine, ToolFailed, ToolTimedOut
 
 _MIB = 2**20

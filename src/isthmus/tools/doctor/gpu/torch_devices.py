@@ -10,9 +10,9 @@ from isthmus.errors import UsageError
 from isthmus.platforms.base import RunShape
 from isthmus.platforms.environment import remarks_on
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import find_gpus
+from isthmus.tools.doctor.gpu.gpus import find_gpus
+from isthmus.tools.doctor.gpu.torch_build import installed_torch
 from isthmus.tools.doctor.machine import Machine
-from isthmus.tools.doctor.torch_build import installed_torch
 
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform

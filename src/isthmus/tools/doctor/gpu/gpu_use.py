@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpu_tools import GpuUse, amd_use, nvidia_use
-from isthmus.tools.doctor.gpus import find_gpus
+from isthmus.tools.doctor.gpu.gpu_tools import GpuUse, amd_use, nvidia_use
+from isthmus.tools.doctor.gpu.gpus import find_gpus
+from isthmus.tools.doctor.gpu.torch_build import used_gpus
 from isthmus.tools.doctor.machine import Machine, ToolFailed
-from isthmus.tools.doctor.torch_build import used_gpus
 
 _SUBJECT = "GPU use"
 _KERNEL_LOG = ("dmesg", "--level", "emerg,alert,crit,err,warn")

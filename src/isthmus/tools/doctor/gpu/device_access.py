@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import find_gpus, gpu_files
+from isthmus.tools.doctor.gpu.gpus import find_gpus, gpu_files
+from isthmus.tools.doctor.gpu.torch_build import used_gpus
 from isthmus.tools.doctor.machine import Machine
-from isthmus.tools.doctor.torch_build import used_gpus
 
 _SUBJECT = "device files"
 

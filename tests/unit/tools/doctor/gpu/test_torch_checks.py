@@ -12,9 +12,9 @@ from isthmus.engine import kernel_check
 from isthmus.engine.attention.backends import self_check
 from isthmus.errors import UsageError
 from isthmus.platforms import detect
+from isthmus.tools.doctor.gpu.torch_devices import _has_kernels, check_devices
+from isthmus.tools.doctor.gpu.torch_kernels import check_attention, check_collectives, check_compiler, check_gemms
 from isthmus.tools.doctor.machine import Machine
-from isthmus.tools.doctor.torch_devices import _has_kernels, check_devices
-from isthmus.tools.doctor.torch_kernels import check_attention, check_collectives, check_compiler, check_gemms
 from unit.tools.doctor.simulated import findings, h100, simulate
 
 
@@ -45,8 +45,8 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from isthmus.tools.doctor import torch_devices
-    from isthmus.tools.doctor.torch_build import TorchBuild
+    from isthmus.tools.doctor.gpu import torch_devices
+    from isthmus.tools.doctor.gpu.torch_build import TorchBuild
 
     def no_driver() -> None:
         raise RuntimeError("No CUDA GPUs are available")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import Gpu, Vendor, count_by_vendor, find_gpus
+from isthmus.tools.doctor.gpu.gpus import Gpu, Vendor, count_by_vendor, find_gpus
 from isthmus.tools.doctor.machine import Machine
 
 _SUBJECT = "torch"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from isthmus.platforms.environment import MASKS
 from isthmus.tools.doctor.findings import Finding, error, ok, warning
-from isthmus.tools.doctor.gpus import Vendor, find_gpus, gpu_files
+from isthmus.tools.doctor.gpu.gpus import Vendor, find_gpus, gpu_files
+from isthmus.tools.doctor.gpu.torch_build import installed_torch
 from isthmus.tools.doctor.machine import Machine
-from isthmus.tools.doctor.torch_build import installed_torch
 
 _SUBJECT = "visible GPUs"
 _ORDER = {"AMD": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "NVIDIA": MASKS[:1]}
