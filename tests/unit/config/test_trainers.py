@@ -445,6 +445,22 @@ def test_the_command_of_a_script_is_read_and_not_run(tmp_path: Path) -> None:
         translate_trainer("ms-swift", file)
 
 
+def test_a_mixture_and_options_of_the_launcher(tmp_path: Path) -> None:
+    mixture = {"datasets": [{"id": "a/b", "config": "c", "split": "train_sft"}, {"id": "d/e"}], "test_split_size": 0.1}
+    config = {"model_name_or_path": "m", "dataset_mixture": mixture, "eval_strategy": "steps", "eval_steps": 5}
+    mixed = translated("TRL", config, tmp_path).settings
+    assert mixed["data.files"] == ["hf:a/b/c:train_sft", "hf:d/e:train"] and mixed["data.valid_fraction"] == 0.1
+    script = tmp_path / "train.sh"
+    command = (
+        "trl dpo --model_name_or_path m --dataset_name d.json --num_processes 4 --accelerate_config zero3 --no_bf16"
+    )
+    script.write_text(f"{command} --no_remove_unused_columns\n")
+    launched = translate_trainer("TRL", script)
+    assert launched.recipe == "dpo" and launched.world.nproc_per_node == 4
+    assert launched.settings["parallel.fsdp"] and launched.settings["train.global_batch_size"] == 32
+    assert "train.precision" not in launched.settings
+
+
 @pytest.mark.parametrize("program", TEXTS)
 def test_a_config_of_another_program_is_recognized(
     program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]

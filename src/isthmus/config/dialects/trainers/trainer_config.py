@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,7 @@ class TrainerConfig:
         self.translation = Translation(recipe="sft", world=World(nproc_per_node=nproc))
         self.errors: list[str] = []
         aliases = tables()["aliases"].get(program, {})
+        values = dict(_with_negations(program, values))
         self._written = {aliases.get(name, name): name for name in values}
         self._values = {aliases.get(name, name): value for name, value in values.items()}
         self._defaults: Mapping[str, Any] = {**tables()["defaults"]["common"], **tables()["defaults"].get(program, {})}
@@ -190,6 +191,14 @@ class TrainerConfig:
             self.different(name, f"See {answer}.")
         else:
             self.put(setting, _typed(setting, value), name)
+
+
+def _with_negations(program: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """``--no_NAME`` of a command line is ``NAME: false``."""
+    for name, value in values.items():
+        rest = name.removeprefix("no_")
+        negated = rest != name and value is True and rest in known_keys(program) and name not in known_keys(program)
+        yield (rest, False) if negated else (name, value)
 
 
 def known_keys(program: str) -> list[str]:

@@ -182,6 +182,8 @@ def put_evaluation(keys: TrainerConfig, *, has_data: bool) -> None:
         keys.put("train.eval_every", int(steps), *names[:3])
         if keys.flag("load_best_model_at_end"):
             keys.put("checkpoint.keep_best", True, "load_best_model_at_end")
+    if keys.has("do_eval"):
+        keys.ignore("do_eval", "A run with validation data always evaluates at the start and at the end.")
     for name in names:
         if keys.has(name) and "train.eval_every" in keys.translation.settings:
             keys.value(name)

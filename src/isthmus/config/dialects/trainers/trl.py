@@ -16,6 +16,7 @@ from isthmus.config.dialects.trainers.methods import (
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
 from isthmus.config.dialects.trainers.training_arguments import put_evaluation, put_model, put_training_arguments
+from isthmus.config.dialects.translation import World
 from isthmus.config.recipes import RecipeName
 from isthmus.errors import UsageError
 
@@ -61,6 +62,7 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
     recipe: RecipeName = _VERBS.get(verb, "sft") if verb else next(signs, "sft")
     keys.translation.recipe = recipe
     put_model(keys)
+    _put_launcher(keys)
     put_training_arguments(keys)
     if not keys.has("learning_rate"):
         keys.put("optim.lr", _DEFAULT_LR[recipe], "learning_rate")
@@ -81,6 +83,19 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
         keys.refuse("loss_type", "is not the loss of sft, which is the cross entropy")
     _put_text(keys)
     _put_data(keys)
+
+
+def _put_launcher(keys: TrainerConfig) -> None:
+    """Options of ``trl`` for accelerate."""
+    ranks = keys.integer("num_processes") if keys.has("num_processes") else None
+    if ranks is not None:
+        keys.translation.world = World(nproc_per_node=keys.translation.world.nproc_per_node or ranks)
+        keys.ignore("num_processes", "--nproc of the training command is the number of ranks.")
+    config = (keys.text("accelerate_config") or "").lower()
+    if "zero3" in config or "fsdp" in config:
+        keys.put("parallel.fsdp", True, "accelerate_config")
+    elif config:
+        keys.ignore("accelerate_config", "Optimizer states are always sharded over data parallel ranks (ZeRO stage 1).")
 
 
 def _put_method(keys: TrainerConfig) -> None:
@@ -179,9 +194,10 @@ def _put_data(keys: TrainerConfig) -> None:
         field = keys.text("dataset_text_field") if keys.has("dataset_text_field") else None
         columns = {"text": field} if field and field != "text" else {}
         put_sources(keys, [TrainerDataSet(source.files, columns)], "dataset_name")
-    elif keys.has("dataset_mixture") or keys.has("dataset_mixer"):
-        name = "dataset_mixture" if keys.has("dataset_mixture") else "dataset_mixer"
-        keys.refuse(name, "is not a key of TRL itself; give the data with --data, or as data.sets with weights")
+    elif keys.has("dataset_mixture"):
+        sources = _mixture(keys)
+        if sources:
+            put_sources(keys, sources, "dataset_mixture")
     else:
         keys.refuse("dataset_name", "is missing; give the data with --data")
     strategy = str(keys.text("eval_strategy") or keys.text("evaluation_strategy") or "no").lower()
@@ -195,6 +211,23 @@ def _put_data(keys: TrainerConfig) -> None:
         if keys.has("dataset_test_split"):
             keys.ignore("dataset_test_split", "There is no validation during the run.")
     put_evaluation(keys, has_data=has_data)
+
+
+def _mixture(keys: TrainerConfig) -> list[TrainerDataSet]:
+    """``dataset_mixture`` of the Alignment Handbook: whole data sets, and samples for validation."""
+    mixture = keys.value("dataset_mixture")
+    entries = mixture.get("datasets") if isinstance(mixture, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry.get("id") for entry in entries):
+        keys.refuse("dataset_mixture", "must have datasets, a list with the id of each")
+        return []
+    share = mixture.get("test_split_size")
+    if isinstance(share, float) and share < 1:
+        keys.put("data.valid_fraction", share, "dataset_mixture")
+    elif share:
+        keys.different("dataset_mixture", f"data.valid_fraction is a share, not {share} samples.")
+    if any(entry.get("weight") not in (None, 1, 1.0) for entry in entries):
+        keys.different("dataset_mixture", "All records of a data set are used, and weight is not applied.")
+    return [_source(keys, entry["id"], entry.get("config"), entry.get("split"), "dataset_mixture") for entry in entries]
 
 
 def _source(keys: TrainerConfig, path: Any, configuration: Any, split: Any, key: str) -> TrainerDataSet:
