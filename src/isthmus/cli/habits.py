@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from isthmus.config.recipes import RECIPE_SETTINGS
 
@@ -75,10 +76,10 @@ COMMANDS: Mapping[str, str] = {
 """Commands of other programs, and what does the same."""
 _EXAMPLE = {"lora.rank": "16", "train.recompute": "full", "parallel.fsdp": "true", "lora.quantize": "nf4"}
 """Values of settings that are switches in other programs."""
-_NAMES = {("logging.to", "none"): "[]", ("logging.to", "all"): "[tensorboard,wandb]"}
-"""Values of other programs, and those of Isthmus."""
 _SHORT = {
     "lora": "lora.rank",
+    "use_lora": "lora.rank",
+    "resume_from_checkpoint": "no, a run resumes from the newest checkpoint in --out, or from checkpoint.resume=FOLDER",
     "qlora": "lora.quantize",
     "fp8": "train.precision, =fp8",
     "fp32": "train.precision, =fp32",
@@ -121,20 +122,58 @@ def option_answer(verb: str, option: str, argv: Sequence[str]) -> str | None:
         return f"isthmus has no {option}: {explanation}."
     value = _value(option, argv)
     if explanation.startswith("="):
-        value, explanation = explanation[1:].partition(" ")[0].rstrip(","), ""
+        fixed, _, more = explanation[1:].partition(" ")
+        value, explanation = (value if more and value else fixed.rstrip(",")), ""
     if explanation:
         return f"isthmus has no {option}: see the setting {setting}, {explanation}. Settings are given as {setting}=..."
-    return f"isthmus has no {option}. Write {_written(setting, value)}"
+    return f"isthmus has no {option}. Write {_written(name, setting, value)}"
 
 
-def _written(setting: str, value: str | None) -> str:
+def _written(name: str, setting: str, value: str | None) -> str:
     from isthmus.config.setting_errors import GIVEN_BY
 
     option = next((option for option, key in GIVEN_BY.items() if ".".join(key) == setting), None)
     if setting.startswith("--") or option is not None:
         return f"{option or setting} {value or '...'} instead."
-    value = value and _NAMES.get((setting, value), value)
-    return f"{setting}={value or _EXAMPLE.get(setting, '...')}, without dashes."
+    example = _EXAMPLE.get(setting, "...")
+    if value is None:
+        return f"{setting}={example}, without dashes."
+    if _is_valid(setting, value):
+        return f"{setting}={value}, without dashes."
+    return f"{' '.join(_translated(name, value)) or f'{setting}={example}'}, without dashes."
+
+
+def _is_valid(setting: str, text: str) -> bool:
+    """Whether the setting can have this value, in some run."""
+    from pydantic import ValidationError
+
+    from isthmus.config.schema import RunConfig
+    from isthmus.config.yaml_text import Syntax, read_value
+
+    section, _, name = setting.partition(".")
+    kind = RunConfig.model_fields[section].annotation
+    if not name or kind is None:
+        return True
+    is_list = "," in text and text[:1] not in ("[", "{")
+    try:
+        return getattr(kind.model_validate({name: read_value(text)}), name) != (text,) or not is_list
+    except Syntax:
+        return False
+    except ValidationError as error:  # also about other settings, which the command may have
+        return all(part["loc"][:1] != (name,) for part in error.errors()) and not is_list
+
+
+def _translated(name: str, value: str) -> list[str]:
+    """The settings of an option whose values have other names, such as torch_dtype."""
+    from isthmus.config.dialects.trainers.translate_trainer import translate_option
+
+    return [f"{setting}={_yaml(new)}" for setting, new in translate_option(name, value).items()]
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _setting(name: str, verb: str) -> str | None:

@@ -36,6 +36,13 @@ VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
         ("--bf16", "train.precision=bf16"),
         ("--report_to none", "logging.to=[]"),
         ("--gradient_checkpointing", "train.recompute=full"),
+        ("--gradient_checkpointing true", "train.recompute=full"),
+        ("--torch_dtype bfloat16", "train.precision=bf16"),
+        ("--report_to wandb,tensorboard", "logging.to=[tensorboard,wandb]"),
+        ("--fsdp full_shard", "parallel.fsdp=true"),
+        ("--lr_scheduler_type cosine_with_restarts", "optim.schedule=cosine_with_restarts"),
+        ("--quantization_bit 4", "lora.quantize=nf4"),
+        ("--lora_target q_proj,v_proj", "lora.targets=[q_proj,v_proj]"),
         ("--max_seq_length 512", "data.seq_length=512"),
     ],
 )

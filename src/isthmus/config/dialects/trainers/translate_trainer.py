@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from isthmus.config.dialects.trainers.axolotl import translate_axolotl
 from isthmus.config.dialects.trainers.llama_factory import translate_llama_factory
 from isthmus.config.dialects.trainers.ms_swift import translate_swift
 from isthmus.config.dialects.trainers.read_config import read_trainer_file
-from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
+from isthmus.config.dialects.trainers.trainer_config import TrainerConfig, known_keys
 from isthmus.config.dialects.trainers.trl import translate_trl
 from isthmus.config.dialects.translation import Translation, grouped
+from isthmus.errors import UsageError
 
-Program = Literal["LLaMA-Factory", "axolotl", "TRL", "ms-swift"]
+Program = Literal["TRL", "LLaMA-Factory", "axolotl", "ms-swift"]
+_RULES: Mapping[Program, Callable[[TrainerConfig], None]] = {
+    "TRL": lambda keys: translate_trl(keys, None),
+    "LLaMA-Factory": lambda keys: translate_llama_factory(keys, None),
+    "axolotl": translate_axolotl,
+    "ms-swift": lambda keys: translate_swift(keys, None, megatron=False),
+}
+_SMALLEST: Mapping[Program, Mapping[str, Any]] = {
+    "TRL": {"model_name_or_path": "m", "dataset_name": "d.json"},
+    "LLaMA-Factory": {"model_name_or_path": "m", "dataset": "d.json"},
+    "axolotl": {"base_model": "m", "datasets": [{"path": "d.json"}], "adapter": "lora"},
+    "ms-swift": {"model": "m", "dataset": ["d.json"]},
+}
+"""A config of each program."""
 _DATA_KEYS = ("dataset", "dataset_name", "datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer")
 """Keys that ``data`` replaces."""
 
@@ -62,6 +77,26 @@ def translate_trainer(
     translation.origins.setdefault("out", f"the name of {path.name}")
     translation.remarks = grouped(translation.remarks)
     return translation
+
+
+def translate_option(name: str, value: str) -> dict[str, Any]:
+    """The settings of one option of any program, by dotted name; empty if it has none."""
+    for program in get_args(Program):
+        if name not in known_keys(program):
+            continue
+        keys = TrainerConfig(program, {**_SMALLEST[program], name: value}, 1)
+        try:
+            _RULES[program](keys)
+            keys.translate_rest()
+        except UsageError:
+            continue
+        origin = f"{name}: "
+        return {
+            setting: new
+            for setting, new in keys.translation.settings.items()
+            if keys.translation.origins[setting].startswith(origin)
+        }
+    return {}
 
 
 def _data_values(program: Program, data: tuple[str, ...]) -> dict[str, object]:
