@@ -20,7 +20,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def batch_to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """With the fields that a model reads there; ``loss_mask`` stays on the host."""
+    """The batch with the fields that a model reads on the device; ``loss_mask`` stays on the host."""
     return replace(
         batch,
         input_ids=to_device(batch.input_ids, device),

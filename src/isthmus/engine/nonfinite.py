@@ -38,7 +38,7 @@ class NonFinite:
     order: tuple[int, ...]
     """Ascending in the order of computation, in one model: kind, layer, micro batch, number of the check."""
     micro_batch: int | None = None
-    """Of its rank, from 0."""
+    """Number of the micro batch on its rank, from 0."""
     samples: tuple[int, ...] = ()
     """Indices in the store of the samples with such values, if known."""
 
@@ -132,7 +132,7 @@ class _Probe:
 
 
 def _layer(name: str) -> int:
-    """Of a module or parameter, from 0; the embedding comes before, final norm, output and MTP layers after."""
+    """Layer of a module or parameter, from 0; the embedding is before, final norm, output and MTP layers are after."""
     layer = layer_of(f"{name}.output")
     return layer if layer is not None else -1 if name.startswith("embedding") else 1 << 20
 

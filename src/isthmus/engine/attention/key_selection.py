@@ -63,7 +63,7 @@ class Indexer(nn.Module):
         return [self._selected(*sample) for sample in zip(*parts, strict=True)]
 
     def _selected(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """Of one sample: q [L, heads, D], k [L, D], weights [L, heads]."""
+        """Selected keys of one sample: q [L, heads, D], k [L, D], weights [L, heads]."""
         top_k, selected = min(self.sizes.top_k, len(k)), []
         for block in query_blocks(len(k)):
             scores = torch.einsum("qhd,kd->qhk", q[block], k).mul_(self.sizes.head_dim**-0.5).relu_()

@@ -137,7 +137,7 @@ class PackedSelfAttention(MegatronModule):
         gates = (attention.value_width * all_heads // groups,) if attention.attention_gate else ()
         values = () if attention.values_are_keys else (attention.value_width,)
         self.widths = (attention.kv_channels * all_heads // groups, *gates, attention.kv_channels, *values)
-        """Of a group's queries, its gates, its keys and its values."""
+        """Columns of a group's queries, its gates, its keys and its values."""
         self.values_are_keys, self.value_multiplier = attention.values_are_keys, attention.value_multiplier
         self.value_norm = (
             RMSNorm(config, attention.value_width, epsilon, weight=False) if attention.value_norm else None

@@ -80,9 +80,9 @@ class Saves:
         self._group_beside: dist.ProcessGroup | None = None
         self._write: _Write | None = None
         self.last_step: int | None = None
-        """Of the newest state that was saved, or is being written."""
+        """Step of the newest state that was saved, or is being written."""
         self.duration_s = 0.0
-        """Of the newest complete save."""
+        """Seconds of the newest complete save."""
 
     def save(self, stepper: Stepper, progress: Progress, options: SaveOptions, *, wait: bool = False) -> None:
         """Save the present state, once; a collective. ``wait`` until it is published.

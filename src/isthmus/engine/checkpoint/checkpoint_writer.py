@@ -76,7 +76,7 @@ class CheckpointWriter:
     """The step to keep in addition."""
     options: SaveOptions
     state: dict[str, Any]
-    """Of this rank, by checkpoint key: live tensors or copies of them."""
+    """State of this rank by checkpoint key: live tensors or copies of them."""
     common: dict[str, Any]
     """What is not sharded."""
     copied: bool

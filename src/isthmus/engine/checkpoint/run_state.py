@@ -32,7 +32,7 @@ class BestLoss:
     step: int | None = None
     evaluations_since: int = 0
     last_step: int = 0
-    """Of the newest evaluation."""
+    """Step of the newest evaluation."""
 
     def update(self, step: int, loss: float) -> bool:
         """Whether ``loss`` is the lowest so far. An evaluation that a resumed run repeats counts once."""

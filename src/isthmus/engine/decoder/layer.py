@@ -60,7 +60,7 @@ class LayerSpec:
     form: Form
     norm: Callable[[DecoderConfig], nn.Module]
     mixers: dict[str, ModuleSpec]
-    """By attribute of the layer. They share the norm before them, and their outputs are added."""
+    """Mixers by attribute of the layer. They share the norm before them, and their outputs are added."""
     mlp: ModuleSpec | None
     residual_multiplier: float
     fused_norms: dict[str, str]

@@ -35,7 +35,7 @@ class Fp8Recipe:
     forward: torch.dtype
     """e4m3, for activations and weights."""
     backward: torch.dtype
-    """Of the gradient of a layer's output."""
+    """Dtype of the gradient of a layer's output."""
 
 
 class Quantized(NamedTuple):
@@ -204,7 +204,7 @@ def _weight_gradient(ctx: Any, x: Tensor, outputs: Quantized) -> Tensor | None:
 
 
 def _gradient_dtype(recipe: Fp8Recipe, main_grad: torch.dtype, activations: torch.dtype) -> torch.dtype:
-    """Of weight gradients before they are added to ``main_grad``: rowwise kernels return bfloat16 only."""
+    """Dtype of weight gradients before they are added to ``main_grad``: rowwise kernels return bfloat16 only."""
     return main_grad if recipe.scaling == "tensorwise" else activations
 
 

@@ -19,7 +19,7 @@ BLOCK = 64
 """Elements of a row with the same scale in NF4, bitsandbytes' default."""
 Kind = Literal["nf4", "int8"]
 ELEMENT_BYTES: dict[Kind, float] = {"nf4": 0.5 + 4 / BLOCK, "int8": 1.0}
-"""With the scales; int8 has 4 more bytes for a row."""
+"""Bytes of an element with the scales; int8 has 4 more bytes for a row."""
 
 
 @functools.cache
@@ -55,7 +55,7 @@ class QuantizedWeight(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Of the elements."""
+        """Device of the elements."""
         return self.codes.device
 
     @property

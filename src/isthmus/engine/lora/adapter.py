@@ -22,7 +22,7 @@ class Adapter:
     scale: float
 
     def shape(self, role: Role) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Shape of the tensor over all ranks."""
         shapes = {"lora_A": (self.rank, self.linear.inputs), "lora_B": (self.linear.out, self.rank)}
         return shapes.get(role, (self.linear.out,))
 
@@ -32,7 +32,7 @@ class AdapterSet:
     """All adapters of a model."""
 
     by_weight: Mapping[str, tuple[Adapter, ...]] = field(default_factory=dict)
-    """By canonical name of the weight."""
+    """Adapters by canonical name of the weight."""
     dropout: float = 0.0
     """Dropout rate of their inputs."""
     dora: bool = False

@@ -16,7 +16,7 @@ from isthmus.engine.parallel.context_parallel import local_tokens
 
 Result = TypeVar("Result")
 _batch: PackedBatch | None = None
-"""Of the decoder layer that runs: linear layers are not given it."""
+"""Batch of the decoder layer that runs: linear layers do not get it as an argument."""
 
 
 def use_batch(_layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:

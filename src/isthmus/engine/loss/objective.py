@@ -145,7 +145,7 @@ class NextTokenAccuracy:
         return LossOutput(total.float(), loss_tokens, total, sums)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """With TRL's name for the accuracy: the share of loss tokens that are the most probable token."""
+        """Metrics with TRL's name for the accuracy: the share of loss tokens that are the most probable token."""
         loss = sums["loss"] / max(1, count)
         perplexity = math.exp(loss) if loss < _LARGEST_LOSS else math.inf
         return {"perplexity": perplexity, "mean_token_accuracy": sums["correct"] / max(1, count)}

@@ -23,7 +23,7 @@ _KERNELS = {
     False: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     True: ("fla.ops.kda", "chunk_kda"),
 }
-"""By whether decays differ by channel."""
+"""Kernels by whether decays differ by channel."""
 _LENGTHS = (200, 1, 77, 300, 62)
 """Not multiples of a chunk."""
 

@@ -21,7 +21,7 @@ from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMix
 from isthmus.families.blocks.delta_net import DeltaNet
 
 Rule = Callable[..., Tensor]
-"""With the arguments of :func:`gated_delta_rule`."""
+"""A function with the arguments of :func:`gated_delta_rule`."""
 
 
 class _Gain(nn.Module):
@@ -57,7 +57,7 @@ class GatedDeltaNet(ShardedMixer):
         super().__init__(config, pg_collection, rows=sum(rows), width=sizes.value_width, biases=(False, False))
         self.recomputed = False  # mix always is, and saves less
         self.widths = tuple(width // self.tp for width in rows)
-        """Of the sections of this rank's projection."""
+        """Columns of the sections of this rank's projection."""
         self.qkv_widths = tuple(width // self.tp for width in (sizes.key_width, sizes.key_width, sizes.value_width))
         self.sections = {"in_proj.weight": self.widths, "conv1d.weight": self.qkv_widths}
         self.conv1d = DepthwiseConvolution(
@@ -107,7 +107,7 @@ class GatedDeltaNet(ShardedMixer):
         return q, k, v.unflatten(-1, (-1, sizes.value_head_dim))
 
     def log_decays(self, decay: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """Of each head, at most 0, [T, heads, 1], in float32."""
+        """Log decays of each head, at most 0, [T, heads, 1], in float32."""
         return (-wide(a_log).exp() * F.softplus(wide(decay) + dt_bias)).unsqueeze(-1)
 
     def gated(self, normed: Tensor, weight: Tensor, gate: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class KernelCase:
     dtype: torch.dtype
     device: torch.device
     has_bias: bool = True
-    """Of a convolution."""
+    """Whether a convolution has a bias."""
 
 
 def choose_mamba_kernels(model: nn.Module) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ _PACKAGES: dict[str, tuple[str, str, str, Callable[..., Callable[..., Tensor]]]]
     "Mamba-1": ("mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _mamba1),
     _CONVOLUTIONS: ("causal_conv1d", "causal_conv1d", "causal_conv1d_fn", _convolution),
 }
-"""By case: package, module, name and what gives it the arguments of the function that it replaces."""
+"""Kernels by case: package, module, name, and the function that converts the arguments."""
 
 
 @functools.lru_cache(maxsize=4)  # shared by the layers of a step

@@ -78,7 +78,7 @@ class ShardedMixer(MegatronModule, ABC):
     sections: Mapping[str, Sequence[int]]
     """Rows of the sections of a parameter on this rank."""
     section_names: Mapping[str, Sequence[str]] = {}
-    """By module, if the sections of its parameters are tensors of their own in a checkpoint."""
+    """Names of sections by module, if they are separate tensors in a checkpoint."""
 
     def __init__(
         self, config: DecoderConfig, pg_collection: Any, *, rows: int, width: int, biases: tuple[bool, bool]

@@ -37,7 +37,7 @@ class Timing:
     kernel_ms: float
     loop_ms: float
     difference: float
-    """Of the results, relative; NaN if one is not finite, infinite if ``grouped_mm`` fails."""
+    """Relative difference of the results; NaN if one is not finite, infinite if ``grouped_mm`` fails."""
 
     @property
     def kernel(self) -> bool:

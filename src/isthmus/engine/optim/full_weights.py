@@ -58,7 +58,7 @@ class Weight:
 
     @property
     def senders(self) -> Iterator[Holder]:
-        """Of replicated weights, one replica sends."""
+        """Ranks that send a part; of replicated weights, one replica does."""
         return (holder for holder in self.holders if self.rule.shard != "whole" or holder.tp_rank == 0)
 
     def layout(self, tp_rank: int) -> Layout:
@@ -114,9 +114,9 @@ class Round:
     """Weights that are exchanged together."""
 
     names: Sequence[str]
-    """Those with elements on this rank."""
+    """Weights with elements on this rank."""
     owned: Sequence[Weight]
-    """Those that this rank has as a whole."""
+    """Weights that this rank joins and updates."""
     to_owners: _Transfers
     to_holders: _Transfers
 

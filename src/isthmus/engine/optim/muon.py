@@ -43,7 +43,7 @@ class Shard(NamedTuple):
     """This rank's elements of a weight."""
 
     parameter: Tensor
-    """Of the optimizer, float32, with the gradient."""
+    """The optimizer's copy, float32, with the gradient."""
     momentum: Tensor
     start: int
     """Number of elements before these in this rank's tensor-parallel shard."""

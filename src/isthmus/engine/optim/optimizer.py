@@ -154,7 +154,7 @@ def chain(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those of the chain with parameters on this rank."""
+    """Optimizers of the chain with parameters on this rank."""
     return [part for part in chain(optimizer) if getattr(part, "buffers", True)]  # FSDP's optimizer has no buffers
 
 

@@ -67,7 +67,7 @@ class MicroBatch:
     num_tokens: int
     """Tokens of a context-parallel rank."""
     bytes_per_element: int
-    """Of activations; FP8 matmuls save bfloat16."""
+    """Bytes of an activation; FP8 matmuls save bfloat16."""
     longest: int = 0
     """Tokens of a sample."""
     tp: int = 1
@@ -113,7 +113,7 @@ class Block:
     """Base class. Formulas are for one layer and hold for a single rank unless they have ``tp``."""
 
     prefix: ClassVar[str] = ""
-    """Of the names of its settings, such as ``moe`` of ``moe.top_k``; empty: names without a prefix."""
+    """Prefix of the names of its settings, such as ``moe`` of ``moe.top_k``; empty: none."""
 
     hidden_size: int = field(default=0, metadata=RESOLVED, repr=False)
     """Width of its inputs and outputs."""

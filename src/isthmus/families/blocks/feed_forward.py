@@ -206,7 +206,7 @@ class Experts(Block):
         return None
 
     def linears(self, tp: int = 1) -> list[Linear]:
-        """Those of every token, without routed experts."""
+        """Linear layers of every token, without routed experts."""
         return self.router_linears() + self.shared_linears(tp)
 
     def router_linears(self) -> list[Linear]:
@@ -227,7 +227,7 @@ class Experts(Block):
 
     @property
     def matmul_weights(self) -> int:
-        """Of routed experts, the ``top_k`` of a token."""
+        """Weights in a token's matmuls: of routed experts, its ``top_k``."""
         return super().matmul_weights + self.top_k * self.expert_weights
 
     def rows(self, batch: MicroBatch) -> int:

@@ -23,7 +23,7 @@ _NORMS = {
     "parallel": (2, 1, 1),
     "parallel_two_norms": (3, 2, 2),
 }
-"""By form: [T, H] tensors that norms and the projections after them save; number of norms; outputs of norms among the
+"""Counts by form: [T, H] tensors that norms and projections after them save; norms; outputs of norms among the
 tensors."""
 
 

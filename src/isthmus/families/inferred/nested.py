@@ -60,7 +60,7 @@ class LanguageSection:
         )
 
     def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Those of the language model."""
+        """Tensors of the language model."""
         return {name: shape for name, shape in shapes.items() if self.nested is None or not self.nested.is_tower(name)}
 
 

@@ -11,7 +11,7 @@ from isthmus.data.batching.batches import Batches
 from isthmus.families.architecture import Architecture
 
 _MOST_EPOCHS = 10
-"""Of fine-tuning; more memorize the samples."""
+"""Most epochs of fine-tuning without a note; more memorize the samples."""
 
 
 def data_notes(config: RunConfig, architecture: Architecture, train: Batches, steps: int) -> list[str]:

@@ -14,7 +14,7 @@ class FlashVersion(NamedTuple):
     """In torch."""
     module: str
     major: int
-    """Of the compute capability of its GPUs."""
+    """Major compute capability of its GPUs."""
 
 
 _VERSIONS = (
