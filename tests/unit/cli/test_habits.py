@@ -57,7 +57,7 @@ def test_an_option_of_another_program_is_answered_with_a_setting(
     load_config(
         "sft",
         None,
-        [answer, *(["lora.rank=8"] if "quantize" in answer else [])],
+        [answer, *(["lora.rank=8"] if answer.startswith("lora.") else [])],
         {"model": "m", "data": ["d"], "out": "o"},
     )
 
