@@ -50,7 +50,8 @@ def not_a_preset(source: str, kind: Kind) -> str | None:
     if (other := kind_of(name)) != kind and name in preset_names(other):
         what, hint = _WORDS[other]
         return f"{source} is {what}, expected {_WORDS[kind][0]}. {hint}"
-    guess = nearest(name, preset_names(kind), PREFIX)
+    names = preset_names(kind) if kind != "train" else [preset for group in _WORDS for preset in preset_names(group)]
+    guess = nearest(name, names, PREFIX)
     return f"there is no preset {name!r}. {guess} `isthmus config ls WORDS` searches them, see {PRESETS_PAGE}."
 
 

@@ -362,6 +362,21 @@ def test_preferences(tmp_path: Path) -> None:
         "ms-swift", {**SMALLEST["ms-swift"], "rlhf_type": "gkd", "teacher_model": "t", "lmbda": 0}, tmp_path
     )
     assert distill.recipe == "distill" and distill.settings["distill.teacher"] == "t"
+    assert distill.settings["distill.beta"] == 0.5
+
+
+def test_warm_up_of_axolotl(tmp_path: Path) -> None:
+    """Without a key it is 3% of the steps."""
+    config = {**SMALLEST["axolotl"], "learning_rate": 1e-4}
+    for keys, setting in (
+        ({}, {"optim.warmup_fraction": 0.03}),
+        ({"warmup_steps": 0}, {}),
+        ({"warmup_steps": 10}, {"optim.warmup_steps": 10}),
+        ({"warmup_steps": 0.1}, {"optim.warmup_fraction": 0.1}),
+        ({"warmup_ratio": 0.2}, {"optim.warmup_fraction": 0.2}),
+    ):
+        settings_ = translated("axolotl", config | keys, tmp_path).settings
+        assert {name: value for name, value in settings_.items() if "warmup" in name} == setting
 
 
 def test_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:

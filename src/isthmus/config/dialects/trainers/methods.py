@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig, tables
 
+NO_STUDENT_ANSWERS = "The teacher is distilled on the answers of the records, never on answers of the student."
 _INITS = re.compile(r"gaussian|pissa(_niter_\d+)?")
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 _DPO_LOSSES = {

@@ -13,6 +13,7 @@ from isthmus.config.dialects.trainers.data_sources import (
     put_validation,
 )
 from isthmus.config.dialects.trainers.methods import (
+    NO_STUDENT_ANSWERS,
     drop_lora,
     lora_init,
     put_lora,
@@ -178,8 +179,11 @@ def _put_preferences(keys: TrainerConfig, method: str) -> None:
             keys.put("dpo.simpo_gamma", keys.number("simpo_gamma"), "simpo_gamma")
             if not keys.has("beta"):
                 keys.put("dpo.beta", 2.0, "beta")
-    elif keys.recipe in ("kto", "distill") and keys.has("beta"):
-        keys.put(f"{keys.recipe}.beta", keys.number("beta"), "beta")
+    elif keys.recipe in ("kto", "distill"):
+        default = 0.5 if keys.recipe == "distill" else 0.1
+        keys.put(f"{keys.recipe}.beta", keys.number("beta") if keys.has("beta") else default, "beta")
+    if keys.recipe == "distill" and not keys.has("lmbda"):
+        keys.translation.remark(f"lmbda: 0.5, {keys.origin('lmbda')}", "different", NO_STUDENT_ANSWERS)
     for name in ("loss_type", "rlhf_type", "simpo_gamma"):
         keys.value(name)
     if keys.has("lmbda") and keys.number("lmbda"):

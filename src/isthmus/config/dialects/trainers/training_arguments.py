@@ -121,6 +121,8 @@ def _put_schedule_options(keys: TrainerConfig, name: str, options: Mapping[str, 
 def _put_warmup(keys: TrainerConfig) -> None:
     steps = keys.number("warmup_steps") or 0
     share = keys.number("warmup_ratio") or 0
+    if keys.has("warmup_steps") and not keys.has("warmup_ratio"):
+        share = 0
     if 0 < steps < 1:  # transformers 5
         share, steps, source = steps, 0, "warmup_steps"
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from isthmus.config.dialects.trainers.data_sources import TrainerDataSet, hub_source, is_local, put_sources, whole_split
 from isthmus.config.dialects.trainers.methods import (
+    NO_STUDENT_ANSWERS,
     drop_lora,
     lora_init,
     put_lora,
@@ -74,8 +75,9 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
         if keys.has("loss_type"):
             keys.put("kto.loss", keys.text("loss_type"), "loss_type")
     elif recipe == "distill":
-        if keys.has("beta"):
-            keys.put("distill.beta", keys.number("beta"), "beta")
+        keys.put("distill.beta", keys.number("beta") if keys.has("beta") else 0.5, "beta")
+        if not keys.has("lmbda"):
+            keys.translation.remark(f"lmbda: 0.5, {keys.origin('lmbda')}", "different", NO_STUDENT_ANSWERS)
         keys.put("distill.teacher", keys.text("teacher_model_name_or_path"), "teacher_model_name_or_path")
     elif keys.has("loss_type") and keys.text("loss_type") in ("nll", "chunked_nll"):
         keys.ignore("loss_type", "The loss is the cross entropy.")
