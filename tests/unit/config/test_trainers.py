@@ -509,11 +509,26 @@ def test_settings_on_the_command_line_win(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "theirs.yaml"
     file.write_text(TRL)
     assert (
-        main(["config", "from-trl", str(file), "optim.lr=3e-5", "--data", "mine.jsonl", "--nproc", "4", "--json"]) == 0
+        main(
+            [
+                "config",
+                "from-trl",
+                str(file),
+                "optim.lr=3e-5",
+                "train.steps=7",
+                "--data",
+                "mine.jsonl",
+                "--nproc",
+                "4",
+                "--json",
+            ]
+        )
+        == 0
     )
     result = json.loads(capsys.readouterr().out)
     assert result["config"]["optim"]["lr"] == 3e-5 and result["config"]["data"]["files"] == ["mine.jsonl"]
     assert result["config"]["train"]["global_batch_size"] == 64
+    assert result["config"]["train"]["steps"] == 7 and "epochs" not in result["config"]["train"]
     assert result["command"] == "isthmus sft run.yaml --nproc 4"
 
 

@@ -287,9 +287,9 @@ def from_swift(options: FromCommandOptions) -> int:
 def _from_trainer(
     program: Program, options: FromTrainerOptions, *, dataset_info: Path | None = None, recipe: str | None = None
 ) -> int:
-    from isthmus.cli.config.translate import print_translation
+    from isthmus.cli.config.translate import override, print_translation
     from isthmus.config.dialects.trainers.translate_trainer import translate_trainer
-    from isthmus.config.load import load_settings, origins_of
+    from isthmus.config.load import load_settings
 
     overridden = load_settings(None, None, options.overrides or [], check=False)
     translation = translate_trainer(
@@ -300,8 +300,7 @@ def _from_trainer(
         recipe=recipe,
         data=tuple(options.data or ()),
     )
-    for name, value, origin in origins_of(overridden.values, overridden.origins):
-        translation.put(name, value, origin)
+    override(translation, overridden)
     return print_translation(translation, as_json=options.as_json)
 
 

@@ -17,7 +17,8 @@ from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslat
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
 from isthmus.config.dialects.translation import Translation, World, as_yaml
 from isthmus.config.dialects.translation import as_json as translation_json
-from isthmus.config.load import load_config, load_settings, origins_of
+from isthmus.config.load import LoadedSettings, load_config, load_settings, origins_of
+from isthmus.config.schema import RunConfig
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
 
@@ -79,9 +80,22 @@ def from_primus(experiment: Path, models: Path | None, overrides: Sequence[str],
     """
     overridden = load_settings(None, None, overrides, {"data": data or None}, check=False)
     translated = translate_experiment(experiment, models)
-    for name, value, origin in origins_of(overridden.values, overridden.origins):
-        translated.translation.put(name, value, origin)
+    override(translated.translation, overridden)
     return _with_model(translated)  # the tokenizer gives the vocabulary size
+
+
+def override(translation: Translation, given: LoadedSettings) -> None:
+    """Put settings of the command line; one of exclusive settings, such as train.steps, replaces the others."""
+    for name, value, origin in origins_of(given.values, given.origins):
+        section, _, last = name.partition(".")
+        exclusive = (
+            getattr(RunConfig.model_fields[section].annotation, "exclusive", ())
+            if section in RunConfig.model_fields
+            else ()
+        )
+        for other in exclusive if last.partition(".")[0] in exclusive else ():
+            translation.settings.pop(f"{section}.{other}", None)
+        translation.put(name, value, origin)
 
 
 def print_translation(translation: Translation, *, as_json: bool, command: str = "", title: str = "") -> int:
