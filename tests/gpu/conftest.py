@@ -13,7 +13,7 @@ import torch
 from ranks.fixtures import samples
 from ranks.rank_pool import RankPool
 
-__all__ = ["one", "samples", "tolerance", "two"]
+__all__ = ["one_rank", "samples", "tolerance", "two_ranks"]
 
 ON_GPU = torch.cuda.is_available()
 
@@ -25,13 +25,13 @@ def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A single rank: on a GPU a world of one over NCCL or RCCL."""
     yield from _world(1, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Two ranks, on a GPU each."""
     if ON_GPU and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL and RCCL refuse two ranks on one")

@@ -21,12 +21,12 @@ def assert_as_expected(found: dict[str, list[Any]]) -> None:
     assert {name: values[0] for name, values in found.items()} == {name: values[1] for name, values in found.items()}
 
 
-def test_collectives_of_one_rank(one: RankPool) -> None:
-    assert_as_expected(one.run("gpu.tasks.collectives"))
+def test_collectives_of_one_rank(one_rank: RankPool) -> None:
+    assert_as_expected(one_rank.run("gpu.tasks.collectives"))
 
 
-def test_collectives_of_two_ranks(two: RankPool) -> None:
-    assert_as_expected(two.run("gpu.tasks.collectives"))
+def test_collectives_of_two_ranks(two_ranks: RankPool) -> None:
+    assert_as_expected(two_ranks.run("gpu.tasks.collectives"))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,17 @@ def test_collectives_of_two_ranks(two: RankPool) -> None:
     ],
 )
 def test_layout_trains_like_one_rank(
-    family: str, layout: dict[str, Any], one: RankPool, two: RankPool, samples: Path, tmp_path: Path, tolerance: float
+    family: str,
+    layout: dict[str, Any],
+    one_rank: RankPool,
+    two_ranks: RankPool,
+    samples: Path,
+    tmp_path: Path,
+    tolerance: float,
 ) -> None:
     model = build_model_folder(tmp_path / "model", family)
     run = {"model": model, "samples": samples, "steps": 3, "micro_batch_size": 2}
-    expected, got = one.run("ranks.tasks.train", **run), two.run("ranks.tasks.train", **run | layout)
+    expected, got = one_rank.run("ranks.tasks.train", **run), two_ranks.run("ranks.tasks.train", **run | layout)
     assert got["loss_tokens"] == expected["loss_tokens"]
     for curve in ("loss", "grad_norm"):
         assert max_relative_difference(got[curve], expected[curve]) < tolerance

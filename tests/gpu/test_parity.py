@@ -30,30 +30,30 @@ ALL_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_logits_and_gradients(family: str, one: RankPool, tmp_path: Path) -> None:
+def test_fp32_logits_and_gradients(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **SIZES.get(family, {}))
-    logits = one.run("parity.tasks.logits", model=model, other=None, lengths=LENGTHS, vocab_size=VOCAB)
+    logits = one_rank.run("parity.tasks.logits", model=model, other=None, lengths=LENGTHS, vocab_size=VOCAB)
     assert max(logits.values()) < 1e-4
-    gradients = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
+    gradients = one_rank.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
     assert max(gradients.values()) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_errors_are_those_of_transformers(family: str, one: RankPool, tmp_path: Path) -> None:
+def test_bf16_errors_are_those_of_transformers(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     """The distance of bfloat16 logits and gradients from float32 is at most 1.2 times that of transformers."""
     sizes = SIZES.get(family, {}) | ALL_EXPERTS.get(family, {})
     model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **sizes)
     for task, settings in (("rounding", {"lengths": LENGTHS}), ("gradient_rounding", {"length": 40})):
-        error = one.run(f"parity.tasks.{task}", model=model, vocab_size=VOCAB, **settings)
+        error = one_rank.run(f"parity.tasks.{task}", model=model, vocab_size=VOCAB, **settings)
         print(family, task, error)
         assert 0 < error["ours"] < 1.2 * error["theirs"], task
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_first_steps(family: str, one: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
+def test_first_steps(family: str, one_rank: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
     """Losses and gradient norms; transformers runs on the CPU in float32."""
     model = build_model_folder(tmp_path / "model", family, **SIZES.get(family, {}))
-    ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3)
-    theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    ours = one_rank.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3)
+    theirs = one_rank.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     for curve in ("loss", "grad_norm"):
         assert max_relative_difference(ours[curve], theirs[curve]) < tolerance

@@ -23,28 +23,28 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough_cases("fp32")
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=gpu)])
-def test_resume(precision: str, one: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
+def test_resume(precision: str, one_rank: RankPool, samples: Path, tmp_path: Path, tolerance: float) -> None:
     run: dict[str, Any] = {"model": build_model_folder(tmp_path / "model", "qwen3"), "samples": samples}
     run |= {"precision": precision, "steps": 4}
-    full = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "checkpoints")
-    resumed = one.run("ranks.tasks.train", **run, resume=tmp_path / "checkpoints" / "iter_0000002")
+    full = one_rank.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "checkpoints")
+    resumed = one_rank.run("ranks.tasks.train", **run, resume=tmp_path / "checkpoints" / "iter_0000002")
     for curve in ("loss", "grad_norm"):
         assert resumed[curve] == pytest.approx(full[curve][2:], rel=tolerance)
 
 
 @gpu
-def test_a_checkpoint_needs_little_memory(one: RankPool, large: Path, samples: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_needs_little_memory(one_rank: RankPool, large: Path, samples: Path, tmp_path: Path) -> None:
     """Less than one float32 copy of the weights; the state is 18 bytes a parameter."""
-    results = one.run("gpu.tasks.checkpoint_peak", model=large, samples=samples, precision="bf16", root=tmp_path)
+    results = one_rank.run("gpu.tasks.checkpoint_peak", model=large, samples=samples, precision="bf16", root=tmp_path)
     assert results["peak"] - results["before"] < 4 * results["parameters"], results
 
 
 @gpu
-def test_offload_lowers_the_peak(one: RankPool, large: Path, samples: Path) -> None:
+def test_offload_lowers_the_peak(one_rank: RankPool, large: Path, samples: Path) -> None:
     """By most of the 8 bytes a parameter that the moments have: they are never on the GPU all at once."""
     run = {"model": large, "samples": samples, "precision": "bf16"}
     remaining, offloaded = (
-        one.run("gpu.tasks.training_peak", **run, optim={"offload": offload}) for offload in (False, True)
+        one_rank.run("gpu.tasks.training_peak", **run, optim={"offload": offload}) for offload in (False, True)
     )
     assert remaining["peak"] - offloaded["peak"] > 6 * remaining["parameters"], (remaining, offloaded)
 
@@ -52,11 +52,11 @@ def test_offload_lowers_the_peak(one: RankPool, large: Path, samples: Path) -> N
 @gpu
 @pytest.mark.parametrize(("family", "precision", "tolerance"), [("qwen3", "fp32", 1e-4), ("qwen3_moe", "bf16", 2e-2)])
 def test_compiled_regions(
-    family: str, precision: str, tolerance: float, one: RankPool, samples: Path, tmp_path: Path
+    family: str, precision: str, tolerance: float, one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
     """They compute what eager regions do, and other lengths do not compile them again."""
     run = {"model": build_model_folder(tmp_path / "model", family), "samples": samples, "precision": precision}
-    results = one.run("gpu.tasks.compiled", **run, steps=6, timeout_s=540)
+    results = one_rank.run("gpu.tasks.compiled", **run, steps=6, timeout_s=540)
     assert results["compiled"] == pytest.approx(results["eager"], rel=tolerance)
     early, late = results["graphs"]
     assert late == early > 0, results

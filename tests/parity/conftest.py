@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ranks.fixtures import four, models, one, samples, two, worlds
+from ranks.fixtures import four_ranks, models, one_rank, samples, two_ranks, worlds
 
-__all__ = ["four", "models", "one", "samples", "two", "worlds"]
+__all__ = ["four_ranks", "models", "one_rank", "samples", "two_ranks", "worlds"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,14 +53,14 @@ BUILT_IN = ["gemma2", "gpt_neox", "gpt2", "olmo2", "mixtral"]
 
 
 @pytest.fixture(scope="module")
-def converted(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def converted(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Model folder and result of each case."""
     folder = tmp_path_factory.mktemp("converted")
     models = [
         build_model_folder(folder / case, kind, dtype=torch.bfloat16, **settings)
         for case, (kind, settings) in ACCEPTED.items()
     ]
-    done = one.run(
+    done = one_rank.run(
         "parity.tasks.convert_with_inferred_family", models=[str(m) for m in models], lengths=LENGTHS, vocab_size=VOCAB
     )
     return dict(zip(ACCEPTED, zip(models, done, strict=True), strict=True))
@@ -113,7 +113,7 @@ def _config(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
+def test_unproven_mapping_is_refused(one_rank: RankPool, tmp_path: Path) -> None:
     command_lines = []
     for case, (kind, settings, _) in REFUSED.items():
         folder = tmp_path / case
@@ -121,7 +121,7 @@ def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
         config = AutoConfig.for_model(kind, **{**SIZES, **settings}).to_dict()
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         command_lines.append(["convert", str(folder), f"{folder}-megatron", "--learn", "--keep", f"{folder}-families"])
-    done = one.run("parity.tasks.commands", command_lines=command_lines)
+    done = one_rank.run("parity.tasks.commands", command_lines=command_lines)
     for (kind, _, reason), result in zip(REFUSED.values(), done, strict=True):
         line = result["err"].splitlines()[-1]
         print(line)
@@ -130,31 +130,31 @@ def test_unproven_mapping_is_refused(one: RankPool, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
 
 
-def test_settings_that_small_models_do_not_show(one: RankPool) -> None:
+def test_settings_that_small_models_do_not_show(one_rank: RankPool) -> None:
     configs = [AutoConfig.for_model(kind, **{**SIZES, **settings}).to_dict() for kind, settings, _ in LATE.values()]
-    errors = one.run("parity.tasks.refusals_of_inference", configs=configs)
+    errors = one_rank.run("parity.tasks.refusals_of_inference", configs=configs)
     for (case, (_, _, reason)), error in zip(LATE.items(), errors, strict=True):
         assert error is not None and reason in error, (case, error)
 
 
-def test_features_that_usual_small_models_hide(one: RankPool) -> None:
+def test_features_that_usual_small_models_hide(one_rank: RankPool) -> None:
     tricks = {"none": {}, **{trick: settings for trick, (settings, _) in TRICKS.items()}}
-    first, *errors = one.run("parity.tasks.refusals_of_strange_models", tricks=tricks)
+    first, *errors = one_rank.run("parity.tasks.refusals_of_strange_models", tricks=tricks)
     assert first is None, first
     for (trick, (_, reason)), error in zip(TRICKS.items(), errors, strict=True):
         assert error is not None and reason in error, (trick, error)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
-def test_small_weights_show_the_epsilon_of_norms(kind: str, one: RankPool) -> None:
+def test_small_weights_show_the_epsilon_of_norms(kind: str, one_rank: RankPool) -> None:
     config = AutoConfig.for_model(kind, **SIZES, rms_norm_eps=1e-6).to_dict()
-    results = one.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
+    results = one_rank.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
     print(kind, results)
     assert results["usual"] < TOLERANCE < 1e-3 < results["small"] and results["right"] < TOLERANCE
 
 
-def test_inferred_family_equals_built_in_family(one: RankPool) -> None:
+def test_inferred_family_equals_built_in_family(one_rank: RankPool) -> None:
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     configs = [AutoConfig.for_model(kind, **sizes).to_dict() for kind in BUILT_IN]
-    results = one.run("parity.tasks.compare_inferred_families", configs=configs)
+    results = one_rank.run("parity.tasks.compare_inferred_families", configs=configs)
     assert dict(zip(BUILT_IN, results, strict=True)) == {kind: [] for kind in BUILT_IN}

@@ -212,11 +212,11 @@ def test_every_family_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, one: RankPool, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, one_rank: RankPool, tmp_path: Path) -> None:
     family, settings, off = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
     other = None if off is None else build_model_folder(tmp_path / "other", family, **{**_plain(settings), **off})
-    results = one.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
+    results = one_rank.run("parity.tasks.logits", model=model, other=other, lengths=LENGTHS, vocab_size=VOCAB)
     assert results["theirs"] < 1e-4
     assert results["packed"] < 1e-5
     assert off is None or results["other"] > 1e-2
@@ -227,9 +227,9 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
-def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, tmp_path: Path) -> None:
+def test_bf16_error_is_at_most_that_of_transformers(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)
-    results = one.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
+    results = one_rank.run("parity.tasks.rounding", model=model, lengths=[97, 40], vocab_size=VOCAB)
     assert results["ours"] < 1.5 * results["theirs"]
 
 
@@ -237,11 +237,11 @@ def test_bf16_error_is_at_most_that_of_transformers(family: str, one: RankPool, 
 @pytest.mark.parametrize(
     "case", ["qwen3-tied", "qwen2-untied", "qwen2_moe-shared", "deepseek_v3", "gpt_oss", "isthmus"]
 )
-def test_logits_on_two_ranks(case: str, length: int, two: RankPool, tmp_path: Path) -> None:
+def test_logits_on_two_ranks(case: str, length: int, two_ranks: RankPool, tmp_path: Path) -> None:
     family, settings, _ = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)
     tokens = [(7 * index + 3) % VOCAB for index in range(length)]
-    ours = torch.tensor(two.run("ranks.tasks.logits_of", model=model, tokens=tokens, tp=2))
+    ours = torch.tensor(two_ranks.run("ranks.tasks.logits_of", model=model, tokens=tokens, tp=2))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([tokens])).logits[0]
     assert ours.shape == (length, SIZES["vocab_size"])
@@ -261,7 +261,7 @@ LAID_OVER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "keys", "rope"), LAID_OVER, ids=["yarn", "linear", "llama3"])
 def test_rotary_settings_over_weights(
-    family: str, keys: dict[str, Any], rope: dict[str, Any], one: RankPool, tmp_path: Path
+    family: str, keys: dict[str, Any], rope: dict[str, Any], one_rank: RankPool, tmp_path: Path
 ) -> None:
     """The exported config gives transformers our logits, which are those of its own settings."""
     base = build_model_folder(tmp_path / "base", family)
@@ -270,7 +270,7 @@ def test_rotary_settings_over_weights(
     exported = shutil.copytree(base, tmp_path / "exported")
     config = own.to_hf_config(own.to_architecture(outcome.config), outcome.config)
     (exported / "config.json").write_text(json.dumps(config))
-    result = one.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
+    result = one_rank.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
     assert result["theirs"] < 1e-4 and result["other"] > 1e-3
     assert config["max_position_embeddings"] == keys.get("max_position_embeddings", 128)
     theta = keys.get("rope_theta", 10000.0)
@@ -281,20 +281,20 @@ def test_rotary_settings_over_weights(
         assert torch.equal(theirs(tokens).logits, again)
 
 
-def test_two_models_in_one_process(one: RankPool, tmp_path: Path) -> None:
+def test_two_models_in_one_process(one_rank: RankPool, tmp_path: Path) -> None:
     models = [build_model_folder(tmp_path / family, family) for family in ("llama", "qwen3")]
     tokens = [1, 5, 9, 2]
-    ours = one.run("parity.tasks.logits_of_models", models=[str(model) for model in models], tokens=tokens)
+    ours = one_rank.run("parity.tasks.logits_of_models", models=[str(model) for model in models], tokens=tokens)
     for folder, result in zip(models, ours, strict=True):
         with torch.no_grad():
             theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, -1]
         assert torch.allclose(torch.tensor(result), theirs, atol=1e-4)
 
 
-def test_limits_of_swiglu_by_layer(one: RankPool, tmp_path: Path) -> None:
+def test_limits_of_swiglu_by_layer(one_rank: RankPool, tmp_path: Path) -> None:
     routed, others = [None, None, 0.02, 0.01], [None, 0.015, None, 0.02]
     model = build_model_folder(tmp_path, "bailing_hybrid")
-    results = one.run(
+    results = one_rank.run(
         "parity.tasks.limited_logits", model=model, routed=routed, others=others, lengths=[40, 3], vocab_size=VOCAB
     )
     assert results["limited"] <= 1e-5 and results["theirs"] > 1e-3

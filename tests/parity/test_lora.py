@@ -54,32 +54,36 @@ def test_twenty_steps_and_the_exported_adapter_equal_peft(
     model: dict[str, Any],
     lora: dict[str, Any],
     layout: dict[str, Any],
-    one: RankPool,
-    two: RankPool,
+    one_rank: RankPool,
+    two_ranks: RankPool,
     samples: Path,
     tmp_path: Path,
 ) -> None:
     if "quantize" in lora:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
     base = build_model_folder(tmp_path / "base", family, **model)
-    world = two if layout else one
+    world = two_ranks if layout else one_rank
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
     decay = 0.0 if "lr_ratio" in lora else 0.1  # in PEFT's LoRA+ also that of magnitudes
     settings["optim"] = {"weight_decay": decay}
     ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
     reference = {"model": base, "samples": samples, "adapter": tmp_path / "before", "quantize": lora.get("quantize")}
     reference |= {"lr_ratio": lora.get("lr_ratio", 1.0), "weight_decay": decay}
-    theirs = one.run("parity.tasks.train", **reference, lr=ours["lr"])
+    theirs = one_rank.run("parity.tasks.train", **reference, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
     assert ours["loss"][-1] < ours["loss"][0] - 0.1
     _check_exports(base, tmp_path)
 
 
-def test_exported_adapter_of_pissa_is_for_the_original_weights(one: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_exported_adapter_of_pissa_is_for_the_original_weights(
+    one_rank: RankPool, samples: Path, tmp_path: Path
+) -> None:
     base = build_model_folder(tmp_path / "base", "gpt2")
     lora = {"rank": 4, "init": "pissa", "targets": ["c_attn", "mlp.c_proj"], "lr_ratio": 4}
-    one.run("ranks.tasks.train", model=base, samples=samples, micro_batch_size=2, steps=5, lora=lora, exports=tmp_path)
+    one_rank.run(
+        "ranks.tasks.train", model=base, samples=samples, micro_batch_size=2, steps=5, lora=lora, exports=tmp_path
+    )
     _check_exports(base, tmp_path)
 
 

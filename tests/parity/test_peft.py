@@ -52,7 +52,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.thorough_cases("qwen3-dora")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_existing_adapter_is_that_of_peft(
-    name: str, one: RankPool, two: RankPool, samples: Path, tmp_path: Path
+    name: str, one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path
 ) -> None:
     family, settings = ADAPTERS[name]
     base = build_model_folder(tmp_path / "base", family, tie_word_embeddings=False, num_hidden_layers=2)
@@ -60,7 +60,7 @@ def test_existing_adapter_is_that_of_peft(
     convert(base, tmp_path / "merged", "hf", adapter=adapter)
     run: dict[str, Any] = {"samples": samples, "steps": 0, "evaluate": True}
     plain, merged = (
-        one.run("ranks.tasks.train", model=tmp_path / model, **run)["valid_before"] for model in ("base", "merged")
+        one_rank.run("ranks.tasks.train", model=tmp_path / model, **run)["valid_before"] for model in ("base", "merged")
     )
     assert abs(merged - plain) > 1e-3
     lora = {"path": str(adapter)}
@@ -68,17 +68,19 @@ def test_existing_adapter_is_that_of_peft(
     for layout in {"qwen3": [{"tp": 2}, {"pp": 2}], "phi3": [{"tp": 2}], "deepseek_v3": [{}, {"tp": 2}, {"ep": 2}]}[
         family
     ]:
-        world = two if layout else one
+        world = two_ranks if layout else one_rank
         loss = world.run("ranks.tasks.train", model=base, lora=lora, **run, **layout)["valid_before"]
         assert loss == pytest.approx(merged, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"tp": 2, "etp": 1}], ids=str)
-def test_exported_adapter_of_experts(layout: dict[str, int], two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_exported_adapter_of_experts(
+    layout: dict[str, int], two_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     base = build_model_folder(tmp_path / "base", "deepseek_v3", num_hidden_layers=2)
     targets = ["o_proj", "experts.gate_up_proj", "experts.down_proj", "shared_experts.down_proj"]
     lora = {"rank": 3, "alpha": 24, "targets": targets}
-    two.run("ranks.tasks.train", model=base, samples=samples, steps=4, lora=lora, exports=tmp_path, **layout)
+    two_ranks.run("ranks.tasks.train", model=base, samples=samples, steps=4, lora=lora, exports=tmp_path, **layout)
     with torch.no_grad():
         plain, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("base", "hf"))
         tokens = torch.arange(24)[None]
@@ -91,27 +93,29 @@ def test_exported_adapter_of_experts(layout: dict[str, int], two: RankPool, samp
     assert all(torch.allclose(ours[name], tensor, atol=1e-6, rtol=0) for name, tensor in theirs.items())
 
 
-def test_checkpoint_of_adapters_is_not_converted(one: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_adapters_is_not_converted(one_rank: RankPool, samples: Path, tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "llama", num_hidden_layers=1)
     lora = {"rank": 2, "targets": "q_proj"}
-    one.run("ranks.tasks.train", model=base, samples=samples, steps=1, save_at=[1], root=tmp_path / "saved", lora=lora)
+    one_rank.run(
+        "ranks.tasks.train", model=base, samples=samples, steps=1, save_at=[1], root=tmp_path / "saved", lora=lora
+    )
     with pytest.raises(
         UsageError, match=r"saved has the adapters of a run with lora .* isthmus merge BASE RUN/adapter"
     ):
         convert(tmp_path / "saved", tmp_path / "out")
 
 
-def test_pissa_starts_as_in_peft(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_pissa_starts_as_in_peft(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     """The model computes what it did; adapters and remaining weights are those of PEFT, also with split weights."""
     base = build_model_folder(tmp_path / "base", "qwen3", tie_word_embeddings=False, num_hidden_layers=2)
     lora = {"rank": 3, "alpha": 5, "init": "pissa", "targets": ["q_proj", "o_proj", "up_proj"]}
     run: dict[str, Any] = {"model": base, "samples": samples, "micro_batch_size": 2}
-    plain = one.run("ranks.tasks.train", steps=0, evaluate=True, **run)["valid_before"]
-    alone = one.run("ranks.tasks.train", steps=3, evaluate=True, lora=lora, **run)
+    plain = one_rank.run("ranks.tasks.train", steps=0, evaluate=True, **run)["valid_before"]
+    alone = one_rank.run("ranks.tasks.train", steps=3, evaluate=True, lora=lora, **run)
     assert alone["valid_before"] == pytest.approx(plain, rel=1e-6)
-    results = two.run("ranks.tasks.train", steps=3, lora=lora, tp=2, **run)
+    results = two_ranks.run("ranks.tasks.train", steps=3, lora=lora, tp=2, **run)
     assert results["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    fast = one.run("ranks.tasks.train", steps=0, evaluate=True, lora=lora | {"init": "pissa_niter_4"}, **run)
+    fast = one_rank.run("ranks.tasks.train", steps=0, evaluate=True, lora=lora | {"init": "pissa_niter_4"}, **run)
     assert fast["valid_before"] == pytest.approx(plain, rel=1e-6)
 
 

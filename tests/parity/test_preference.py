@@ -14,16 +14,16 @@ from ranks.tiny import build_model_folder, build_pairs
 @pytest.mark.thorough_cases("0.2-0.5")
 @pytest.mark.parametrize(("smoothing", "sft_weight"), [(0.0, 0.0), (0.2, 0.5)])
 def test_five_steps_equal_plain_transformers(
-    smoothing: float, sft_weight: float, one: RankPool, tmp_path: Path
+    smoothing: float, sft_weight: float, one_rank: RankPool, tmp_path: Path
 ) -> None:
     """Isthmus packs pairs; the reference runs each sample alone."""
     model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     pairs = build_pairs(tmp_path / "pairs")
     dpo = {"beta": 0.3, "label_smoothing": smoothing, "sft_weight": sft_weight}
     run = {"model": model, "samples": pairs, "steps": 5, "micro_batch_size": 4}
-    ours = one.run("ranks.tasks.train", dpo=dpo, **run)
+    ours = one_rank.run("ranks.tasks.train", dpo=dpo, **run)
     reference = {"beta": 0.3, "smoothing": smoothing, "sft_weight": sft_weight}
-    theirs = one.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **reference)
+    theirs = one_rank.run("parity.preference_loss.train", model=model, samples=pairs, lr=ours["lr"], **reference)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
     # In the first step both rewards are equal, and rounding decides the accuracy.

@@ -90,14 +90,14 @@ def test_export_equals_transformers_file(
 @pytest.mark.parametrize(
     ("family", "layout"), [*OTHERS, *(pytest.param(*each, marks=pytest.mark.thorough) for each in FURTHER)], ids=str
 )
-def test_export_of_other_families(family: str, layout: dict[str, int], two: RankPool, tmp_path: Path) -> None:
-    assert_exports_unchanged(two, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
+def test_export_of_other_families(family: str, layout: dict[str, int], two_ranks: RankPool, tmp_path: Path) -> None:
+    assert_exports_unchanged(two_ranks, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_export_of_moe_families(family: str, two: RankPool, tmp_path: Path) -> None:
+def test_export_of_moe_families(family: str, two_ranks: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", family, num_hidden_layers=2)
-    assert_exports_unchanged(two, source, tmp_path / "export", tp=2)
+    assert_exports_unchanged(two_ranks, source, tmp_path / "export", tp=2)
 
 
 def assert_exports_unchanged(world: RankPool, source: Path, export: Path, **layout: int) -> None:
@@ -108,9 +108,9 @@ def assert_exports_unchanged(world: RankPool, source: Path, export: Path, **layo
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bf16_weights_keep_dtype_and_bytes(precision: str, two: RankPool, tmp_path: Path) -> None:
+def test_bf16_weights_keep_dtype_and_bytes(precision: str, two_ranks: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "qwen3", dtype=torch.bfloat16)
-    two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision=precision)
+    two_ranks.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision=precision)
     assert_same_tensors(tmp_path / "export", source)
     assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
 
@@ -119,7 +119,7 @@ def test_bf16_weights_keep_dtype_and_bytes(precision: str, two: RankPool, tmp_pa
 @pytest.mark.parametrize(
     ("family", "count"), [("qwen3_5_text", 4), ("kimi_linear", 4), ("falcon_h1", 12), ("mamba", 8)]
 )
-def test_parameters_of_recurrences_keep_float32(family: str, count: int, two: RankPool, tmp_path: Path) -> None:
+def test_parameters_of_recurrences_keep_float32(family: str, count: int, two_ranks: RankPool, tmp_path: Path) -> None:
     """Published files have them in float32 beside bf16 weights; rounding them changes every decay."""
     settings = TINY_FAMILIES[family].training | {"num_hidden_layers": 4}
     source = build_model_folder(tmp_path / "source", family, dtype=torch.bfloat16, **settings)
@@ -128,20 +128,20 @@ def test_parameters_of_recurrences_keep_float32(family: str, count: int, two: Ra
     tensors |= {name: torch.randn(tensors[name].shape, generator=random) for name in wide}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert len(wide) == count
-    two.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision="bf16")
+    two_ranks.run("ranks.tasks.export", model=source, destination=tmp_path / "export", tp=2, precision="bf16")
     assert_same_tensors(tmp_path / "export", source)
     convert(source, tmp_path / "megatron", to="torch_dist", dtype=torch.bfloat16)
     convert(tmp_path / "megatron", tmp_path / "back", to="hf")
     assert_same_tensors(tmp_path / "back", source)
-    two.run("ranks.tasks.export", model=source, destination=tmp_path / "narrow", tp=2, dtype="bfloat16")
+    two_ranks.run("ranks.tasks.export", model=source, destination=tmp_path / "narrow", tp=2, dtype="bfloat16")
     assert_same_tensors(tmp_path / "narrow", source)
     convert(source, tmp_path / "wide", to="hf", dtype=torch.float32)
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "wide").values()} == {torch.float32}
 
 
-def test_export_dtype(one: RankPool, tmp_path: Path) -> None:
+def test_export_dtype(one_rank: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama")
-    one.run("ranks.tasks.export", model=source, destination=tmp_path / "export", dtype="bfloat16")
+    one_rank.run("ranks.tasks.export", model=source, destination=tmp_path / "export", dtype="bfloat16")
     ours, theirs = tensors_of(tmp_path / "export"), tensors_of(source)
     assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in theirs.items())
     assert json.loads((tmp_path / "export/config.json").read_text())["dtype"] == "bfloat16"
@@ -171,11 +171,11 @@ def test_sharded_files(
     assert_loads_without_warnings(export)
 
 
-def test_existing_export_is_not_overwritten(one: RankPool, tmp_path: Path) -> None:
+def test_existing_export_is_not_overwritten(one_rank: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "llama")
     (tmp_path / "export").mkdir()
     (tmp_path / "export/user.txt").write_text("text")
-    refused = one.run("ranks.tasks.refusal", task="export", model=source, destination=tmp_path / "export")
+    refused = one_rank.run("ranks.tasks.refusal", task="export", model=source, destination=tmp_path / "export")
     assert (refused["kind"], refused["code"]) == ("OutputExists", 73)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["user.txt"]

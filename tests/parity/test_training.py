@@ -37,9 +37,9 @@ ONE_OF_EACH_MIXER = ("kimi_linear", "qwen3_next", "nemotron_h", "jamba", "lfm2",
 
 
 @pytest.mark.parametrize("family", sorted(all_families()))
-def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_path: Path) -> None:
+def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **{"num_hidden_layers": 2, **SETTINGS.get(family, {})})
-    results = one.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
+    results = one_rank.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
     config = ModelFolder.open(model).config
     arch = all_families()[family].to_architecture(config)
     placements = all_families()[family].placements(arch).values()
@@ -60,11 +60,11 @@ def test_gradients_in_a_custom_training_loop(family: str, one: RankPool, tmp_pat
     ],
 )
 def test_twenty_steps_equal_plain_transformers(
-    family: str, settings: dict[str, Any], one: RankPool, samples: Path, tmp_path: Path
+    family: str, settings: dict[str, Any], one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "model", family, **settings)
-    ours = one.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
-    theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    ours = one_rank.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
+    theirs = one_rank.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
@@ -110,14 +110,14 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     family: str,
     settings: dict[str, Any],
     layout: dict[str, Any],
-    one: RankPool,
-    two: RankPool,
+    one_rank: RankPool,
+    two_ranks: RankPool,
     samples: Path,
     tmp_path: Path,
 ) -> None:
     model = build_model_folder(tmp_path / "model", family, **settings)
-    ours = two.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
-    theirs = one.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    ours = two_ranks.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
+    theirs = one_rank.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
 
@@ -133,10 +133,10 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     ],
 )
 def test_dropout_is_where_transformers_has_it(
-    family: str, keys: tuple[str, ...], one: RankPool, tmp_path: Path
+    family: str, keys: tuple[str, ...], one_rank: RankPool, tmp_path: Path
 ) -> None:
     rates = dict(zip(keys, (0.2, 0.3, 0.4), strict=False))
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4}
     model = build_model_folder(tmp_path / "model", family, **sizes, **rates)
-    results = one.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
+    results = one_rank.run("parity.tasks.dropout", model=model, length=40, vocab_size=VOCAB)
     assert max(results["logits"], results["gradient"]) < 2e-5 and results["without"] > 0.05

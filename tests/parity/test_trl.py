@@ -144,11 +144,13 @@ def _loss_and_margin(found: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Tens
         ("orpo", 0.0, {}),
     ],
 )
-def test_losses_equal_trl(loss: str, smoothing: float, more: dict[str, Any], one: RankPool, tmp_path: Path) -> None:
+def test_losses_equal_trl(
+    loss: str, smoothing: float, more: dict[str, Any], one_rank: RankPool, tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     pairs = build_pairs(tmp_path / "pairs")
     settings = {"beta": BETA, "loss": loss, "label_smoothing": smoothing} | more
-    ours = one.run("ranks.tasks.train", model=model, samples=pairs, steps=4, micro_batch_size=4, dpo=settings)
+    ours = one_rank.run("ranks.tasks.train", model=model, samples=pairs, steps=4, micro_batch_size=4, dpo=settings)
     policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
     if loss in ("simpo", "cpo"):
         loss_of = cpo_loss(policy, tmp_path / "trl", loss=loss, smoothing=smoothing)

@@ -26,7 +26,7 @@ def inputs(batch: PackedBatch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
+def test_losses_equal_trl(loss: str, one_rank: RankPool, tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
@@ -34,7 +34,7 @@ def test_losses_equal_trl(loss: str, one: RankPool, tmp_path: Path) -> None:
     samples = build_answers(tmp_path / "answers")
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     kto = {"beta": BETA, "loss": loss, **weights}
-    ours = one.run("ranks.tasks.train", model=model, samples=samples, steps=4, micro_batch_size=2, kto=kto)
+    ours = one_rank.run("ranks.tasks.train", model=model, samples=samples, steps=4, micro_batch_size=2, kto=kto)
     policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
     trainer = KTOTrainer(
         model=policy,

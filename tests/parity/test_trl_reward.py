@@ -20,7 +20,7 @@ from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder, build_pairs, open_
 CENTER = 0.05
 
 
-def test_losses_equal_trl(one: RankPool, tmp_path: Path) -> None:
+def test_losses_equal_trl(one_rank: RankPool, tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
@@ -30,8 +30,8 @@ def test_losses_equal_trl(one: RankPool, tmp_path: Path) -> None:
     # The first run makes the head, and exports the model that both programs train.
     common: dict[str, Any] = {"samples": samples, "reward": reward}
     model = tmp_path / "model"
-    one.run("ranks.tasks.save_and_export", model=base, root=tmp_path / "root", destination=model, **common)
-    ours = one.run("ranks.tasks.train", model=model, steps=4, micro_batch_size=2, **common)
+    one_rank.run("ranks.tasks.save_and_export", model=base, root=tmp_path / "root", destination=model, **common)
+    ours = one_rank.run("ranks.tasks.train", model=model, steps=4, micro_batch_size=2, **common)
     network = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
     assert network.config.num_labels == 1 and tuple(network.score.weight.shape) == (1, 32)
     network.config.pad_token_id = VOCAB  # no sample has it

@@ -150,15 +150,15 @@ def run(world: RankPool, command_lines: dict[str, list[str]]) -> Done:
 
 
 @pytest.fixture(scope="module")
-def injected(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def injected(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     known = {name: fault for name, fault in FAULTS.items() if fault.family in all_families()}
-    return run(one, {name: inject(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
+    return run(one_rank, {name: inject(fault, tmp_path_factory.mktemp("fault")) for name, fault in known.items()})
 
 
 @pytest.fixture(scope="module")
-def clean(one: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def clean(one_rank: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Done:
     pairs = {family: pair(tmp_path_factory.mktemp(family), family) for family in ARCHETYPES}
-    return run(one, {family: [*paths, "--layer-by-layer", "--json"] for family, paths in pairs.items()})
+    return run(one_rank, {family: [*paths, "--layer-by-layer", "--json"] for family, paths in pairs.items()})
 
 
 @pytest.mark.parametrize("name", FAULT_CASES)
@@ -182,14 +182,14 @@ def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
     assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in result["logits_run"]
 
 
-def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> None:
+def test_whole_model_and_layerwise_runs_agree(one_rank: RankPool, tmp_path: Path) -> None:
     hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     convert(Path(hf), tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))
     other, legacy = str(shutil.copytree(hf, tmp_path / "other")), str(tmp_path / "legacy")
     results = {
         name: json.loads(done["out"])
         for name, done in run(
-            one,
+            one_rank,
             {
                 "whole": [hf, megatron, "--json"],
                 "by layer": [hf, megatron, "--json", "--layer-by-layer"],
@@ -205,7 +205,7 @@ def test_whole_model_and_layerwise_runs_agree(one: RankPool, tmp_path: Path) -> 
         assert results[name]["logits_max_abs"] == 0 and name in results[name]["logits_run"]
 
 
-def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path) -> None:
+def test_samples_tolerance_and_incomparable_models(one_rank: RankPool, tmp_path: Path) -> None:
     window = pair(tmp_path / "window", "mistral", sliding_window=70)
     half = tmp_path / "half"
     convert(Path(window[0]), half, "hf", dtype=torch.bfloat16)
@@ -216,7 +216,7 @@ def test_samples_tolerance_and_incomparable_models(one: RankPool, tmp_path: Path
     tensors["lm_head.weight"][3] = torch.nan
     save_file(tensors, nan / "model.safetensors", {"format": "pt"})
     done = run(
-        one,
+        one_rank,
         {
             "window": [*window, "--json"],
             "shorter": [*window, "--json", "--tokens", "8"],
@@ -246,7 +246,7 @@ def in_fp8(tensors: Tensors) -> Tensors:
     return result
 
 
-def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None:
+def test_quantized_weights_and_mtp_layers(one_rank: RankPool, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "hf", "deepseek_v3", dtype=torch.bfloat16, num_mtp_layers=1)
     path = folder / "model.safetensors"
     config = json.loads((folder / "config.json").read_text())
@@ -259,7 +259,7 @@ def test_quantized_weights_and_mtp_layers(one: RankPool, tmp_path: Path) -> None
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     convert(folder, tmp_path / "megatron")
     args = [str(folder), str(tmp_path / "megatron"), "--json"]
-    for done in run(one, {"whole": args, "by layer": [*args, "--layer-by-layer"]}).values():
+    for done in run(one_rank, {"whole": args, "by layer": [*args, "--layer-by-layer"]}).values():
         assert done["code"] == 0, done["err"]
         assert 0 < json.loads(done["out"])["logits_max_abs"] < 1e-5
 

@@ -21,25 +21,25 @@ def _world(size: int, factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """A single rank in a separate process, so that other tests run without the CPU adapter."""
     yield from _world(1, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     yield from _world(4, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def worlds(one: RankPool, two: RankPool, four: RankPool) -> dict[int, RankPool]:
+def worlds(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> dict[int, RankPool]:
     """Rank pools by size."""
-    return {1: one, 2: two, 4: four}
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
 
 
 @pytest.fixture(scope="session")

@@ -43,9 +43,9 @@ def test_every_example_is_tested() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []
 
 
-def test_plain_loop(model: Path, one: RankPool, two: RankPool, tmp_path: Path) -> None:
-    losses = one.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "one"])
-    sharded = two.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "two"])
+def test_plain_loop(model: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
+    losses = one_rank.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "one"])
+    sharded = two_ranks.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "two"])
     assert sharded == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0] - 0.4
     assert changed(model, tmp_path / "two") and (tmp_path / "two" / "tokenizer.json").is_file()
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
@@ -54,40 +54,40 @@ def test_plain_loop(model: Path, one: RankPool, two: RankPool, tmp_path: Path) -
 @pytest.mark.thorough_cases("deepseek_v3")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt2"])
 def test_plain_loop_updates_replicated_parameters_alike(
-    family: str, one: RankPool, two: RankPool, tmp_path: Path
+    family: str, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2} if family == "gpt2" else {}
     model = build_model_folder(tmp_path / "model", family, **dropout)
-    one.run("ranks.bridge_tasks.train_plainly", model=model, destination=tmp_path / "one")
+    one_rank.run("ranks.bridge_tasks.train_plainly", model=model, destination=tmp_path / "one")
     before, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "one"))
     for name, tensor in expected.items():
         assert not torch.equal(tensor, before[name]) or "e_score_correction_bias" in name or "experts" in name, name
     for sp in (False, True):
         out = tmp_path / f"sp-{sp}"
-        two.run("ranks.bridge_tasks.train_plainly", model=model, destination=out, tp=2, sp=sp)
+        two_ranks.run("ranks.bridge_tasks.train_plainly", model=model, destination=out, tp=2, sp=sp)
         got = load_file(out / "model.safetensors")
         assert {name for name, tensor in expected.items() if (got[name] - tensor).abs().max() > 2e-6} == set()
 
 
 @pytest.mark.thorough
-def test_parallel_loop(model: Path, one: RankPool, four: RankPool, tmp_path: Path) -> None:
+def test_parallel_loop(model: Path, one_rank: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
     name = "train_loop_parallel.py"
-    losses = one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "one"])
+    losses = one_rank.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "one"])
     for layout in (["tp=2", "pp=2"], ["pp=2"]):
         out = tmp_path / "-".join(layout)
-        sharded = four.run("ranks.bridge_tasks.run_example", name=name, args=[model, out, *layout])
+        sharded = four_ranks.run("ranks.bridge_tasks.run_example", name=name, args=[model, out, *layout])
         assert sharded == pytest.approx(losses, rel=1e-5)
         assert changed(model, out)
     assert losses[-1] < losses[0] - 0.4
 
 
-def test_engine_gets_the_trained_weights(model: Path, two: RankPool) -> None:
-    two.run("ranks.bridge_tasks.run_example", name="update_inference_engine.py", args=[model])
+def test_engine_gets_the_trained_weights(model: Path, two_ranks: RankPool) -> None:
+    two_ranks.run("ranks.bridge_tasks.run_example", name="update_inference_engine.py", args=[model])
 
 
 @pytest.mark.parametrize("name", ["convert_checkpoints.py", "register_family.py"])
-def test_conversion_examples(name: str, model: Path, one: RankPool, tmp_path: Path) -> None:
-    one.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "out"])
+def test_conversion_examples(name: str, model: Path, one_rank: RankPool, tmp_path: Path) -> None:
+    one_rank.run("ranks.bridge_tasks.run_example", name=name, args=[model, tmp_path / "out"])
     for folder in ("hf",) if name == "convert_checkpoints.py" else ("acme-again", "acme-live"):
         assert (tmp_path / "out" / folder / "model.safetensors").is_file()
 
@@ -117,18 +117,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_exported_weights_are_those_of_the_file(
-    name: str, layout: dict[str, Any], folders: dict[str, Path], two: RankPool
+    name: str, layout: dict[str, Any], folders: dict[str, Path], two_ranks: RankPool
 ) -> None:
     names = sorted(load_file(folders[name] / "model.safetensors"))
-    first, second = two.run("ranks.bridge_tasks.export_weights", model=folders[name], **layout)
+    first, second = two_ranks.run("ranks.bridge_tasks.export_weights", model=folders[name], **layout)
     assert first["names"] == names and second["names"] == ([] if "rank0_only" in layout else names)
     assert first["different"] == second["different"] == []
     assert 0 < first["peak"] < 0.3  # of the bytes of the model, which has four layers
 
 
-def test_calls_of_megatron_bridge(model: Path, four: RankPool, tmp_path: Path) -> None:
+def test_calls_of_megatron_bridge(model: Path, four_ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    kind, text = four.run("ranks.bridge_tasks.provider_round_trip", model=model, destination=out, tp=2, pp=2)
+    kind, text = four_ranks.run("ranks.bridge_tasks.provider_round_trip", model=model, destination=out, tp=2, pp=2)
     assert kind == "UsageError" and "tp=3 does not divide" in text
     compare_models(model, out)
 

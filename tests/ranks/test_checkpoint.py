@@ -86,7 +86,7 @@ def test_resume_is_bitwise_identical(
 
 
 def test_optimizer_offload_is_bitwise_identical(
-    two: RankPool,
+    two_ranks: RankPool,
     models: dict[str, Path],
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
@@ -95,10 +95,10 @@ def test_optimizer_offload_is_bitwise_identical(
     """On a CPU the memory is the same: this tests arithmetic and checkpoints, to offload and back."""
     full, saved = halves(2, precision="bf16")
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
-    offloaded = two.run(
+    offloaded = two_ranks.run(
         "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[15], root=tmp_path, **settings
     )
-    back = two.run("ranks.tasks.train", resume=tmp_path / "iter_0000015", **settings)
+    back = two_ranks.run("ranks.tasks.train", resume=tmp_path / "iter_0000015", **settings)
     for curve in ("loss", "grad_norm", "lr", "loss_tokens"):
         assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][15:]
     assert offloaded["digest"] == back["digest"] == full["digest"]
@@ -106,11 +106,11 @@ def test_optimizer_offload_is_bitwise_identical(
 
 @pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"tp": 2}], ids=["dp2-bf16", "tp2"])
 def test_checkpoints_need_little_memory(
-    layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """No rank copies its optimizer state, or gathers that of others."""
     settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
-    for rank in two.run("ranks.data_parallel_tasks.memory_of_checkpoints", **settings, **layout):
+    for rank in two_ranks.run("ranks.data_parallel_tasks.memory_of_checkpoints", **settings, **layout):
         assert max(rank["saving"], rank["loading"]) < rank["state"] / 2  # most of it are messages of torch
 
 
@@ -186,12 +186,12 @@ def test_other_families_resume_in_another_layout(
 
 
 def test_learning_rate_comes_from_the_config(
-    one: RankPool, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
+    one_rank: RankPool, models: dict[str, Path], samples: Path, halves: Callable[..., tuple[dict[str, Any], Path]]
 ) -> None:
     full, saved = halves(1)
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
     optim = {"lr": 6e-3, "min_lr": 6e-4}  # twice the values of the first part
-    rest = one.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
+    rest = one_rank.run("ranks.tasks.train", resume=saved, optim=optim, **settings)
     assert rest["lr"] == pytest.approx([2 * lr for lr in full["lr"][HALF:]])
 
 
@@ -206,10 +206,12 @@ def test_learning_rate_comes_from_the_config(
     ],
 )
 def test_background_save_writes_the_same_files(
-    layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """The state changes while it is written."""
-    waits = two.run("ranks.tasks.save_both_ways", model=models["qwen3-tied"], samples=samples, root=tmp_path, **layout)
+    waits = two_ranks.run(
+        "ranks.tasks.save_both_ways", model=models["qwen3-tied"], samples=samples, root=tmp_path, **layout
+    )
     here, behind = (tmp_path / name / "iter_0000001" for name in ("synchronous", "asynchronous"))
     files = sorted(path.name for path in here.iterdir())
     assert files == sorted(path.name for path in behind.iterdir()) and "checksums.json" in files
@@ -222,8 +224,10 @@ def test_background_save_writes_the_same_files(
     assert waits == ["the checkpoint of step 2 waits for that of step 1, which is being written"]
 
 
-def test_rng_state_is_restored(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
-    drawn = two.run("ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2)
+def test_rng_state_is_restored(two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    drawn = two_ranks.run(
+        "ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2
+    )
     assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
     (shared_0, own_0), (shared_1, own_1) = drawn["wanted"]
     assert shared_0 == shared_1
@@ -231,9 +235,9 @@ def test_rng_state_is_restored(two: RankPool, models: dict[str, Path], samples: 
 
 
 def test_only_the_newest_checkpoints_are_kept(
-    one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    one_rank: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
-    one.run(
+    one_rank.run(
         "ranks.tasks.train",
         model=models["qwen3-tied"],
         samples=samples,
@@ -253,11 +257,11 @@ def test_only_the_newest_checkpoints_are_kept(
 
 
 def test_run_resumed_from_an_older_checkpoint_keeps_new_saves(
-    one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    one_rank: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "root": tmp_path}
-    one.run("ranks.tasks.train", steps=3, save_at=[1, 3], keep=2, **settings)
-    one.run("ranks.tasks.train", steps=2, save_at=[2], keep=1, resume=tmp_path / "iter_0000001", **settings)
+    one_rank.run("ranks.tasks.train", steps=3, save_at=[1, 3], keep=2, **settings)
+    one_rank.run("ranks.tasks.train", steps=2, save_at=[2], keep=1, resume=tmp_path / "iter_0000001", **settings)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert (tmp_path / "iter_0000002").is_dir()
 
@@ -345,10 +349,15 @@ def without_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
     ],
 )
 def test_damaged_checkpoint_is_refused_on_every_rank(
-    damage: Callable[[Path], None], names: str, two: RankPool, models: dict[str, Path], samples: Path, damaged: Path
+    damage: Callable[[Path], None],
+    names: str,
+    two_ranks: RankPool,
+    models: dict[str, Path],
+    samples: Path,
+    damaged: Path,
 ) -> None:
     damage(damaged)
-    refused = two.run(
+    refused = two_ranks.run(
         "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=damaged, timeout_s=60
     )
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
@@ -396,7 +405,7 @@ def hostile_common_object(folder: Path, code: CreateFolder) -> None:
 
 
 def test_common_state_as_an_object(
-    one: RankPool,
+    one_rank: RankPool,
     models: dict[str, Path],
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
@@ -408,14 +417,14 @@ def test_common_state_as_an_object(
         (damaged / name).unlink()
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4}
     _, saved = halves(2, precision="fp32")
-    results = [one.run("ranks.tasks.train", resume=folder, **settings) for folder in (saved, damaged)]
+    results = [one_rank.run("ranks.tasks.train", resume=folder, **settings) for folder in (saved, damaged)]
     assert results[0] == results[1] and results[0]["first"] == HALF
 
 
 @pytest.mark.parametrize("attack", [hostile_index, hostile_common_state, hostile_common_object, hostile_random_state])
 def test_checkpoint_runs_no_code(
     attack: Callable[[Path, CreateFolder], None],
-    two: RankPool,
+    two_ranks: RankPool,
     models: dict[str, Path],
     samples: Path,
     damaged: Path,
@@ -423,15 +432,19 @@ def test_checkpoint_runs_no_code(
 ) -> None:
     attack(damaged, CreateFolder(tmp_path / "executed"))
     (damaged / "checksums.json").unlink(missing_ok=True)
-    refused = two.run(
+    refused = two_ranks.run(
         "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=damaged, timeout_s=60
     )
     assert (refused["kind"], refused["code"]) == ("UnsafeInput", 77), refused
     assert str(damaged) in refused["text"] and not (tmp_path / "executed").exists()
 
 
-def test_folder_without_a_checkpoint(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
-    refused = one.run("ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=tmp_path)
+def test_folder_without_a_checkpoint(
+    one_rank: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    refused = one_rank.run(
+        "ranks.tasks.refusal", task="train", model=models["qwen3-tied"], samples=samples, resume=tmp_path
+    )
     assert (refused["kind"], refused["code"]) == ("MissingInput", 66)
 
 
@@ -447,14 +460,14 @@ def test_folder_without_a_checkpoint(one: RankPool, models: dict[str, Path], sam
 def test_checkpoint_of_another_model_is_refused(
     family: str,
     settings: dict[str, int],
-    one: RankPool,
+    one_rank: RankPool,
     samples: Path,
     halves: Callable[..., tuple[dict[str, Any], Path]],
     tmp_path: Path,
 ) -> None:
     _, saved = halves(1)
     other = build_model_folder(tmp_path / "other", family, tie_word_embeddings=True, **settings)
-    refused = one.run("ranks.tasks.refusal", task="train", model=other, samples=samples, resume=saved)
+    refused = one_rank.run("ranks.tasks.refusal", task="train", model=other, samples=samples, resume=saved)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert "\n" not in refused["text"] and len(refused["text"]) < 800
 

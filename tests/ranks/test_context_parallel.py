@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 """Relative."""
 
 
-def test_context_parallel_attention_equals_single_process(four: RankPool) -> None:
+def test_context_parallel_attention_equals_single_process(four_ranks: RankPool) -> None:
     """Output and gradients in float64; the sequences have several zigzag chunks per rank."""
     sequences = [((2400,), None), ((700, 20, 1680), None), ((1500, 900), 150)]
     cases = [
@@ -24,7 +24,7 @@ def test_context_parallel_attention_equals_single_process(four: RankPool) -> Non
         for lengths, window in sequences
         for recompute in (False, True)
     ]
-    for differences in four.run("ranks.context_tasks.attend", cases=cases):
+    for differences in four_ranks.run("ranks.context_tasks.attend", cases=cases):
         assert max(differences.values()) < 1e-13
 
 
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 @pytest.mark.thorough_cases("latent attention and experts", "position embeddings")
 @pytest.mark.parametrize("name", MODELS)
 def test_context_parallel_trains_as_single_process(
-    name: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
+    name: str, one_rank: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
     family, settings, layouts = MODELS[name]
     model = build_model_folder(tmp_path / "model", family, **settings)
@@ -68,43 +68,47 @@ def test_context_parallel_trains_as_single_process(
             "seq_aux_loss": 0.05,
             "z_loss": 0.01,
         }  # over whole samples
-    truth = one.run("ranks.tasks.train", **run, steps=steps)
+    truth = one_rank.run("ranks.tasks.train", **run, steps=steps)
     for layout in layouts:
         ranks, sizes = LAYOUTS[layout]
         assert_same(worlds[ranks].run("ranks.tasks.train", **run, **sizes, steps=steps if ranks == 2 else 4), truth)
 
 
-def test_sequence_of_one_sample(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_sequence_of_one_sample(
+    one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path
+) -> None:
     run = {"model": models["llama-tied"], "samples": samples, "evaluate": True, "packing": False, "steps": 4}
-    assert_same(two.run("ranks.tasks.train", **run, cp=2), one.run("ranks.tasks.train", **run))
+    assert_same(two_ranks.run("ranks.tasks.train", **run, cp=2), one_rank.run("ranks.tasks.train", **run))
 
 
 @pytest.mark.thorough
-def test_context_parallel_with_recompute(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_context_parallel_with_recompute(
+    one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run: dict[str, Any] = {"model": model, "samples": samples, "steps": 2, "evaluate": True}
-    truth = one.run("ranks.tasks.train", **run)
+    truth = one_rank.run("ranks.tasks.train", **run)
     for recompute in ("selective", "full"):
-        assert_same(two.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
+        assert_same(two_ranks.run("ranks.tasks.train", **run, cp=2, recompute=recompute), truth)
 
 
 @pytest.mark.thorough
 def test_resume_with_another_cp(
-    one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     run: dict[str, Any] = {"model": models["qwen2-untied"], "samples": samples, "steps": 4}
-    truth = one.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
-    sharded = two.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "sharded")
-    again = one.run("ranks.tasks.train", **run, resume=tmp_path / "sharded" / "iter_0000002")
-    sharded_again = two.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
+    truth = one_rank.run("ranks.tasks.train", **run, save_at=[2], root=tmp_path / "whole")
+    sharded = two_ranks.run("ranks.tasks.train", **run, cp=2, save_at=[2], root=tmp_path / "sharded")
+    again = one_rank.run("ranks.tasks.train", **run, resume=tmp_path / "sharded" / "iter_0000002")
+    sharded_again = two_ranks.run("ranks.tasks.train", **run, cp=2, resume=tmp_path / "whole" / "iter_0000002")
     for later in (sharded["loss"][2:], again["loss"], sharded_again["loss"]):
         assert later == pytest.approx(truth["loss"][2:], rel=TOLERANCE)
 
 
 def test_export_equals_single_process(
-    one: RankPool, two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
-    for name, world, sizes in (("whole", one, {}), ("sharded", two, {"cp": 2})):
+    for name, world, sizes in (("whole", one_rank, {}), ("sharded", two_ranks, {"cp": 2})):
         folders = {"root": tmp_path / f"{name}-checkpoints", "destination": tmp_path / name}
         world.run("ranks.tasks.save_and_export", model=models["qwen3-tied"], samples=samples, **folders, **sizes)
     full, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "sharded"))
@@ -114,7 +118,9 @@ def test_export_equals_single_process(
 
 
 @pytest.mark.thorough
-def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_memory_is_linear_in_sequence_length(
+    one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     """No tensor has the size of all logits, and each of two ranks needs little more than half the memory.
 
     Only one block of attention scores is not sharded.
@@ -123,8 +129,8 @@ def test_memory_is_linear_in_sequence_length(one: RankPool, two: RankPool, sampl
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": vocab}
     model = build_model_folder(tmp_path / "model", "llama", **sizes)
     run: dict[str, Any] = {"model": model, "samples": samples, "lengths": lengths}
-    full = one.run("ranks.context_tasks.memory_of_a_step", **run)
-    sharded = two.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
+    full = one_rank.run("ranks.context_tasks.memory_of_a_step", **run)
+    sharded = two_ranks.run("ranks.context_tasks.memory_of_a_step", **run, cp=2)
     assert full[1]["peak"] < 4.2 * full[0]["peak"]
     for step_bytes in (full, sharded):
         assert step_bytes[1]["largest"] < 4 * 8192 * 8192 / 8

@@ -83,11 +83,11 @@ def test_legacy_checkpoint_loads_strictly(
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-def test_archetypes_load(family: str, one: RankPool, tmp_path: Path) -> None:
+def test_archetypes_load(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)
     convert(model, tmp_path / "megatron")
     folder = tmp_path / "megatron" / "release"
-    assert one.run("ranks.tasks.load_strictly", model=model, checkpoint_folder=folder)["max_difference"] == 0
+    assert one_rank.run("ranks.tasks.load_strictly", model=model, checkpoint_folder=folder)["max_difference"] == 0
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ SMALL = 4000
     [("qwen3-tied", {"overlap_grad_reduce": True, "overlap_param_gather": False}), ("qwen2-untied", BOTH | RECOMPUTE)],
 )
 def test_overlap_gives_identical_results(
-    name: str, layout: dict[str, Any], two: RankPool, models: dict[str, Path], samples: Path
+    name: str, layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     """Bitwise, including weights and optimizer state, with a single bucket."""
     run = {"model": models[name], "samples": samples, "micro_batch_size": 2, "steps": 5, "evaluate": True}
-    plain = two.run("ranks.tasks.train", **run)
-    overlapped = two.run(TASK, bucket_elements=None, **run | layout)
+    plain = two_ranks.run("ranks.tasks.train", **run)
+    overlapped = two_ranks.run(TASK, bucket_elements=None, **run | layout)
     assert overlapped["buckets"] == 1
     assert {key: overlapped[key] for key in plain} == plain
 
@@ -61,26 +61,28 @@ def test_buckets_overlap_with_computation(
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_expert_buckets_are_synchronized(ep: int, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_expert_buckets_are_synchronized(ep: int, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     """Expert weights are used without calling their modules; with expert parallelism they have separate buckets."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "ep": ep}
-    plain = two.run("ranks.tasks.train", **run)
-    overlapped = two.run(TASK, bucket_elements=SMALL, **run | BOTH)
+    plain = two_ranks.run("ranks.tasks.train", **run)
+    overlapped = two_ranks.run(TASK, bucket_elements=SMALL, **run | BOTH)
     assert overlapped["buckets"] > 1
     for curve in CURVES:
         assert max_relative_difference(overlapped[curve], plain[curve]) < 1e-6
 
 
 @pytest.mark.parametrize("mtp", [False, True])
-def test_pipeline_stages_synchronize_their_buckets(mtp: bool, four: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_pipeline_stages_synchronize_their_buckets(
+    mtp: bool, four_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     """Virtual stages with separate buckets, and MTP layers, whose stage has a copy of the embedding."""
     layers = {"num_hidden_layers": 2, "num_mtp_layers": 1} if mtp else {"num_hidden_layers": 4}
     model = build_model_folder(tmp_path / "model", "deepseek_v3" if mtp else "qwen3", **layers)
     if mtp:
         add_mtp_layers(model)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "pp": 2, "vpp": 1 if mtp else 2}
-    plain = four.run("ranks.tasks.train", **run)
-    overlapped = four.run(TASK, bucket_elements=SMALL, **run | BOTH)
+    plain = four_ranks.run("ranks.tasks.train", **run)
+    overlapped = four_ranks.run(TASK, bucket_elements=SMALL, **run | BOTH)
     for curve in (*CURVES, *(["mtp_loss"] if mtp else [])):
         assert max_relative_difference(overlapped[curve], plain[curve]) < 1e-6

@@ -35,8 +35,8 @@ def run(models: dict[str, Path], samples: Path, teachers: dict[str, str]) -> dic
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
-    return dict(one.run(TRAIN, **run))
+def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one_rank.run(TRAIN, **run))
 
 
 @pytest.mark.parametrize(
@@ -61,51 +61,51 @@ def test_layout_trains_as_single_process(
 
 @pytest.mark.thorough
 def test_a_teacher_with_fewer_tokens_and_a_softcap(
-    one: RankPool, two: RankPool, run: dict[str, Any], teachers: dict[str, str]
+    one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], teachers: dict[str, str]
 ) -> None:
     """Virtual stages, top k, and bfloat16 for the teacher only, whose sums over ranks are rounded differently."""
     run = run | {"distill": {"teacher": teachers["gemma2"], "top_k": 9}, "steps": 2}
-    alone = one.run(TRAIN, **run)
-    assert_same(two.run(TRAIN, **run | {"pp": 2, "vpp": 2}), alone)
+    alone = one_rank.run(TRAIN, **run)
+    assert_same(two_ranks.run(TRAIN, **run | {"pp": 2, "vpp": 2}), alone)
     run["distill"]["teacher_dtype"] = "bfloat16"
-    rounded = two.run(TRAIN, **run | {"tp": 2})
+    rounded = two_ranks.run(TRAIN, **run | {"tp": 2})
     assert 1e-6 < max_relative_difference(rounded["loss"], alone["loss"]) < 0.02
 
 
 def test_experts_of_student_and_teacher(
-    one: RankPool, two: RankPool, run: dict[str, Any], teachers: dict[str, str], tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], teachers: dict[str, str], tmp_path: Path
 ) -> None:
     """The layout of a dense teacher has no expert parallelism."""
     student = build_model_folder(tmp_path / "student", "qwen2_moe", num_hidden_layers=2)
     for teacher in ("experts", "llama"):
         case = run | {"model": student, "steps": 2, "distill": {"teacher": teachers[teacher]}}
-        assert_same(two.run(TRAIN, **case | {"ep": 2, "micro_batch_size": 2}), one.run(TRAIN, **case))
+        assert_same(two_ranks.run(TRAIN, **case | {"ep": 2, "micro_batch_size": 2}), one_rank.run(TRAIN, **case))
 
 
-def test_adapters_of_the_student(one: RankPool, two: RankPool, run: dict[str, Any]) -> None:
+def test_adapters_of_the_student(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any]) -> None:
     """The teacher has none, and its weights are not quantized."""
     distill = {"teacher": run["model"]}
     case = run | {"steps": 2, "distill": distill, "lora": {"rank": 4, "quantize": "int8"}}
-    alone = one.run(TRAIN, **case)
+    alone = one_rank.run(TRAIN, **case)
     assert 1e-7 < alone["valid_before"] < 0.1  # of the same weights, without and with quantization
-    assert_same(two.run(TRAIN, **case | {"pp": 2}), alone)
+    assert_same(two_ranks.run(TRAIN, **case | {"pp": 2}), alone)
 
 
-def test_resumes_bitwise(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_resumes_bitwise(one_rank: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     run = run | {"precision": "bf16", "micro_batch_size": 2, "evaluate": False}
-    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
-    resumed = one.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resumed = one_rank.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == uninterrupted["digest"]
     assert resumed["loss"] == uninterrupted["loss"][2:]
 
 
 def test_the_loss_is_that_of_transformers(
-    one: RankPool, run: dict[str, Any], models: dict[str, Path], teachers: dict[str, str]
+    one_rank: RankPool, run: dict[str, Any], models: dict[str, Path], teachers: dict[str, str]
 ) -> None:
     """The validation loss before training, from both models' logits."""
     folders = (models["qwen3-tied"], teachers["llama"])
     networks = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
-    results = one.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
+    results = one_rank.run(TRAIN, **run | {"steps": 0, "distill": {"teacher": teachers["llama"]}})
     total, count = 0.0, 0
     store = open_samples(run["samples"])
     for number in range(VALID_SAMPLES):

@@ -27,8 +27,8 @@ def run(models: dict[str, Path], pairs: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
-    return dict(one.run(TRAIN, **run))
+def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one_rank.run(TRAIN, **run))
 
 
 def metric(result: dict[str, Any], name: str) -> list[float]:
@@ -65,12 +65,14 @@ def test_dpo_increases_the_margin(alone: dict[str, Any]) -> None:
     assert alone["valid_after"] < alone["valid_before"] - 0.05
 
 
-def test_dpo_moe_aux_loss_equals_single_process(one: RankPool, two: RankPool, pairs: Path, tmp_path: Path) -> None:
+def test_dpo_moe_aux_loss_equals_single_process(
+    one_rank: RankPool, two_ranks: RankPool, pairs: Path, tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     run = {"model": model, "samples": pairs, "dpo": {"loss": "ipo"}, "steps": 3, "evaluate": True}
     run["moe"] = {"seq_aux_loss": 0.1}
-    truth = one.run(TRAIN, **run)
-    result = two.run(TRAIN, ep=2, micro_batch_size=2, **run)
+    truth = one_rank.run(TRAIN, **run)
+    result = two_ranks.run(TRAIN, ep=2, micro_batch_size=2, **run)
     assert_same(result, truth)
     # Normalized by loss tokens, or here by pairs: a uniform load gives 1.
     assert 0.9 < truth["load"][0]["seq_aux_loss"] < 2
@@ -80,16 +82,16 @@ def test_dpo_moe_aux_loss_equals_single_process(one: RankPool, two: RankPool, pa
 @pytest.mark.thorough_cases("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_dpo_resumes_bitwise_and_in_another_layout(
-    precision: str, one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path
+    precision: str, one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path
 ) -> None:
     """The reference of the first start is used again; it differs from the policy at the checkpoint."""
     run = run | {"precision": precision, "micro_batch_size": 2, "reference": tmp_path, "evaluate": False}
-    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
     resume = {"resume": tmp_path / "iter_0000002", "fresh": False}
     before = (tmp_path / "reference.npz").read_bytes()
-    resumed = one.run(TRAIN, **run, **resume)
+    resumed = one_rank.run(TRAIN, **run, **resume)
     assert resumed["digest"] == uninterrupted["digest"]
     assert resumed["loss"] == uninterrupted["loss"][2:]
-    elsewhere = two.run(TRAIN, tp=2, **run, **resume)
+    elsewhere = two_ranks.run(TRAIN, tp=2, **run, **resume)
     assert max_relative_difference(elsewhere["loss"], uninterrupted["loss"][2:]) < 0.02
     assert (tmp_path / "reference.npz").read_bytes() == before

@@ -37,13 +37,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(
-    one: RankPool, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
+    one_rank: RankPool, folders: dict[str, Path], samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[dict[str, Any], Path]]:
     """Result of one process, and its checkpoint at step 2."""
     values = {}
     for family, model in folders.items():
         root = tmp_path_factory.mktemp("checkpoints")
-        run = one.run("ranks.tasks.train", **settings(family, model, samples), save_at=[2], root=root)
+        run = one_rank.run("ranks.tasks.train", **settings(family, model, samples), save_at=[2], root=root)
         values[family] = run, root / "iter_0000002"
     return values
 
@@ -110,13 +110,13 @@ def test_moe_metrics(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
 
 
 def test_sequence_aux_loss_does_not_depend_on_micro_batch(
-    one: RankPool, folders: dict[str, Path], samples: Path
+    one_rank: RankPool, folders: dict[str, Path], samples: Path
 ) -> None:
     run_settings = settings("gpt_oss", folders["gpt_oss"], samples) | {
         "moe": {"seq_aux_loss": 0.5, "z_loss": 0.1},
         "steps": 3,
     }
-    runs = [one.run("ranks.tasks.train", **run_settings | {"micro_batch_size": size}) for size in (1, 4)]
+    runs = [one_rank.run("ranks.tasks.train", **run_settings | {"micro_batch_size": size}) for size in (1, 4)]
     assert_same(*runs)
 
 
@@ -151,11 +151,11 @@ def test_resume_with_another_ep(
 
 
 def test_resume_with_same_ep_is_bitwise_identical(
-    two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
+    two_ranks: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     run_settings = settings("deepseek_v3", folders["deepseek_v3"], samples) | {"ep": 2}
-    full = two.run("ranks.tasks.train", **run_settings, save_at=[2], root=tmp_path)
-    rest = two.run("ranks.tasks.train", **run_settings, resume=tmp_path / "iter_0000002")
+    full = two_ranks.run("ranks.tasks.train", **run_settings, save_at=[2], root=tmp_path)
+    rest = two_ranks.run("ranks.tasks.train", **run_settings, resume=tmp_path / "iter_0000002")
     assert rest["digest"] == full["digest"]
     assert rest["loss"] == full["loss"][2:]
 
@@ -180,14 +180,18 @@ def test_export_has_every_expert_once(
 
 
 def test_expert_capacity_drops_tokens(
-    one: RankPool, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, tuple[dict[str, Any], Path]]
+    one_rank: RankPool,
+    two_ranks: RankPool,
+    folders: dict[str, Path],
+    samples: Path,
+    alone: dict[str, tuple[dict[str, Any], Path]],
 ) -> None:
     """The capacity is per rank, so both dispatchers give the same result."""
     run_settings = settings("gpt_oss", folders["gpt_oss"], samples)
     tight = [
-        two.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0, "dispatcher": kind}}, ep=2)
+        two_ranks.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0, "dispatcher": kind}}, ep=2)
         for kind in ("alltoall", "allgather")
     ]
     assert_same(tight[0], tight[1])
-    assert_same(one.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0}}), tight[0])
+    assert_same(one_rank.run("ranks.tasks.train", **run_settings | {"moe": {"capacity_factor": 1.0}}), tight[0])
     assert max_relative_difference(tight[0]["loss"], alone["gpt_oss"][0]["loss"]) > 1e-3

@@ -32,29 +32,29 @@ def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
     ],
 )
 def test_the_first_tensor_and_its_sample(
-    layout: dict[str, Any], rank: int | None, two: RankPool, run: dict[str, Any]
+    layout: dict[str, Any], rank: int | None, two_ranks: RankPool, run: dict[str, Any]
 ) -> None:
     """``rank`` None: the ranks share the sample."""
-    result = two.run(FIND, **run, **layout, where=MLP, kind="output")
+    result = two_ranks.run(FIND, **run, **layout, where=MLP, kind="output")
     kind, name, found_rank, outcome = result["found"][0]
     assert (kind, name, outcome) == ("output", MLP, [result["sample"]])
     assert rank is None or found_rank == rank
     assert result["sample"] in result["losses"]  # attention may carry NaN into other samples, as zero times NaN
     if "recompute" not in layout:  # with it, gradients are those of a micro batch that is not known
-        result = two.run(FIND, **run, **layout, where=MLP, kind="output gradient")
+        result = two_ranks.run(FIND, **run, **layout, where=MLP, kind="output gradient")
         kind, name, found_rank, outcome = result["found"][0]
         assert (kind, name) == ("output gradient", MLP) and not result["losses"]
         assert outcome in ([result["sample"]], []) if "pp" in layout else outcome == [result["sample"]]
 
 
 @pytest.mark.thorough
-def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None:
+def test_weights_and_their_gradients(two_ranks: RankPool, run: dict[str, Any]) -> None:
     weight = "decoder.layers.3.self_attention.linear_qkv.weight"
-    result = two.run(FIND, **run, pp=2, where=weight, kind="weight")
+    result = two_ranks.run(FIND, **run, pp=2, where=weight, kind="weight")
     assert result["found"][0][:3] == ["weight", weight, 1]
-    result = two.run(FIND, **run, where="", kind="weight gradient")
+    result = two_ranks.run(FIND, **run, where="", kind="weight gradient")
     assert [item[0] for item in result["found"]] == ["weight gradient"] and not result["losses"]
-    clean = two.run(FIND, **run, tp=2, where="", kind="none")
+    clean = two_ranks.run(FIND, **run, tp=2, where="", kind="none")
     assert clean["found"] == [] == clean["losses"]
 
 
@@ -70,9 +70,9 @@ def test_weights_and_their_gradients(two: RankPool, run: dict[str, Any]) -> None
     ],
 )
 def test_losses_of_samples_add_up_and_change_nothing(
-    layout: dict[str, Any], ranks: int, two: RankPool, run: dict[str, Any]
+    layout: dict[str, Any], ranks: int, two_ranks: RankPool, run: dict[str, Any]
 ) -> None:
-    check(two, run | layout)
+    check(two_ranks, run | layout)
 
 
 def check(world: RankPool, case: dict[str, Any]) -> None:
@@ -83,9 +83,9 @@ def check(world: RankPool, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-def test_losses_of_pairs_answers_and_experts(two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_of_pairs_answers_and_experts(two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     pairs, answers = build_pairs(tmp_path / "pairs"), build_answers(tmp_path / "answers")
-    check(two, run | {"samples": pairs, "dpo": {"beta": 0.3, "length_normalized": True}, "cp": 2})
-    check(two, run | {"samples": answers, "kto": {"beta": 0.3}})
+    check(two_ranks, run | {"samples": pairs, "dpo": {"beta": 0.3, "length_normalized": True}, "cp": 2})
+    check(two_ranks, run | {"samples": answers, "kto": {"beta": 0.3}})
     experts = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
-    check(two, run | {"model": experts, "ep": 2, "moe": {"aux_loss": 0.01}})
+    check(two_ranks, run | {"model": experts, "ep": 2, "moe": {"aux_loss": 0.01}})

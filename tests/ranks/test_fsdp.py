@@ -21,10 +21,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_trains_as_single_process(
+    one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path
+) -> None:
     """Two micro batches per step, clipping in some steps, and an evaluation before the first step."""
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True}
-    assert_same(two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run))
+    assert_same(two_ranks.run(TRAIN, fsdp=True, **run), one_rank.run(TRAIN, **run))
 
 
 @pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2")
@@ -38,14 +40,16 @@ def test_fsdp_trains_as_single_process(one: RankPool, two: RankPool, models: dic
     ],
 )
 def test_fsdp_on_four_ranks(
-    layout: dict[str, Any], one: RankPool, four: RankPool, models: dict[str, Path], samples: Path
+    layout: dict[str, Any], one_rank: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "steps": 4, "evaluate": True}
-    assert_same(four.run(TRAIN, fsdp=True, **run | layout), one.run(TRAIN, **run))
+    assert_same(four_ranks.run(TRAIN, fsdp=True, **run | layout), one_rank.run(TRAIN, **run))
 
 
 @pytest.mark.thorough
-def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_with_moe_and_mla(
+    one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     """Sharded checkpoints resume without FSDP, and the other way round."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {
@@ -56,56 +60,60 @@ def test_fsdp_with_moe_and_mla(one: RankPool, two: RankPool, four: RankPool, sam
         "moe": {"expert_bias_update_rate": 0.05},
     }
     sharded, full = tmp_path / "sharded", tmp_path / "whole"
-    truth = one.run(TRAIN, **run, save_at=[2], root=full)
-    resumed = one.run(TRAIN, **run | {"resume": full / "iter_0000002"})
-    fsdp = four.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
+    truth = one_rank.run(TRAIN, **run, save_at=[2], root=full)
+    resumed = one_rank.run(TRAIN, **run | {"resume": full / "iter_0000002"})
+    fsdp = four_ranks.run(TRAIN, fsdp=True, tp=2, sp=False, **run, save_at=[2], root=sharded)
     assert max(max_relative_difference(fsdp[curve], truth[curve]) for curve in CURVES) < TOLERANCE
     # Both checkpoints differ only by the order in which gradients are summed.
-    for world, layout, folder in ((one, {}, sharded), (two, {"fsdp": True}, full), (two, {"fsdp": True}, sharded)):
+    for world, layout, folder in (
+        (one_rank, {}, sharded),
+        (two_ranks, {"fsdp": True}, full),
+        (two_ranks, {"fsdp": True}, sharded),
+    ):
         restarted = world.run(TRAIN, **run | layout | {"resume": folder / "iter_0000002"})
         assert restarted["first"] == 2
         assert max(max_relative_difference(restarted[curve], resumed[curve]) for curve in CURVES) < TOLERANCE
 
 
 def test_fsdp_resume_is_bitwise_identical(
-    two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 4, "fsdp": True}
-    uninterrupted = two.run(TRAIN, **run, save_at=[2], root=tmp_path)
-    restarted = two.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    uninterrupted = two_ranks.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    restarted = two_ranks.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
     assert restarted["digest"] == uninterrupted["digest"]
     assert restarted["loss"] == uninterrupted["loss"][2:]
 
 
-def test_fsdp_bf16_follows_distributed_optimizer(two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_bf16_follows_distributed_optimizer(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 8}
-    sharded, truth = two.run(TRAIN, fsdp=True, **run), two.run(TRAIN, **run)
+    sharded, truth = two_ranks.run(TRAIN, fsdp=True, **run), two_ranks.run(TRAIN, **run)
     differences = {curve: max_relative_difference(sharded[curve], truth[curve]) for curve in CURVES}
     # FSDP rounds the gradient of each micro batch to bfloat16 before summing.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02
 
 
-def test_fsdp_bf16_routes_in_fp32(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_bf16_routes_in_fp32(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4, "precision": "bf16"}
-    sharded, truth = two.run(TRAIN, fsdp=True, **run), one.run(TRAIN, **run)
+    sharded, truth = two_ranks.run(TRAIN, fsdp=True, **run), one_rank.run(TRAIN, **run)
     assert max_relative_difference(sharded["loss"], truth["loss"]) < 0.003
 
 
-def test_fsdp_rank_has_only_its_shard(two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_fsdp_rank_has_only_its_shard(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
     """Also after an evaluation, which gathers all weights and has no backward pass."""
     layout = {"model": models["qwen2-untied"], "samples": samples, "fsdp": True}
-    for rank in two.run("ranks.data_parallel_tasks.shares", **layout):
+    for rank in two_ranks.run("ranks.data_parallel_tasks.shares", **layout):
         for name, share in rank.items():
             assert share == pytest.approx(0.5, abs=0.01), name
 
 
-def test_fsdp_export_equals_import(two: RankPool, four: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_fsdp_export_equals_import(two_ranks: RankPool, four_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1], dtype=torch.bfloat16)
-    for world, layout in ((two, {}), (four, {"tp": 2, "precision": "bf16"})):
+    for world, layout in ((two_ranks, {}), (four_ranks, {"tp": 2, "precision": "bf16"})):
         destination = tmp_path / f"export-{world.size}"
         world.run(
             "ranks.data_parallel_tasks.export",
@@ -116,9 +124,11 @@ def test_fsdp_export_equals_import(two: RankPool, four: RankPool, samples: Path,
         assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_disk_failure_stops_every_rank(two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_disk_failure_stops_every_rank(
+    two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
     """Ranks that do not write wait for the rank that failed."""
-    error = two.run(
+    error = two_ranks.run(
         "ranks.data_parallel_tasks.failed_export",
         destination=tmp_path / "export", model=models["qwen3-tied"], samples=samples, fsdp=True,
     )  # fmt: skip

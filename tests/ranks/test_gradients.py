@@ -24,12 +24,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thorough_cases("mamba", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
 @pytest.mark.parametrize("family", MODELS)
-def test_tensor_parallel_gradients(family: str, one: RankPool, two: RankPool, tmp_path: Path) -> None:
+def test_tensor_parallel_gradients(family: str, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **MODELS[family])
     settings = {"model": model, "saved": tmp_path / "saved", "vocab_size": VOCAB, "lengths": [25, 1, 14]}
-    one.run("ranks.gradient_tasks.gradients", **settings)
+    one_rank.run("ranks.gradient_tasks.gradients", **settings)
     for sp in (False, True):
-        results = two.run("ranks.gradient_tasks.gradients", tp=2, sp=sp, **settings)
+        results = two_ranks.run("ranks.gradient_tasks.gradients", tp=2, sp=sp, **settings)
         worst = max(results, key=lambda name: results[name])
         assert len(results) > 20
         assert results[worst] < 1e-12

@@ -22,8 +22,8 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
-    return dict(one.run(TRAIN, **run))
+def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one_rank.run(TRAIN, **run))
 
 
 def divergences(result: dict[str, Any]) -> list[float]:
@@ -51,25 +51,27 @@ def test_layout_trains_as_single_process(
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "lora"])
-def test_experts(lora: dict[str, int], one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_experts(
+    lora: dict[str, int], one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path
+) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
     case = run | {"model": model, "lora": lora, "steps": 2}
-    alone = one.run(TRAIN, **case)
-    assert_same(two.run(TRAIN, **case, ep=2, micro_batch_size=2), alone)
+    alone = one_rank.run(TRAIN, **case)
+    assert_same(two_ranks.run(TRAIN, **case, ep=2, micro_batch_size=2), alone)
     assert alone["loss"][0] == pytest.approx(0.5, abs=1e-6) and abs(alone["loss"][1] - alone["loss"][0]) > 1e-5
 
 
-def test_divergence_grows_and_resumes_bitwise(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_divergence_grows_and_resumes_bitwise(one_rank: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     run = run | {"reference": tmp_path, "evaluate": False}
-    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
     assert divergences(uninterrupted)[0] == pytest.approx(0, abs=1e-5) and divergences(uninterrupted)[-1] > 0.01
-    resumed = one.run(TRAIN, **run, resume=tmp_path / "iter_0000002", fresh=False)
+    resumed = one_rank.run(TRAIN, **run, resume=tmp_path / "iter_0000002", fresh=False)
     assert resumed["digest"] == uninterrupted["digest"]
     assert resumed["loss"] == uninterrupted["loss"][2:] and divergences(resumed) == divergences(uninterrupted)[2:]
 
 
-def test_kl_changes_the_loss(one: RankPool, run: dict[str, Any], alone: dict[str, Any]) -> None:
-    without = one.run(TRAIN, **run | {"kto": run["kto"] | {"loss": "apo_zero_unpaired"}})
+def test_kl_changes_the_loss(one_rank: RankPool, run: dict[str, Any], alone: dict[str, Any]) -> None:
+    without = one_rank.run(TRAIN, **run | {"kto": run["kto"] | {"loss": "apo_zero_unpaired"}})
     assert "kl" not in without["metrics"][0]
     assert max_relative_difference(without["loss"][:1], alone["loss"][:1]) < 1e-4
     assert max_relative_difference(without["loss"][-1:], alone["loss"][-1:]) > 1e-3

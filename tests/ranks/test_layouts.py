@@ -22,10 +22,10 @@ def max_relative_difference(got: list[float], wanted: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
+def alone(one_rank: RankPool, models: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
     """The single-process result of each model."""
     return {
-        name: one.run("ranks.tasks.train", model=folder, samples=samples, micro_batch_size=2, evaluate=True)
+        name: one_rank.run("ranks.tasks.train", model=folder, samples=samples, micro_batch_size=2, evaluate=True)
         for name, folder in models.items()
     }
 
@@ -103,19 +103,19 @@ EXPERTS = {
     ("family", "layout"), [(family, layout) for family, (_, layouts) in EXPERTS.items() for layout in layouts]
 )
 def test_moe_trains_as_single_process(
-    family: str, layout: str, one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
+    family: str, layout: str, one_rank: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
     """With dense layers, shared experts and biases."""
     model = build_model_folder(tmp_path / "model", family, **EXPERTS[family][0])
     ranks, sizes = BY_NAME[layout]
     run = {"model": model, "samples": samples, "steps": 4, "evaluate": True, "micro_batch_size": 2}
-    truth = one.run("ranks.tasks.train", **run)
+    truth = one_rank.run("ranks.tasks.train", **run)
     result = worlds[ranks].run("ranks.tasks.train", **run | sizes)
     assert_same(result, truth)
     assert result["valid_after"] == pytest.approx(truth["valid_after"], rel=TOLERANCE)
 
 
-def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_moe_resumes_in_another_layout(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     """Also with activation recomputation."""
     settings = {
         "model": build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2),
@@ -123,10 +123,10 @@ def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Pa
         "steps": 4,
         "micro_batch_size": 2,
     }
-    truth = two.run("ranks.tasks.train", **settings, tp=2, save_at=[2], root=tmp_path / "checkpoints")
+    truth = two_ranks.run("ranks.tasks.train", **settings, tp=2, save_at=[2], root=tmp_path / "checkpoints")
     for recompute in ("selective", "full"):
         resume = tmp_path / "checkpoints" / "iter_0000002"
-        run = one.run("ranks.tasks.train", **settings, resume=resume, recompute=recompute)
+        run = one_rank.run("ranks.tasks.train", **settings, resume=resume, recompute=recompute)
         assert max(max_relative_difference(run[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
 
 
@@ -143,12 +143,12 @@ def test_moe_resumes_in_another_layout(one: RankPool, two: RankPool, samples: Pa
 def test_first_steps_on_four_ranks(
     name: str,
     layout: dict[str, Any],
-    four: RankPool,
+    four_ranks: RankPool,
     models: dict[str, Path],
     samples: Path,
     alone: dict[str, dict[str, Any]],
 ) -> None:
-    run = four.run(
+    run = four_ranks.run(
         "ranks.tasks.train", model=models[name], samples=samples, micro_batch_size=4, steps=5, evaluate=True, **layout
     )
     del run["valid_after"]
@@ -182,24 +182,26 @@ def test_bf16_follows_fp32(
 
 
 def test_micro_batch_size_does_not_change_the_loss(
-    one: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+    one_rank: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
-    run = one.run("ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=4, evaluate=True)
+    run = one_rank.run(
+        "ranks.tasks.train", model=models["llama-tied"], samples=samples, micro_batch_size=4, evaluate=True
+    )
     assert_same(run, alone["llama-tied"])
 
 
-def test_without_packing(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_without_packing(one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
     layout = {"model": models["qwen3-tied"], "samples": samples, "packing": False, "evaluate": True, "steps": 5}
-    truth = one.run("ranks.tasks.train", **layout)
-    assert_same(two.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
+    truth = one_rank.run("ranks.tasks.train", **layout)
+    assert_same(two_ranks.run("ranks.tasks.train", tp=2, micro_batch_size=4, **layout), truth)
 
 
 @pytest.mark.thorough_cases("full")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_is_bitwise_identical(
-    recompute: str, one: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+    recompute: str, one_rank: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
-    run = one.run(
+    run = one_rank.run(
         "ranks.tasks.train",
         model=models["qwen3-tied"],
         samples=samples,
@@ -212,9 +214,13 @@ def test_recompute_is_bitwise_identical(
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_full_recompute_over_ranks(
-    layout: dict[str, int], two: RankPool, models: dict[str, Path], samples: Path, alone: dict[str, dict[str, Any]]
+    layout: dict[str, int],
+    two_ranks: RankPool,
+    models: dict[str, Path],
+    samples: Path,
+    alone: dict[str, dict[str, Any]],
 ) -> None:
-    run = two.run(
+    run = two_ranks.run(
         "ranks.tasks.train",
         model=models["qwen3-tied"],
         samples=samples,

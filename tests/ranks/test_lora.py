@@ -34,10 +34,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, folders: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
+def alone(one_rank: RankPool, folders: dict[str, Path], samples: Path) -> dict[str, dict[str, Any]]:
     """Runs of one process, by model."""
     return {
-        name: one.run(
+        name: one_rank.run(
             "ranks.tasks.train", model=folder, samples=samples, steps=STEPS, micro_batch_size=2, **SETTINGS[name]
         )
         for name, folder in folders.items()
@@ -70,33 +70,33 @@ CASES = [
 @pytest.mark.thorough_cases("qwen3-tp2-sp-recomputed")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts_train_as_one_process(
-    model: str, layout: str, two: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]
+    model: str, layout: str, two_ranks: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]
 ) -> None:
     settings = {"model": folders[model], "samples": samples, "steps": STEPS, "micro_batch_size": 2}
-    run = two.run("ranks.tasks.train", **settings, **SETTINGS[model], **LAYOUTS[layout])
+    run = two_ranks.run("ranks.tasks.train", **settings, **SETTINGS[model], **LAYOUTS[layout])
     assert_same(run, alone[model])
 
 
 def test_resumed_runs_are_bitwise_identical_and_continue_in_other_layouts(
-    one: RankPool, two: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, folders: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """With DoRA, and with an embedding that is trained whole."""
     settings = {"model": folders["qwen3"], "samples": samples, "steps": STEPS, "micro_batch_size": 2}
     settings["lora"] = LORA | {"dora": True, "dropout": 0.0, "modules_to_save": ["embed_tokens"]}
-    full = two.run("ranks.tasks.train", tp=2, save_at=[2], root=tmp_path, **settings)
-    rest = two.run("ranks.tasks.train", tp=2, resume=tmp_path / "iter_0000002", **settings)
+    full = two_ranks.run("ranks.tasks.train", tp=2, save_at=[2], root=tmp_path, **settings)
+    rest = two_ranks.run("ranks.tasks.train", tp=2, resume=tmp_path / "iter_0000002", **settings)
     for curve in CURVES:
         assert rest[curve] == full[curve][2:]
     assert rest["digest"] == full["digest"]
-    alone = one.run("ranks.tasks.train", resume=tmp_path / "iter_0000002", **settings)
+    alone = one_rank.run("ranks.tasks.train", resume=tmp_path / "iter_0000002", **settings)
     assert_same(alone, {curve: full[curve][2:] for curve in CURVES})
 
 
-def test_reference_of_dpo_is_the_starting_model(one: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_reference_of_dpo_is_the_starting_model(one_rank: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
     """Also with an adapter that is trained further: as in TRL, the reference has it."""
     settings: dict[str, Any] = {"model": folders["qwen3"], "samples": build_pairs(tmp_path / "pairs"), "dpo": {}}
-    first = one.run("ranks.tasks.train", lora={"rank": 4}, steps=3, exports=tmp_path, **settings)
-    again = one.run("ranks.tasks.train", lora={"path": str(tmp_path / "adapter")}, steps=3, **settings)
+    first = one_rank.run("ranks.tasks.train", lora={"rank": 4}, steps=3, exports=tmp_path, **settings)
+    again = one_rank.run("ranks.tasks.train", lora={"path": str(tmp_path / "adapter")}, steps=3, **settings)
     for run in (first, again):
         assert run["loss"][0] == pytest.approx(math.log(2), abs=1e-6) and abs(run["loss"][2] - run["loss"][0]) > 1e-4
     logps = [run["metrics"][0]["logps/chosen"] for run in (first, again)]

@@ -18,19 +18,21 @@ def test_smoothed_labels_equal_torch(ranks: int, worlds: dict[int, RankPool]) ->
     assert max(worlds[ranks].run("ranks.loss_tasks.smoothed_loss", rate=0.1)) < 2e-6
 
 
-def test_distillation_of_vocabulary_shards(two: RankPool) -> None:
+def test_distillation_of_vocabulary_shards(two_ranks: RankPool) -> None:
     cases = [
         {"beta": beta, "top_k": top_k, "temperature": temperature, "sft_weight": 0.3}
         for beta, top_k, temperature in ((0.0, 5, 1.0), (0.5, None, 2.0), (1.0, 5, 2.0), (0.5, 200, 1.0))
     ]
-    assert max(two.run("ranks.loss_tasks.distilled_loss", cases=cases)) < 1e-5
+    assert max(two_ranks.run("ranks.loss_tasks.distilled_loss", cases=cases)) < 1e-5
 
 
-def test_label_smoothing_in_layouts(one: RankPool, two: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_label_smoothing_in_layouts(
+    one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path
+) -> None:
     """The training loss is smoothed, the validation loss is not."""
     run: dict[str, Any] = {"model": models["llama-tied"], "samples": samples, "steps": 2, "evaluate": True}
-    plain = one.run(TRAIN, **run)
-    alone = one.run(TRAIN, more={"label_smoothing": 0.2}, **run)
+    plain = one_rank.run(TRAIN, **run)
+    alone = one_rank.run(TRAIN, more={"label_smoothing": 0.2}, **run)
     assert alone["valid_before"] == plain["valid_before"] and alone["valid_after"] != plain["valid_after"]
     assert alone["loss"][0] != pytest.approx(plain["loss"][0], rel=1e-3)
-    assert_same(two.run(TRAIN, more={"label_smoothing": 0.2}, tp=2, sp=True, **run), alone)
+    assert_same(two_ranks.run(TRAIN, more={"label_smoothing": 0.2}, tp=2, sp=True, **run), alone)

@@ -47,15 +47,15 @@ def test_logits_and_gradients_in_float64(
 
 @pytest.mark.thorough
 def test_steps_of_ranks_that_share_a_group(
-    one: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
+    one_rank: RankPool, worlds: dict[int, RankPool], samples: Path, tmp_path: Path
 ) -> None:
     """Also with recomputation, and resumed with other numbers of ranks."""
     model = build_model_folder(tmp_path / "model", "bamba", mamba_n_groups=1, **SIZES["bamba"])
     run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4}
-    truth = one.run("ranks.tasks.train", **run)
+    truth = one_rank.run("ranks.tasks.train", **run)
     ours = worlds[2].run("ranks.tasks.train", **run, tp=2, recompute="selective", save_at=[2], root=tmp_path / "root")
     rest = worlds[4].run("ranks.tasks.train", **run, tp=4, resume=tmp_path / "root/iter_0000002")
-    alone = one.run("ranks.tasks.train", **run, resume=tmp_path / "root/iter_0000002")
+    alone = one_rank.run("ranks.tasks.train", **run, resume=tmp_path / "root/iter_0000002")
     for curve in ("loss", "grad_norm"):
         assert max_relative_difference(ours[curve], truth[curve]) < TOLERANCE
         for resumed in (rest, alone):
@@ -71,9 +71,9 @@ def test_steps_of_ranks_that_share_a_group(
     ],
 )
 def test_kernels_of_a_model(
-    family: str, settings: dict[str, Any], kernels: list[str], two: RankPool, tmp_path: Path
+    family: str, settings: dict[str, Any], kernels: list[str], two_ranks: RankPool, tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "model", family, **SIZES.get(family, {}), **settings)
-    results = two.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
+    results = two_ranks.run("ranks.mamba_tasks.with_kernels", model=model, lengths=LENGTHS, tp=2)
     assert results["called"] == kernels and all(": the kernel of " in line for line in results["messages"]), results
     assert results["difference"] < 3e-2, results

@@ -25,12 +25,14 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_parameters_and_optimizer_state_are_exact(two: RankPool, samples: Path, tmp_path: Path, family: str) -> None:
+def test_parameters_and_optimizer_state_are_exact(
+    two_ranks: RankPool, samples: Path, tmp_path: Path, family: str
+) -> None:
     model = build_model_folder(tmp_path / "model", family, num_hidden_layers=3, tie_word_embeddings=False)
     for layout in LAYOUTS[family]:
         if "quantize" in layout.get("lora", {}) and find_spec("bitsandbytes") is None:
             continue
-        results = two.run("ranks.tasks.estimated_and_actual_memory", model=model, samples=samples, **layout)
+        results = two_ranks.run("ranks.tasks.estimated_and_actual_memory", model=model, samples=samples, **layout)
         estimate = results[0]["estimate"]
         largest = max(results, key=lambda rank: rank["parameters"])
         assert largest["parameters"] == estimate["parameters"]
@@ -44,7 +46,7 @@ def test_parameters_and_optimizer_state_are_exact(two: RankPool, samples: Path, 
         )
 
 
-def test_the_estimate_is_the_peak_of_a_step(two: RankPool) -> None:
+def test_the_estimate_is_the_peak_of_a_step(two_ranks: RankPool) -> None:
     """benchmarks/planner_memory.py has more layouts."""
     sizes = {
         "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024,
@@ -53,5 +55,5 @@ def test_the_estimate_is_the_peak_of_a_step(two: RankPool) -> None:
     }  # fmt: skip
     layouts: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"fsdp": True}]
     for layout in layouts:
-        for rank in two.run("ranks.memory_tasks.step_memory", model=sizes, **layout):
+        for rank in two_ranks.run("ranks.memory_tasks.step_memory", model=sizes, **layout):
             assert rank["estimated"] == pytest.approx(rank["measured"], rel=0.1), (layout, rank["text"])

@@ -21,10 +21,10 @@ GROUPS = {"muon_lr": 2e-3, "lr_multipliers": {"lm_head.*": 0.5, "*.o_proj.*": 0.
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is new in torch 2.9")
 @pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("deepseek_v3", "bf16"), ("jamba", "fp32")])
 def test_weights_equal_those_of_torch(
-    family: str, precision: str, one: RankPool, samples: Path, tmp_path: Path
+    family: str, precision: str, one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / family, family, tie_word_embeddings=False, num_hidden_layers=4)
-    result = one.run(
+    result = one_rank.run(
         "ranks.optimizer_tasks.difference_to_torch",
         steps=4,
         model=model,
@@ -69,11 +69,11 @@ def test_layouts_equal_one_rank_and_resume(
     assert max_relative_difference(elsewhere["loss"], alone["loss"][HALF:]) < tolerance
 
 
-def test_tensors_have_their_own_learning_rates(one: RankPool, models: dict[str, Path], samples: Path) -> None:
+def test_tensors_have_their_own_learning_rates(one_rank: RankPool, models: dict[str, Path], samples: Path) -> None:
     """The first step of AdamW is that of the sign, as long as the gradient is larger than eps."""
     groups = {"model.embed_tokens.*": 0.1, "model.layers.0.*norm*": 3.0}
     optim = {"lr": 1e-3, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.0, "lr_multipliers": groups}
-    results = one.run("ranks.optimizer_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
+    results = one_rank.run("ranks.optimizer_tasks.changes", model=models["qwen3-tied"], samples=samples, optim=optim)
     assert results["lr"] == 1e-3
     assert results["embedding.word_embeddings.weight"] == pytest.approx(1e-4, rel=1e-2)
     assert results["decoder.layers.0.self_attention.linear_proj.weight"] == pytest.approx(1e-3, rel=1e-2)

@@ -47,13 +47,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class SingleProcessRuns:
     """Single-process results by model and number of steps, each computed once."""
 
-    def __init__(self, one: RankPool, folders: dict[str, Path], samples: Path) -> None:
-        self._one, self._folders, self._samples = one, folders, samples
+    def __init__(self, one_rank: RankPool, folders: dict[str, Path], samples: Path) -> None:
+        self._one_rank, self._folders, self._samples = one_rank, folders, samples
         self._results: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, name: str, steps: int) -> dict[str, Any]:
         if (name, steps) not in self._results:
-            self._results[name, steps] = self._one.run(
+            self._results[name, steps] = self._one_rank.run(
                 "ranks.tasks.train",
                 model=self._folders[name],
                 samples=self._samples,
@@ -65,8 +65,8 @@ class SingleProcessRuns:
 
 
 @pytest.fixture(scope="module")
-def single_process(one: RankPool, folders: dict[str, Path], samples: Path) -> SingleProcessRuns:
-    return SingleProcessRuns(one, folders, samples)
+def single_process(one_rank: RankPool, folders: dict[str, Path], samples: Path) -> SingleProcessRuns:
+    return SingleProcessRuns(one_rank, folders, samples)
 
 
 @pytest.mark.thorough_cases(
@@ -126,12 +126,12 @@ def test_pipeline_trains_as_single_process(
     ],
 )
 def test_equal_lengths_change_no_result(
-    name: str, layout: dict[str, Any], two: RankPool, folders: dict[str, Path], samples: Path
+    name: str, layout: dict[str, Any], two_ranks: RankPool, folders: dict[str, Path], samples: Path
 ) -> None:
     """As in pipelines on GPUs: padded micro batches, no exchange of shapes."""
     settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS, "evaluate": True}
     plain, padded = (
-        two.run("ranks.tasks.train_counting_shapes", equal_lengths=equal, **settings, **layout)
+        two_ranks.run("ranks.tasks.train_counting_shapes", equal_lengths=equal, **settings, **layout)
         for equal in (False, True)
     )
     assert plain["shapes"] > 0 and padded["shapes"] == 0
@@ -154,8 +154,8 @@ def test_equal_lengths_change_no_result(
 def test_checkpoints_are_independent_of_stages(
     name: str,
     layout: dict[str, Any],
-    one: RankPool,
-    two: RankPool,
+    one_rank: RankPool,
+    two_ranks: RankPool,
     folders: dict[str, Path],
     samples: Path,
     tmp_path: Path,
@@ -163,13 +163,13 @@ def test_checkpoints_are_independent_of_stages(
     """Bitwise with the same stages, within tolerance with other stages, in both directions."""
     settings = {"model": folders[name], "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     saves = {"save_at": [2], "root": tmp_path / "staged"}
-    full = two.run("ranks.tasks.train", **settings, **layout, **saves)
+    full = two_ranks.run("ranks.tasks.train", **settings, **layout, **saves)
     saved = tmp_path / "staged" / "iter_0000002"
-    same = two.run("ranks.tasks.train", **settings, **layout, resume=saved)
+    same = two_ranks.run("ranks.tasks.train", **settings, **layout, resume=saved)
     assert same["loss"] == full["loss"][2:] and same["digest"] == full["digest"]
-    plain = one.run("ranks.tasks.train", **settings, resume=saved, save_at=[3], root=tmp_path / "plain")
+    plain = one_rank.run("ranks.tasks.train", **settings, resume=saved, save_at=[3], root=tmp_path / "plain")
     assert max(max_relative_difference(plain[curve], full[curve][2:]) for curve in CURVES) < TOLERANCE
-    back = two.run("ranks.tasks.train", **settings, **layout, resume=tmp_path / "plain" / "iter_0000003")
+    back = two_ranks.run("ranks.tasks.train", **settings, **layout, resume=tmp_path / "plain" / "iter_0000003")
     assert max(max_relative_difference(back[curve], full[curve][3:]) for curve in CURVES) < TOLERANCE
 
 

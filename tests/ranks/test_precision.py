@@ -23,7 +23,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
+def alone(one_rank: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
     """The single-process result of each precision."""
     cases: dict[str, dict[str, Any]] = {
         "fp32": {},
@@ -33,11 +33,11 @@ def alone(one: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]
         "rowwise": {"precision": "fp8", "more": {"fp8_scaling": "rowwise", "fp8_format": "e4m3"}},
     }
     shared = {"task": "train", "model": wide, "samples": samples, "micro_batch_size": 2, "steps": STEPS}
-    return dict(zip(cases, one.run("ranks.tasks.run_cases", cases=list(cases.values()), **shared), strict=True))
+    return dict(zip(cases, one_rank.run("ranks.tasks.run_cases", cases=list(cases.values()), **shared), strict=True))
 
 
 @pytest.fixture(scope="module")
-def two_ranks(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
+def layout_runs(two_ranks: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, Any]]:
     """The same on two ranks."""
     cases: dict[str, dict[str, Any]] = {
         "fp16": {"precision": "fp16", "more": {"initial_loss_scale": 256.0}},
@@ -46,7 +46,7 @@ def two_ranks(two: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, A
         "rowwise-sp": {"precision": "fp8", "more": {"fp8_scaling": "rowwise", "fp8_format": "e4m3"}},
     }
     shared = {"task": "train", "model": wide, "samples": samples, "micro_batch_size": 2, "steps": STEPS, "tp": 2}
-    return dict(zip(cases, two.run("ranks.tasks.run_cases", cases=list(cases.values()), **shared), strict=True))
+    return dict(zip(cases, two_ranks.run("ranks.tasks.run_cases", cases=list(cases.values()), **shared), strict=True))
 
 
 def differences(run: dict[str, Any], truth: dict[str, Any]) -> tuple[float, float]:
@@ -58,8 +58,8 @@ def differences(run: dict[str, Any], truth: dict[str, Any]) -> tuple[float, floa
     return results
 
 
-def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
-    for run in (alone["fp16"], two_ranks["fp16"]):
+def test_fp16_follows_fp32(alone: dict[str, dict[str, Any]], layout_runs: dict[str, dict[str, Any]]) -> None:
+    for run in (alone["fp16"], layout_runs["fp16"]):
         assert set(run["skipped"]) == {0} and set(run["loss_scale"]) == {256}
         assert run["lr"] == alone["fp32"]["lr"]
         loss, norm = differences(run, alone["fp32"])
@@ -75,7 +75,7 @@ def test_too_high_loss_scale_is_lowered(alone: dict[str, dict[str, Any]]) -> Non
 
 
 def test_overflow_skips_a_step_halves_the_scale_and_is_checkpointed(
-    two: RankPool, wide: Path, samples: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+    two_ranks: RankPool, wide: Path, samples: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Two data-parallel ranks, one with the overflow; the scale grows after three steps without overflow."""
     settings = {
@@ -87,47 +87,51 @@ def test_overflow_skips_a_step_halves_the_scale_and_is_checkpointed(
         "more": {"initial_loss_scale": 256.0, "loss_scale_window": 3},
         "overflow_at": [0, 3],
     }
-    run = two.run("ranks.tasks.train", **settings, save_at=[5], root=tmp_path)
+    run = two_ranks.run("ranks.tasks.train", **settings, save_at=[5], root=tmp_path)
     assert run["loss_scale"] == [256, 128, 128, 128, 64, 64, 64, 128]
     assert run["skipped"] == [1, 1, 1, 2, 2, 2, 2, 2]
     assert [step for step, norm in enumerate(run["grad_norm"]) if norm == float("inf")] == [0, 3]
     taken = [step for step in range(STEPS) if step not in (0, 3)]
     assert [run["lr"][step] for step in taken] == alone["fp32"]["lr"][: len(taken)]
     assert run["lr"][0] == run["lr"][1] and run["lr"][3] == run["lr"][4]
-    again = two.run("ranks.tasks.train", **settings, resume=tmp_path / "iter_0000005")
+    again = two_ranks.run("ranks.tasks.train", **settings, resume=tmp_path / "iter_0000005")
     assert again["digest"] == run["digest"]
     for name in ("loss", "grad_norm", "lr", "loss_scale", "skipped"):
         assert again[name] == run[name][5:]
 
 
-def test_overflow_at_the_lowest_scale_fails(one: RankPool, wide: Path, samples: Path) -> None:
+def test_overflow_at_the_lowest_scale_fails(one_rank: RankPool, wide: Path, samples: Path) -> None:
     settings = {"model": wide, "samples": samples, "precision": "fp16", "steps": 2}
     more = {"initial_loss_scale": 2.0}
-    refused = one.run("ranks.tasks.refusal", task="train", **settings, more=more, overflow_at=[0, 1])
+    refused = one_rank.run("ranks.tasks.refusal", task="train", **settings, more=more, overflow_at=[0, 1])
     assert refused["code"] == 79 and "the gradient norm is inf" in refused["text"]
 
 
-def test_gradient_that_is_not_finite_leaves_the_weights(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    results = two.run("ranks.tasks.diverged_step", model=models["qwen3-tied"], samples=samples)
+def test_gradient_that_is_not_finite_leaves_the_weights(
+    two_ranks: RankPool, models: dict[str, Path], samples: Path
+) -> None:
+    results = two_ranks.run("ranks.tasks.diverged_step", model=models["qwen3-tied"], samples=samples)
     assert results["unchanged"] and re.search(r"the gradient norm is (inf|nan) at a loss of \d", results["text"])
 
 
-def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], two_ranks: dict[str, dict[str, Any]]) -> None:
-    for run in (alone["tensorwise"], alone["rowwise"], *(two_ranks[name] for name in two_ranks if "wise" in name)):
+def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], layout_runs: dict[str, dict[str, Any]]) -> None:
+    for run in (alone["tensorwise"], alone["rowwise"], *(layout_runs[name] for name in layout_runs if "wise" in name)):
         loss, norm = differences(run, alone["fp32"])
         # 4 bits of mantissa forward and 3 backward, in sums over 32 to 64 numbers.
         assert 0 < loss < 0.01 and norm < 0.1
     assert alone["tensorwise"]["loss"] != alone["rowwise"]["loss"]
     # The same matrices per rank, until rounding to bfloat16 in another order moves an element to the next FP8 number.
     first = (
-        {curve: two_ranks[name][curve][:2] for curve in ("loss", "grad_norm")}
+        {curve: layout_runs[name][curve][:2] for curve in ("loss", "grad_norm")}
         for name in ("tensorwise-sp", "tensorwise")
     )
     assert max(differences(*first)) < 1e-4
 
 
-def test_shapes_unsuited_to_fp8_are_refused(two: RankPool, models: dict[str, Path], samples: Path) -> None:
-    messages = two.run("ranks.tasks.build_messages", model=models["qwen3-tied"], samples=samples, precision="fp8", tp=2)
+def test_shapes_unsuited_to_fp8_are_refused(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
+    messages = two_ranks.run(
+        "ranks.tasks.build_messages", model=models["qwen3-tied"], samples=samples, precision="fp8", tp=2
+    )
     assert messages == [
         "fp8: 12 linear layers of this rank",
         "fp8: linear_fc2 stays bf16, 32 x 24 on a rank is no multiple of 16 both ways",
@@ -145,25 +149,27 @@ RECOMPUTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def test_recompute_gives_identical_results(one: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_recompute_gives_identical_results(one_rank: RankPool, samples: Path, tmp_path: Path) -> None:
     families = sorted({family for family, *_ in RECOMPUTED})
     models = {family: build_model_folder(tmp_path / family, family, num_hidden_layers=2) for family in families}
     cases: list[dict[str, Any]] = [{"model": models[family]} for family in families]
     cases += [{"model": models[family], "recompute": how, "more": more} for family, how, more in RECOMPUTED]
     shared = {"task": "train", "samples": samples, "micro_batch_size": 2, "steps": 2}
-    runs = one.run("ranks.tasks.run_cases", cases=cases, **shared)
+    runs = one_rank.run("ranks.tasks.run_cases", cases=cases, **shared)
     plain = dict(zip(families, runs, strict=False))
     for (family, *_), run in zip(RECOMPUTED, runs[len(families) :], strict=True):
         assert run == plain[family]
 
 
-def test_recomputed_experts_use_their_own_sequence(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_recomputed_experts_use_their_own_sequence(
+    one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path
+) -> None:
     """The first stage recomputes experts while a later micro batch is already in its forward pass."""
     model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
     run: dict[str, Any] = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 2}
     run |= {"moe": {"aux_loss": 0.05}, "packing": False}
-    truth = one.run("ranks.tasks.train", **run)
-    again = two.run(
+    truth = one_rank.run("ranks.tasks.train", **run)
+    again = two_ranks.run(
         "ranks.tasks.train", **run, pp=2, recompute="selective", more={"recompute_modules": ["core_attn", "moe"]}
     )
     assert max(max_relative_difference(again[curve], truth[curve]) for curve in ("loss", "grad_norm")) < 1e-5
@@ -189,9 +195,9 @@ def assert_formula(saved: dict[str, int], case: str) -> None:
     assert saved["measured"] == pytest.approx(saved["expected"], rel=0.01), case
 
 
-def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, samples: Path) -> None:
+def test_activation_formula_for_each_recompute_mode(one_rank: RankPool, wide: Path, samples: Path) -> None:
     shared = {"task": "saved_activations", "model": wide, "samples": samples, "micro_batch_size": 4}
-    cases = one.run("ranks.tasks.run_cases", cases=list(RECOMPUTE_MODES.values()), **shared)
+    cases = one_rank.run("ranks.tasks.run_cases", cases=list(RECOMPUTE_MODES.values()), **shared)
     for mode, saved in zip(RECOMPUTE_MODES, cases, strict=True):
         assert_formula(saved, mode)
     nothing, core_attn, mlp, norms, activations, rope, elementwise, one_layer, all_layers = (
@@ -202,18 +208,18 @@ def test_activation_formula_for_each_recompute_mode(one: RankPool, wide: Path, s
     assert elementwise < 0.75 * nothing
 
 
-def test_activation_formula_for_layer_types(one: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_activation_formula_for_layer_types(one_rank: RankPool, samples: Path, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "vocab_size": 77}
     families = ("llama", "gpt2", "gemma2", "olmo2", "cohere", "gpt_neox", "nemotron", "hunyuan_v1_dense")
     cases = [{"model": build_model_folder(tmp_path / family, family, **sizes)} for family in families]
     shared = {"task": "saved_activations", "samples": samples, "micro_batch_size": 4}
-    for family, saved in zip(families, one.run("ranks.tasks.run_cases", cases=cases, **shared), strict=True):
+    for family, saved in zip(families, one_rank.run("ranks.tasks.run_cases", cases=cases, **shared), strict=True):
         assert_formula(saved, family)
 
 
-def test_activation_formula_over_ranks(two: RankPool, wide: Path, samples: Path) -> None:
+def test_activation_formula_over_ranks(two_ranks: RankPool, wide: Path, samples: Path) -> None:
     shared = {"model": wide, "samples": samples, "micro_batch_size": 4, "precision": "bf16", "tp": 2}
     cases = [{"sp": False}, {"sp": True}]
-    results = two.run("ranks.tasks.run_cases", task="saved_activations", cases=cases, **shared)
+    results = two_ranks.run("ranks.tasks.run_cases", task="saved_activations", cases=cases, **shared)
     for layout, saved in zip(("tp2", "tp2-sp"), results, strict=True):
         assert_formula(saved, layout)

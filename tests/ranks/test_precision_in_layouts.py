@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_precision_follows_fp32(one: RankPool, two: RankPool, samples: Path, tmp_path: Path) -> None:
+def test_precision_follows_fp32(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     two_layers: dict[str, Any] = {"num_hidden_layers": 2}
     models = {
         "experts": build_model_folder(tmp_path / "experts", "qwen2_moe", **two_layers),
@@ -30,9 +30,9 @@ def test_precision_follows_fp32(one: RankPool, two: RankPool, samples: Path, tmp
         "dense": build_model_folder(tmp_path / "dense", "qwen3", num_hidden_layers=4),
     }
     shared = {"task": "train", "samples": samples, "micro_batch_size": 2, "steps": 3}
-    truths = one.run("ranks.tasks.run_cases", cases=[{"model": model} for model in models.values()], **shared)
+    truths = one_rank.run("ranks.tasks.run_cases", cases=[{"model": model} for model in models.values()], **shared)
     cases = [{"model": models[name], **layout} for name, layout in LAYOUTS.values()]
-    runs = two.run("ranks.tasks.run_cases", cases=cases, **shared)
+    runs = two_ranks.run("ranks.tasks.run_cases", cases=cases, **shared)
     for (case, (name, layout)), run in zip(LAYOUTS.items(), runs, strict=True):
         truth = dict(zip(models, truths, strict=True))[name]
         curves = ["loss", "grad_norm", *(["mtp_loss"] if name == "mtp" else [])]

@@ -26,8 +26,8 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture(scope="module")
-def alone(one: RankPool, run: dict[str, Any]) -> dict[str, Any]:
-    return dict(one.run(TRAIN, **run, steps=4, evaluate=True))
+def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
+    return dict(one_rank.run(TRAIN, **run, steps=4, evaluate=True))
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_layout_trains_as_single_process(
     assert alone["valid_after"] < alone["valid_before"]
 
 
-def test_experts(one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_experts(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     case = run | {"model": build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)}
     case |= {"steps": 2, "evaluate": True}
-    assert_same(two.run(TRAIN, **case, ep=2, micro_batch_size=2), one.run(TRAIN, **case))
+    assert_same(two_ranks.run(TRAIN, **case, ep=2, micro_batch_size=2), one_rank.run(TRAIN, **case))
 
 
-def test_adapters_and_score_head(one: RankPool, two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_and_score_head(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     """Trained like in one process; PEFT and a second run compute the scores of the merged model."""
     case = run | {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "steps": 4, "evaluate": True}
-    alone = one.run(TRAIN, **case, exports=tmp_path, save_at=[2], root=tmp_path)
-    assert_same(two.run(TRAIN, **case, tp=2, sp=True, micro_batch_size=2), alone)
-    assert_same(two.run(TRAIN, **case, pp=2), alone)
-    resumed = one.run(TRAIN, **case, resume=tmp_path / "iter_0000002")
+    alone = one_rank.run(TRAIN, **case, exports=tmp_path, save_at=[2], root=tmp_path)
+    assert_same(two_ranks.run(TRAIN, **case, tp=2, sp=True, micro_batch_size=2), alone)
+    assert_same(two_ranks.run(TRAIN, **case, pp=2), alone)
+    resumed = one_rank.run(TRAIN, **case, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == alone["digest"] and resumed["loss"] == alone["loss"][2:]
 
     adapter, merged = tmp_path / "adapter", load_file(tmp_path / "hf/model.safetensors")
@@ -83,23 +83,23 @@ def test_adapters_and_score_head(one: RankPool, two: RankPool, run: dict[str, An
 
     saved = tmp_path / "saved_by_peft"
     theirs.save_pretrained(saved)
-    second = one.run(TRAIN, **run | {"lora": {"path": str(saved)}, "steps": 0, "evaluate": True})
+    second = one_rank.run(TRAIN, **run | {"lora": {"path": str(saved)}, "steps": 0, "evaluate": True})
     assert second["valid_before"] == pytest.approx(alone["valid_after"], rel=1e-6)
-    refused = one.run("ranks.tasks.refusal", task="train", steps=0, model=run["model"],
+    refused = one_rank.run("ranks.tasks.refusal", task="train", steps=0, model=run["model"],
                       samples=run["samples"], lora={"path": str(saved)})  # fmt: skip
     assert "is an adapter of a reward model, and pretrain needs one of a language" in refused["text"]
 
 
-def test_resumes_bitwise_in_bf16(one: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_resumes_bitwise_in_bf16(one_rank: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     run = run | {"precision": "bf16", "micro_batch_size": 2, "steps": 4}
-    uninterrupted = one.run(TRAIN, **run, save_at=[2], root=tmp_path)
-    resumed = one.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
+    uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    resumed = one_rank.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == uninterrupted["digest"] and resumed["loss"] == uninterrupted["loss"][2:]
 
 
-def test_export_and_checkpoint_have_the_score_head(two: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
+def test_export_and_checkpoint_have_the_score_head(two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     exported, root = tmp_path / "hf", tmp_path / "checkpoints"
-    two.run(SAVE, **run, root=root, destination=exported, tp=2)
+    two_ranks.run(SAVE, **run, root=root, destination=exported, tp=2)
     tensors = load_file(exported / "model.safetensors")
     assert tuple(tensors["score.weight"].shape) == (1, 32) and "lm_head.weight" not in tensors
     network = AutoModelForSequenceClassification.from_pretrained(exported)

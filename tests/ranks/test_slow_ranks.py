@@ -28,8 +28,8 @@ def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
         pytest.param({"fsdp": True}, id="fsdp2"),
     ],
 )
-def test_a_slow_rank_is_named(layout: dict[str, Any], two: RankPool, run: dict[str, Any]) -> None:
-    slow = two.run(TASK, **run, **layout, slow_rank=1)
+def test_a_slow_rank_is_named(layout: dict[str, Any], two_ranks: RankPool, run: dict[str, Any]) -> None:
+    slow = two_ranks.run(TASK, **run, **layout, slow_rank=1)
     *before, report = slow["reports"]
     assert not any(before)
     assert report["slowest_rank"] == 1 and report["straggler_share"] > 0.3
@@ -39,9 +39,9 @@ def test_a_slow_rank_is_named(layout: dict[str, Any], two: RankPool, run: dict[s
     assert "rank 1 on node1 is slow" in event["text"]
 
 
-def test_measured_steps_are_bitwise_the_same(two: RankPool, run: dict[str, Any]) -> None:
+def test_measured_steps_are_bitwise_the_same(two_ranks: RankPool, run: dict[str, Any]) -> None:
     case = {name: value for name, value in run.items() if name != "every"} | {"tp": 2, "slow_rank": None}
-    often, never = (two.run(TASK, **case, every=every) for every in (1, 0))
+    often, never = (two_ranks.run(TASK, **case, every=every) for every in (1, 0))
     assert often["digest"] == never["digest"]
     assert [bool(report) for report in often["reports"]] == [False, False, True, True, True, True]
     assert not any(never["reports"])

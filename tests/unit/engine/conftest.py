@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ranks.fixtures import models, one, samples, two
+from ranks.fixtures import models, one_rank, samples, two_ranks
 
-__all__ = ["models", "one", "samples", "two"]
+__all__ = ["models", "one_rank", "samples", "two_ranks"]

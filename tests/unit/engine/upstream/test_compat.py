@@ -24,15 +24,15 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_cpu_random_state(one: RankPool) -> None:
-    results = one.run("unit.engine.upstream.upstream_tasks.random_state")
+def test_cpu_random_state(one_rank: RankPool) -> None:
+    results = one_rank.run("unit.engine.upstream.upstream_tasks.random_state")
     assert not results["upstream"], "megatron-core sets the CPU's random state now: drop compat.cpu_random_state"
     assert results["mended"]
 
 
 @pytest.mark.processes
-def test_share_gloo_devices(one: RankPool) -> None:
-    results = one.run("unit.engine.upstream.upstream_tasks.gloo_threads")
+def test_share_gloo_devices(one_rank: RankPool) -> None:
+    results = one_rank.run("unit.engine.upstream.upstream_tasks.gloo_threads")
     assert results["upstream"] == 3, "gloo groups share a thread now: drop compat.share_gloo_devices"
     assert results["shared"] == 0
 
@@ -75,22 +75,22 @@ def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 def test_a_single_rank_does_not_communicate(
     ranks: str, request: pytest.FixtureRequest, models: dict[str, Path], samples: Path
 ) -> None:
     results = request.getfixturevalue(ranks).run(
         "unit.engine.upstream.upstream_tasks.exchanges", model=models["llama-tied"], samples=samples
     )
-    assert results["dp"] == {"one": 1, "two": 2}[ranks]
-    assert (results["collectives"] > 0) == (ranks == "two")
+    assert results["dp"] == {"one_rank": 1, "two_ranks": 2}[ranks]
+    assert (results["collectives"] > 0) == (ranks == "two_ranks")
 
 
 @pytest.mark.processes
-def test_use_torch_adam(one: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+def test_use_torch_adam(one_rank: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     settings = {"model": models["llama-tied"], "samples": samples, "root": tmp_path}
-    results = one.run("unit.engine.upstream.upstream_tasks.adam_with_apex", **settings)
-    one.close()
+    results = one_rank.run("unit.engine.upstream.upstream_tasks.adam_with_apex", **settings)
+    one_rank.close()
     assert results["upstream"] == ["FusedAdam", True], (
         "megatron-core takes torch's Adam now: drop compat.use_torch_adam"
     )
@@ -99,11 +99,11 @@ def test_use_torch_adam(one: RankPool, models: dict[str, Path], samples: Path, t
 
 @pytest.mark.processes
 def test_megatron_core_reads_the_optimizer_state(
-    two: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+    two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """Isthmus writes it itself, because Megatron-Core gathers all of it on every rank."""
     settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
-    for rank in two.run("unit.engine.upstream.upstream_tasks.read_by_megatron_core", **settings):
+    for rank in two_ranks.run("unit.engine.upstream.upstream_tasks.read_by_megatron_core", **settings):
         assert rank["parameters"] > 10 and rank["differences"] == 0
 
 
