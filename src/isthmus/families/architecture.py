@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, ClassVar
 
 from isthmus.families.blocks.attention import Attention, SlidingWindow, WindowAttention
-from isthmus.families.blocks.block import RESOLVED, Block, Mixer, Recurrence, check_sizes, setting_fields, settings_of
+from isthmus.families.blocks.block import NO_SETTING, Mixer, Recurrence, check_sizes, setting_fields, settings_of
 from isthmus.families.blocks.ends import Embedding, Head
 from isthmus.families.blocks.feed_forward import Experts, Mlp
 from isthmus.families.blocks.indexer import KeyIndexer
@@ -95,18 +95,18 @@ class Architecture:
     """Rows of the embedding, without tensor-parallel padding."""
     max_position_embeddings: int
     init_std: float = 0.02
-    pattern: LayerPattern = field(metadata=RESOLVED)
-    norm: Norm = field(metadata=RESOLVED)
-    embedding: Embedding = field(default=Embedding(), metadata=RESOLVED)
-    rotary: Rotary = field(default=Rotary(), metadata=RESOLVED)
-    attention: Attention = field(metadata=RESOLVED)
+    pattern: LayerPattern = field(metadata=NO_SETTING)
+    norm: Norm = field(metadata=NO_SETTING)
+    embedding: Embedding = field(default=Embedding(), metadata=NO_SETTING)
+    rotary: Rotary = field(default=Rotary(), metadata=NO_SETTING)
+    attention: Attention = field(metadata=NO_SETTING)
     """Attention of layers without a window."""
-    windows: SlidingWindow = field(default=SlidingWindow(), metadata=RESOLVED)
-    recurrences: tuple[Recurrence, ...] = field(default=(), metadata=RESOLVED)
+    windows: SlidingWindow = field(default=SlidingWindow(), metadata=NO_SETTING)
+    recurrences: tuple[Recurrence, ...] = field(default=(), metadata=NO_SETTING)
     """A block of each kind of mixer other than attention."""
-    mlp: Mlp = field(metadata=RESOLVED)
-    moe: Experts | None = field(default=None, metadata=RESOLVED)
-    head: Head = field(default=Head(), metadata=RESOLVED)
+    mlp: Mlp = field(metadata=NO_SETTING)
+    moe: Experts | None = field(default=None, metadata=NO_SETTING)
+    head: Head = field(default=Head(), metadata=NO_SETTING)
 
     def __post_init__(self) -> None:
         """Refuse senseless sizes, and mixers without their block."""
@@ -171,21 +171,6 @@ class Architecture:
         return sizes
 
     @functools.cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """One of each kind of block that some layer has."""
-        blocks = (
-            block
-            for layer in self.all_layers
-            for block in (*layer.mixers, *([] if layer.feed_forward is None else [layer.feed_forward]))
-        )
-        return tuple(dict.fromkeys(blocks))
-
-    @property
-    def mixer_blocks(self) -> tuple[Mixer, ...]:
-        """One of each kind of mixer that some layer has."""
-        return tuple(block for block in self.blocks if isinstance(block, Mixer))
-
-    @functools.cached_property
     def attention_kinds(self) -> tuple[Attention, ...]:
         """Attention without a window and, if its sizes or its rotary embedding differ, with one."""
         full = replace(self.attention, rotary=self.rotary)
@@ -212,10 +197,6 @@ class Architecture:
     def has_dense_mlp(self) -> bool:
         """Whether some layer may have a dense feed-forward block."""
         return self.moe is None or bool(self.moe.dense_layers)
-
-    def recurrence(self, kind: type[Any]) -> Any:
-        """The block of a kind of mixer, None if the model has none."""
-        return next((block for block in self.recurrences if isinstance(block, kind)), None)
 
     def key_source(self, layer: int) -> int | None:
         """The layer whose keys and values a layer, both from 0, attends to; None: its own."""

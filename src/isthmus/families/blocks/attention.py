@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, TypeVar
 
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, Mixer, RehearsalSizes
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, Mixer, RehearsalSizes
 from isthmus.families.blocks.rotary import QueryScaling, Rotary
 
 AttentionType = TypeVar("AttentionType", bound="Attention")
@@ -62,7 +62,7 @@ class SlidingWindow:
     """Layers, counted from 0, to which the window does not apply."""
     window_rotary_base: float | None = None
     """Rotary base of sliding-window layers, which have no rope scaling; None: the same as in other layers."""
-    window_attention: WindowAttention | None = field(default=None, metadata=RESOLVED, repr=False)
+    window_attention: WindowAttention | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Sizes of sliding-window layers, if they differ."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class SlidingWindow:
 @dataclass(frozen=True, kw_only=True)
 class Attention(Mixer):
     kinds: ClassVar[tuple[str, ...]] = ("attention",)
-    kind: str = field(default="attention", metadata=RESOLVED, repr=False)
+    kind: str = field(default="attention", metadata=NO_SETTING, repr=False)
 
     num_attention_heads: int
     num_query_groups: int
@@ -128,12 +128,12 @@ class Attention(Mixer):
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     """Multipliers of the input and of the output of attention."""
 
-    rotary: Rotary | None = field(default=None, metadata=RESOLVED, repr=False)
+    rotary: Rotary | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Rotary embedding of the layer; None: its queries and keys are not rotated."""
-    window: int | None = field(default=None, metadata=RESOLVED, repr=False)
+    window: int | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Keys of a query, including its own; None: all preceding keys."""
-    window_kind: Literal["sliding", "chunks"] = field(default="sliding", metadata=RESOLVED, repr=False)
-    key_source: int | None = field(default=None, metadata=RESOLVED, repr=False)
+    window_kind: Literal["sliding", "chunks"] = field(default="sliding", metadata=NO_SETTING, repr=False)
+    key_source: int | None = field(default=None, metadata=NO_SETTING, repr=False)
     """The layer, from 0, whose keys and values this layer attends to; None: its own."""
 
     def __post_init__(self) -> None:

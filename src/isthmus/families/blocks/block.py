@@ -30,13 +30,13 @@ def check_sizes(*, layers: int, heads: int = 1, experts: int = 0) -> None:
             raise DataError(f"the config has {size:,} {name}; at most {most:,} are supported. Correct it.")
 
 
-RESOLVED: Mapping[str, bool] = {"resolved": True}
-"""Metadata of fields that have their value in the blocks of a layer, and are no settings of a model."""
+NO_SETTING: Mapping[str, bool] = {"setting": False}
+"""Metadata of fields that are no settings of a model: other blocks, and what is known of the blocks of a layer only."""
 
 
 def setting_fields(component: type[Any]) -> Iterator[Field[Any]]:
     """The fields of a component that are settings of a model."""
-    return (entry for entry in fields(component) if not entry.metadata.get("resolved"))
+    return (entry for entry in fields(component) if entry.metadata.get("setting", True))
 
 
 def settings_of(component: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Block:
     prefix: ClassVar[str] = ""
     """Prefix of the names of its settings, such as ``moe`` of ``moe.top_k``; empty: none."""
 
-    hidden_size: int = field(default=0, metadata=RESOLVED, repr=False)
+    hidden_size: int = field(default=0, metadata=NO_SETTING, repr=False)
     """Width of its inputs and outputs."""
 
     def linears(self, tp: int = 1) -> list[Linear]:
@@ -162,7 +162,7 @@ class Mixer(Block):
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """Names in ``mixers`` of a layer."""
-    kind: str = field(default="", metadata=RESOLVED, repr=False)
+    kind: str = field(default="", metadata=NO_SETTING, repr=False)
 
     @property
     def rule_kinds(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, Recurrence, RehearsalSizes, common_heads
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, Recurrence, RehearsalSizes, common_heads
 
 _CHUNK = 64
 """Tokens that the scan computes at a time."""
@@ -20,7 +20,7 @@ class DeltaNet(Recurrence):
 
     prefix: ClassVar[str] = "delta_net"
     kinds: ClassVar[tuple[str, ...]] = ("gated_delta_net", "kimi_delta_attention")
-    kind: str = field(default="gated_delta_net", metadata=RESOLVED, repr=False)
+    kind: str = field(default="gated_delta_net", metadata=NO_SETTING, repr=False)
 
     num_key_heads: int
     num_value_heads: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from isthmus.families.blocks.block import RESOLVED, Block, Linear, MicroBatch, RehearsalSizes
+from isthmus.families.blocks.block import NO_SETTING, Block, Linear, MicroBatch, RehearsalSizes
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
 _SAVED = {
@@ -33,9 +33,9 @@ class Mlp(Block):
     sharing_layers_wide: bool = False
     """The feed-forward blocks of layers that share keys are twice as wide."""
 
-    is_wide: bool = field(default=False, metadata=RESOLVED, repr=False)
+    is_wide: bool = field(default=False, metadata=NO_SETTING, repr=False)
     """The block is twice as wide as those of other layers."""
-    limit: float | None = field(default=None, metadata=RESOLVED, repr=False)
+    limit: float | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Limit of SwiGLU in the layer."""
 
     def __post_init__(self) -> None:
@@ -168,9 +168,9 @@ class Experts(Block):
     output_bias: bool = False
     """A bias that is added to the weighted sum of the experts' outputs."""
 
-    mlp: Mlp | None = field(default=None, metadata=RESOLVED, repr=False)
+    mlp: Mlp | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Activation, and limits of shared experts, of the layer."""
-    limit: float | None = field(default=None, metadata=RESOLVED, repr=False)
+    limit: float | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Limit of SwiGLU of routed experts in the layer."""
 
     def __post_init__(self) -> None:

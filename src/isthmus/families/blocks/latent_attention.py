@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from isthmus.families.blocks.attention import SAVED, Attention
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, RehearsalSizes
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, RehearsalSizes
 from isthmus.families.blocks.indexer import KeyIndexer
 
 
@@ -28,10 +28,10 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(Attention):
-    latent: Latent = field(metadata=RESOLVED, repr=False)
-    indexer: KeyIndexer | None = field(default=None, metadata=RESOLVED, repr=False)
+    latent: Latent = field(metadata=NO_SETTING, repr=False)
+    indexer: KeyIndexer | None = field(default=None, metadata=NO_SETTING, repr=False)
     """Selects keys."""
-    has_indexer: bool = field(default=True, metadata=RESOLVED, repr=False)
+    has_indexer: bool = field(default=True, metadata=NO_SETTING, repr=False)
     """Whether the layer computes the indexer, and does not use the keys that an earlier layer selected."""
 
     @property

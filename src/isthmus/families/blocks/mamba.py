@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, Recurrence, RehearsalSizes
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, Recurrence, RehearsalSizes
 
 _BLOCK = 64
 """Tokens between the states that the scan saves."""
@@ -15,7 +15,7 @@ _BLOCK = 64
 class Mamba(Recurrence):
     prefix: ClassVar[str] = "mamba"
     kinds: ClassVar[tuple[str, ...]] = ("mamba",)
-    kind: str = field(default="mamba", metadata=RESOLVED, repr=False)
+    kind: str = field(default="mamba", metadata=NO_SETTING, repr=False)
 
     inner_size: int
     """Channels."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, Recurrence, RehearsalSizes, common_heads
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, Recurrence, RehearsalSizes, common_heads
 
 _CHUNK = 128
 """Tokens between the states that the scan saves."""
@@ -15,7 +15,7 @@ _CHUNK = 128
 class Mamba2(Recurrence):
     prefix: ClassVar[str] = "mamba2"
     kinds: ClassVar[tuple[str, ...]] = ("mamba2",)
-    kind: str = field(default="mamba2", metadata=RESOLVED, repr=False)
+    kind: str = field(default="mamba2", metadata=NO_SETTING, repr=False)
 
     num_heads: int
     head_dim: int

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from isthmus.families.blocks.block import RESOLVED, Linear, MicroBatch, Recurrence, RehearsalSizes
+from isthmus.families.blocks.block import NO_SETTING, Linear, MicroBatch, Recurrence, RehearsalSizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolution(Recurrence):
     prefix: ClassVar[str] = "short_convolution"
     kinds: ClassVar[tuple[str, ...]] = ("short_convolution",)
-    kind: str = field(default="short_convolution", metadata=RESOLVED, repr=False)
+    kind: str = field(default="short_convolution", metadata=NO_SETTING, repr=False)
 
     kernel: int
     bias: bool = False

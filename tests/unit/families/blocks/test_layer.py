@@ -65,3 +65,37 @@ def test_tensor_and_sequence_parallelism(sp: bool, expected: float) -> None:
 def test_recomputed_activations_are_not_kept() -> None:
     assert per_token_and_channel(recomputed=frozenset({"core_attn"})) == per_token_and_channel()
     assert per_token_and_channel() - per_token_and_channel(recomputed=frozenset({"mlp"})) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 10 * 2 * (8 + 8)),  # keys and values of two groups
+        ({"sliding_window": 4}, 4 * 2 * (8 + 8)),  # of the tokens in the window
+        (  # a latent vector, and the rotated key that all heads share
+            {
+                "mla.kv_lora_rank": 12,
+                "mla.qk_nope_head_dim": 4,
+                "mla.qk_rope_head_dim": 4,
+                "mla.v_head_dim": 6,
+            },
+            10 * (12 + 4),
+        ),
+        (  # a state, and the inputs of the convolution
+            {
+                "mixers": (("mamba",),),
+                "mamba.inner_size": 32,
+                "mamba.state_size": 5,
+                "mamba.time_step_rank": 2,
+                "mamba.kernel": 4,
+            },
+            32 * (5 + 3),
+        ),
+    ],
+)
+def test_state_of_ten_tokens_in_generation(settings: dict[str, Any], expected: int) -> None:
+    sizes = {"family": "", "num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4}
+    sizes |= {"num_query_groups": 2, "kv_channels": 8, "vocab_size": 50, "max_position_embeddings": 64}
+    arch = from_settings({**sizes, "norm_epsilon": 1e-5, **settings})
+    (mixer,) = arch.layers[0].mixers
+    assert mixer.state_elements(10) == expected
