@@ -108,7 +108,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, IsthmusError):
         return error.exit_code, _clipped(str(error))
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted; unsaved progress is lost."
+        return 130, str(error) or "interrupted; unsaved progress is lost."
     if hasattr(error, "format_message"):  # from typer, for a wrong command line
         return 2, f"{_sentence(error.format_message())} See isthmus --help."
     if (number := errno_of(error)) is not None:

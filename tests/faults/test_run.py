@@ -21,7 +21,7 @@ from isthmus.hf.model_folder import ModelFolder
 
 STEP_KEYS = {
     *("step", "loss", "lr", "grad_norm", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib"),
-    *("num_tokens", "loss_tokens", "padding", "step_time_s", "consumed_sequences"),
+    *("num_tokens", "loss_tokens", "padding", "step_time_s", "consumed_sequences", "epoch", "time_s"),
 }
 
 
@@ -35,6 +35,8 @@ def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], mo
     steps = [row for row in rows(out) if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4] and all(row.keys() == STEP_KEYS for row in steps)
     assert [row["consumed_sequences"] for row in steps] == [4, 8, 12, 16]
+    assert steps[3]["epoch"] == 2 * steps[1]["epoch"] > 0
+    assert steps[0]["time_s"] < steps[3]["time_s"]
     assert all(0 < row["loss_tokens"] < row["num_tokens"] for row in steps)
     valid = {row["step"]: row["valid_loss"] for row in rows(out) if "valid_loss" in row}
     assert list(valid) == [0, 2, 4] and valid[4] == result["valid_loss"]

@@ -80,7 +80,9 @@ def test_signal_to_a_single_process(isthmus: ForkServer, sft_args: list[str], tm
     wait_for_step(process, out, 3)
     process.send(0, signal.SIGTERM)
     process.send(0, signal.SIGTERM)  # like batch systems
-    line = process.result().error(75)
+    stopped = process.result()
+    line = stopped.error(75)
+    assert stopped.errors[0] == "isthmus: SIGTERM: saving after this step." and len(stopped.errors) == 2
     (step,) = checkpoints(out)
     assert f"after step {step} of" in line
     beyond = isthmus(*sft_args, f"train.steps={step - 1}").error(2)

@@ -192,7 +192,12 @@ def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
     failure = launch(process.argv, nproc, debug=debug, script=script)
     if failure is None:
         return 0
-    status = ExitStatus(failure.exit_code, failure.message, failure.traceback)
+    message = failure.message
+    if failure.exit_code == 130 and process.run_folder is not None:
+        from isthmus.recipes.run_dir import RunDir
+
+        message = RunDir(process.run_folder).interrupted()
+    status = ExitStatus(failure.exit_code, message, failure.traceback)
     print_error(save_traceback(status, process.run_folder), debug=debug)
     return status.exit_code
 

@@ -29,13 +29,12 @@ from isthmus.errors import Preempted
 from isthmus.launch.first_failure import Failure, failure_of_death, first_failure, reported_failures
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores
+from isthmus.train.stop import SECOND_REQUEST_S, answer_signal, end_of_bar
 
 SAVE_TIMEOUT_S = 600.0
 """Time for the ranks to save after a stop request."""
 LEAVE_TIMEOUT_S = 5
 """Time for the other ranks to exit after a failure."""
-SECOND_REQUEST_S = 0.5
-"""A batch system may send the same signal twice at once; only a later Ctrl-C is a second request."""
 # ``python -P -m isthmus``, which Python 3.10 does not have: modules in the current folder do not hide others.
 _RANK_COMMAND = (
     "-c",
@@ -157,13 +156,11 @@ class _Signals:
             self._stop_file.touch()  # for a rank that has no signal handler yet
             self._send(signal.SIGTERM)
             self._timer.start()
-            hint = "" if number != signal.SIGINT else " Ctrl-C again kills the run."
-            what = "saving after this step" if self._saves else "sent to the ranks"
-            os.write(2, f"{_end_of_bar()}isthmus: {signal.Signals(number).name}: {what}.{hint}\n".encode())
+            answer_signal(number, "saving after this step" if self._saves else "sent to the ranks")
         elif number == signal.SIGINT and time.monotonic() - self._first_s > SECOND_REQUEST_S:
             self.killed = True
             self._send(signal.SIGKILL)
-            os.write(2, _end_of_bar().encode())
+            os.write(2, end_of_bar().encode())
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._process.children():
@@ -179,11 +176,6 @@ class _Signals:
             return child.pid not in self._other_children and os.getpgid(child.pid) == child.pid
         except (ProcessLookupError, PermissionError):
             return False
-
-
-def _end_of_bar() -> str:
-    """Removes a progress bar of rank 0 from the line of a terminal, where it may be without an end of line."""
-    return "\r\x1b[2K" if os.isatty(2) else ""
 
 
 def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:

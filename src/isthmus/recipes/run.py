@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from isthmus.config.recipes import RecipeName
 from isthmus.config.schema import RunConfig
@@ -17,6 +18,7 @@ from isthmus.platforms.deterministic import restored_algorithms
 from isthmus.recipes.build import build_trainer
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
+from isthmus.recipes.run_dir import RunDir
 from isthmus.recipes.run_result import RunResult as RunResult
 from isthmus.train.reporter import Reporter
 from isthmus.train.stop import StopFlag
@@ -84,6 +86,8 @@ def run_recipe(config: RunConfig) -> RunResult:
             # NCCL may wait for the other ranks when it closes the groups, before this rank prints its error.
             if rank_env.world_size() == 1 or isinstance(error, Preempted):
                 close_groups()
+            if stop.interrupted:
+                raise KeyboardInterrupt(RunDir(Path(config.out)).interrupted()) from error
             raise
     close_groups()
     return result

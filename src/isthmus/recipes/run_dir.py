@@ -92,6 +92,17 @@ class RunDir:
             raise MissingInput(f"checkpoint.resume={resume} has no checkpoint. Name an iter_NNNNNNN folder.")
         return below
 
+    def interrupted(self) -> str:
+        """The message of a run that was killed: what it lost, and the checkpoint from which it resumes."""
+        from isthmus.engine.checkpoint.checkpoint_folder import latest
+
+        newest: Path | None = None
+        with suppress(DataError, OSError):
+            newest = latest(self.checkpoints)
+        if newest is None:
+            return "killed before its first checkpoint; its progress is lost. The same command starts again."
+        return f"killed; the progress since its last checkpoint is lost. The same command resumes from {newest}."
+
     def locked(self) -> AbstractContextManager[None]:
         """Create the folder and lock it for the block; raises as :class:`isthmus.files.folder_lock.FolderLock`."""
         return locked_folder(self.root)

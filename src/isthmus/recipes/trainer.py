@@ -268,6 +268,7 @@ class Trainer:
             step_time_s=elapsed_s,
             global_batch_size=batch_size,
             consumed_sequences=step * batch_size,
+            epoch=None if self.config.data.mock else step * batch_size / self.data.train.sequences_per_epoch,
             moe={} if result.load is None else result.load.metrics(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,

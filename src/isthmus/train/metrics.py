@@ -64,6 +64,8 @@ class StepMetrics:
     step_time_s: float
     consumed_sequences: int
     """Since the start of the run."""
+    epoch: float | None = None
+    """Passes over the training data at the end of the step; None for random tokens."""
     global_batch_size: int = 0
     loss_scale: float | None = None
     """fp16 only."""

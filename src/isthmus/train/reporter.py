@@ -148,7 +148,7 @@ class Reporter:
         is_due = metrics.step % self._settings.every == 0
         if self._is_main:
             is_due = is_due or metrics.step in (self._first[0], self._total_steps)
-            row = metrics.flat()
+            row = metrics.flat() | {"time_s": round(time.time(), 3)}
             self._record(row, points=is_due)
             self._callbacks.call("step", row)
         if is_due and self._prints_steps:
@@ -193,7 +193,7 @@ class Reporter:
         clean = _finite(row)
         self._metrics.add([clean])
         if points and self._trackers is not None:
-            values = {tracker_tag(k): v for k, v in clean.items() if k != "step" and v is not None}
+            values = {tracker_tag(k): v for k, v in clean.items() if k not in ("step", "time_s") and v is not None}
             self._trackers.log(values, row["step"])
 
     def _line(self, metrics: StepMetrics) -> str:

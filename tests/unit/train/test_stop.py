@@ -17,6 +17,11 @@ def restored() -> Iterator[None]:
     assert [(number, signal.getsignal(number)) for number in numbers] == before
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.usefixtures("default_sighup")
 def test_a_signal_sets_the_flag(number: signal.Signals) -> None:
@@ -26,13 +31,33 @@ def test_a_signal_sets_the_flag(number: signal.Signals) -> None:
         assert stop.requested
 
 
+@pytest.mark.usefixtures("one_process")
 def test_second_ctrl_c_interrupts_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with StopFlag():
+    with StopFlag() as stop:
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a batch system sends it twice at once
+        monkeypatch.setattr("isthmus.train.stop.SECOND_REQUEST_S", 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.interrupted
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+        assert stop.interrupted
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_single_process_answers_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopFlag():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ("isthmus: SIGINT: saving after this step. Ctrl-C again kills the run.\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == ""
+
+
+def test_the_launcher_answers_for_its_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with StopFlag():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""
 
 
 def test_further_signals_are_ignored_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import isthmus
@@ -123,9 +124,18 @@ def run_environment(context: RunContext) -> dict[str, Any]:
         "ranks": ranks,
         "machines": max(1, ranks // max(1, here)),
         **versions(),
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         **speed_variables(),
     }
+
+
+def _command() -> str:
+    """The command as the user typed it: ranks of ``--nproc`` are started with other words before the same arguments."""
+    program, arguments = Path(sys.argv[0]), sys.argv[1:]
+    if program.name == "__main__.py":
+        return shlex.join(["python", "-m", program.parent.name, *arguments])
+    is_isthmus = rank_env.stop_file() is not None or program.name == "isthmus"
+    return shlex.join(["isthmus" if is_isthmus else sys.argv[0], *arguments])
 
 
 def speed_variables() -> dict[str, str]:

@@ -59,8 +59,8 @@ _TITLES = {
     "loss_tokens": ("Loss tokens per step", ""),
     "padding": ("Padding", "%"),
 }
-_HIDDEN = ("consumed_sequences",)
-"""A straight line."""
+_HIDDEN = ("consumed_sequences", "epoch", "time_s")
+"""Straight lines."""
 
 
 @dataclass(frozen=True, slots=True)
