@@ -26,7 +26,12 @@ Gpus = Annotated[
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Memory of a GPU, such as 80GiB; default: that of the GPU's name.")
 ]
-Nodes = Annotated[int, typer.Option(min=1, max=65536, metavar="N", help="Number of nodes.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65536, metavar="N", help="Number of nodes; default: 1, or more for multiples of 8 GPUs in --gpus."
+    ),
+]
 Recipe = Annotated[
     str | None, typer.Option(metavar="RECIPE", help="sft, dpo, ...: of a run without a config file; default: pretrain.")
 ]
@@ -41,7 +46,7 @@ class PlanOptions:
     words: Words = None
     gpus: Gpus = None
     memory: Memory = None
-    nodes: Nodes = 1
+    nodes: Nodes = None
     recipe: Recipe = None
     top: Top = 5
     explain: Explain = False
@@ -71,8 +76,9 @@ def plan(options: PlanOptions) -> int:
     rest = [word for position, word in enumerate(words) if position not in names_model]
     file, overrides = config_and_overrides(rest)
     plans = make_plans(model, file, overrides, machine, recipe=options.recipe, number=options.top)
-    print(
-        json_module.dumps(as_json(plans), indent=2) if options.json else as_text(plans, explained=options.explain),
-        flush=True,
-    )
+    if options.json:
+        text = json_module.dumps(as_json(plans), indent=2)
+    else:
+        text = as_text(plans, explained=options.explain, given=rest)
+    print(text, flush=True)
     return 0 if plans.best else 1

@@ -60,6 +60,15 @@ def preset_of(path: Path) -> str | None:
     return f"{PREFIX}{path.stem}" if path.parent.parent == _FOLDER else None
 
 
+def preset_of_id(repo_id: str) -> str | None:
+    """``preset:NAME`` of the model with this id on the Hub, else None."""
+    for name in preset_names("models"):
+        opening = " ".join(opening_lines(config_path(f"{PREFIX}{name}", "models")))
+        if repo_id in (word.strip(".,") for word in opening.split()):
+            return f"{PREFIX}{name}"
+    return None
+
+
 def matches(words: Sequence[str], name: str, description: str) -> bool:
     """Whether each word is in the name or in the description of a preset, in any case."""
     text = f"{PREFIX}{name} {description}".lower()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isthmus.config.load import load_config, load_settings
-from isthmus.config.presets import is_model_file
+from isthmus.config.presets import is_model_file, preset_of_id
 from isthmus.config.schema import ParallelConfig, RunConfig
-from isthmus.errors import UsageError
+from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, open_run_model, plan_model
 from isthmus.recipes.plan.parameter_counts import num_parameters
 from isthmus.tools.planner.planned_gpus import PlannedGpus
@@ -68,14 +69,14 @@ def make_plans(
         UsageError: a setting, or every layout, is refused.
     """
     config, fixed = load_request(model, file, overrides, machine, recipe)
-    plan, precision = _open(config, machine), _precision(config, machine)
+    config, plan = _open_or_preset(config, machine)
+    precision = _precision(config, machine)
     search = Search(plan, config, precision, machine, fixed)
     best = search.best(number)
     suggestions = () if best else _suggestions(search)
     parameters = num_parameters(plan.family, plan.architecture)
-    name = model or config.model.path or "model.config"
     return Plans(
-        name,
+        model or config.model.path or "model.config",
         config,
         plan,
         machine,
@@ -131,6 +132,19 @@ def _model_flags(model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"{model} is not named config.json. Rename it, or give the folder of the model.")
         model = str(path.parent)
     return {"model": model, "model.init": "random"}
+
+
+def _open_or_preset(config: RunConfig, machine: PlannedGpus) -> tuple[RunConfig, ModelPlan]:
+    """The model of the config; that of the preset if the id is not in the Hub cache and the Hub is not reachable."""
+    try:
+        return config, _open(config, machine)
+    except (MissingInput, IOFailure):
+        preset = preset_of_id(config.model.path or "")
+        if preset is None:
+            raise
+    print(f"{config.model.path} cannot be downloaded: the plan uses {preset}", file=sys.stderr, flush=True)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": preset})})
+    return config, _open(config, machine)
 
 
 def _open(config: RunConfig, machine: PlannedGpus) -> ModelPlan:

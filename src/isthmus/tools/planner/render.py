@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from isthmus.config.schema import RunConfig
@@ -14,6 +14,8 @@ from isthmus.tools.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION
 from isthmus.tools.planner.planning import Plans, describe
 from isthmus.tools.planner.search import Candidate, plan_of
 
+_TIGHT = 0.03
+"""Share of a GPU's memory; a plan that leaves less free has a warning."""
 _LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "fsdp")
 _ALWAYS = ("tp", "pp", "micro_batch_size", "global_batch_size", "seq_length")
 _TRAIN = ("global_batch_size", "micro_batch_size", "recompute", "recompute_modules", "recompute_layers", "precision")
@@ -38,13 +40,40 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def as_words(config: RunConfig) -> str:
     """The settings of a plan as words of a command line."""
+    return shlex.join(_setting_words(config))
 
+
+def as_command(plans: Plans, candidate: Candidate, given: Sequence[str]) -> str:
+    """The command that runs a plan, for a shell.
+
+    Args:
+        plans: the result.
+        candidate: the plan.
+        given: config file and ``key=value`` of the user; all of them are in the command.
+    """
+    config, machine = candidate.config, plans.machine
+    planned = _setting_words(config)
+    replaced = {"recipe", "model", "model.path", *(word.partition("=")[0] for word in planned)}
+    settings = [word for word in given if "=" in word and word.partition("=")[0] not in replaced]
+    words = [config.recipe, *(word for word in given if "=" not in word)]
+    if config.model.path is not None:
+        words += ["--model", plans.model.removesuffix("/config.json")]
+    if config.data.files == ("data",):
+        words += ["--data", "DATA"]
+    if machine.nodes == 1:
+        return shlex.join(["isthmus", *words, "--nproc", str(machine.gpus_per_node), *settings, *planned])
+    start = f"torchrun --nnodes {machine.nodes} --nproc-per-node {machine.gpus_per_node} --node-rank $NODE_RANK"
+    run = shlex.join(["-m", "isthmus", *words, *settings, *planned])
+    return f"{start} --master-addr $MASTER_ADDR --master-port 29500 {run}"
+
+
+def _setting_words(config: RunConfig) -> list[str]:
     def text(value: Any) -> str:
         if isinstance(value, bool):
             return str(value).lower()
         return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
-    return " ".join(shlex.quote(f"{name}={text(value)}") for name, value in settings_of(config).items())
+    return [f"{name}={text(value)}" for name, value in settings_of(config).items()]
 
 
 def memory_parts(candidate: Candidate) -> dict[str, int]:
@@ -103,8 +132,8 @@ def as_json(plans: Plans) -> dict[str, Any]:
     }
 
 
-def as_text(plans: Plans, *, explained: bool) -> str:
-    """The table of plans, then memory, time and settings of the first one; or what is nearest."""
+def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
+    """The table of plans, then memory, time and command of the first one; or what is nearest."""
     config, machine = plans.config, plans.machine
     lines = [
         f"{plans.model}: {plans.plan.family.name}, {plans.parameters:,} parameters; {config.recipe} in "
@@ -119,6 +148,8 @@ def as_text(plans: Plans, *, explained: bool) -> str:
     lines += _columns({name.replace("_", " "): f"{_gib(number)}" for name, number in memory_parts(best).items()})
     if best.memory.offloaded:
         lines.append(f"  and {_gib(best.memory.offloaded)} of host memory for each GPU")
+    if best.total_bytes > (1 - _TIGHT) * machine.memory_bytes:
+        lines.append(f"  within {_TIGHT:.0%} of the memory of the GPU: the estimate may be too low by as much")
     if best.time is not None:
         share = {name: seconds for name, seconds in best.time.parts.items() if seconds >= 0.001 * best.time.total_s}
         lines += ["", "step of plan 1, estimated seconds:", *_columns({name: f"{s:.3f}" for name, s in share.items()})]
@@ -126,7 +157,9 @@ def as_text(plans: Plans, *, explained: bool) -> str:
         lines += ["", "no step times, because the GPU is not known: give --gpus, such as --gpus 8xH100"]
     if explained:
         lines += ["", *explain(plans, best)]
-    return "\n".join([*lines, "", "settings of plan 1:", f"  {as_words(best.config)}"])
+    lines += ["", "settings of plan 1:", f"  {as_words(best.config)}"]
+    where = "command of plan 1" if machine.nodes == 1 else f"command of plan 1, on each of {machine.nodes:,} nodes"
+    return "\n".join([*lines, "", f"{where}:", f"  {as_command(plans, best, given)}"])
 
 
 def _table(plans: Plans) -> list[str]:

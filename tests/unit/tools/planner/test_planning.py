@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from isthmus.cli.main import parse_and_run
 from isthmus.config.load import load_config
 from isthmus.config.model_file import read_model
-from isthmus.errors import UsageError
+from isthmus.errors import MissingInput, UsageError
 from isthmus.recipes.plan.memory_estimate import estimate_memory
 from isthmus.tools.planner.planned_gpus import CONTEXT_BYTES, parse_machine
 from isthmus.tools.planner.planning import Plans, make_plans
-from isthmus.tools.planner.render import as_json, as_text, as_words
+from isthmus.tools.planner.render import as_command, as_json, as_text, as_words
 
 BASE = ["train.steps=10", "data.seq_length=4096"]
 
@@ -51,6 +52,70 @@ def test_a_plan_has_the_memory_that_a_run_checks_and_settings_that_a_run_accepts
     plan = replace(results.plan, parallel=run.parallel, world_size=8)
     memory = estimate_memory(plan, run, "bf16", gpu_bytes=results.machine.memory_bytes, compiles=True)
     assert memory == best.memory
+
+
+def test_the_command_of_a_plan_has_recipe_model_ranks_and_every_given_setting(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("data: {files: [chats.jsonl]}\nlora: {alpha: 8}\n")
+    given = ["lora.rank=8", "lora.targets=[q_proj, v_proj]", "optim.lr=1e-4", "train.global_batch_size=32"]
+    results = make_plans("preset:llama3.2-1b", run, given, parse_machine("8xH100", None, 1), recipe="sft")
+    words = shlex.split(as_command(results, results.best[0], [str(run), *given]))
+    assert words[:7] == ["isthmus", "sft", str(run), "--model", "preset:llama3.2-1b", "--nproc", "8"]
+    config = load_config("sft", run, words[7:], {"model": "preset:llama3.2-1b", "model.init": "random", "out": "o"})
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (8, 8, ("q_proj", "v_proj"))
+    assert (config.optim.lr, config.train.global_batch_size) == (1e-4, 32)
+    assert config.train.micro_batch_size == results.best[0].config.train.micro_batch_size
+    assert len({word.partition("=")[0] for word in words[7:]}) == len(words[7:])
+
+
+def test_the_command_of_several_nodes_starts_torchrun_and_asks_for_data() -> None:
+    results = plans(model="llama3.2-1b", gpus="16xMI300X", nodes=None)
+    command = as_command(results, results.best[0], BASE)
+    start = "torchrun --nnodes 2 --nproc-per-node 8 --node-rank $NODE_RANK --master-addr $MASTER_ADDR"
+    assert command.startswith(
+        f"{start} --master-port 29500 -m isthmus pretrain --model preset:llama3.2-1b --data DATA "
+    )
+    assert as_text(results, explained=False, given=BASE).endswith(command)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "layout"),
+    [
+        ("16xMI300X", None, (8, 2)),
+        ("16xMI300X", 1, (16, 1)),
+        ("8xMI300X", None, (8, 1)),
+        ("72xGB200", None, (4, 18)),
+        ("12xH100", None, (12, 1)),
+    ],
+)
+def test_more_gpus_than_a_node_has_are_several_nodes(gpus: str, nodes: int | None, layout: tuple[int, int]) -> None:
+    machine = parse_machine(gpus, None, nodes)
+    assert (machine.gpus_per_node, machine.nodes) == layout
+
+
+@pytest.mark.parametrize(("margin", "warned"), [(0.02, True), (0.04, False)])
+def test_a_plan_within_3_percent_of_the_memory_is_marked(margin: float, warned: bool) -> None:
+    from dataclasses import replace
+
+    results = plans(model="llama3.2-1b")
+    memory = int(results.best[0].total_bytes / (1 - margin))
+    results = replace(results, machine=replace(results.machine, memory_bytes=memory))
+    assert ("within 3% of the memory" in as_text(results, explained=False)) is warned
+
+
+def test_a_hub_id_without_network_is_planned_with_its_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert parse_and_run(["plan", "Qwen/Qwen3-8B", "--gpus", "8xH100", "--recipe", "sft", "lora.rank=8"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Qwen/Qwen3-8B: qwen3, 8,190,735,360 parameters") and "uses preset:qwen3-8b" in err
+    assert "  isthmus sft --model Qwen/Qwen3-8B --data DATA --nproc 8 lora.rank=8 " in out
+    with pytest.raises(MissingInput, match="is not in the Hub cache"):
+        parse_and_run(["plan", "Qwen/Qwen3-9B", "--gpus", "8xH100"])
 
 
 def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
@@ -121,6 +186,7 @@ def test_16384_ranks_need_few_estimates() -> None:
         ("8", None, "does not name a GPU"),
         ("0xH100", None, "was not understood"),
         ("8xMI300Z", None, "Did you mean MI300"),
+        ("H100x8", None, r"Did you mean 8xH100\?"),
         (None, "much", "was not understood"),
         (None, "512MiB", "is less than the 1 GiB"),
     ],
