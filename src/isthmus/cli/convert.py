@@ -37,6 +37,7 @@ from isthmus.errors import UsageError
 if TYPE_CHECKING:
     from isthmus.families.family import Family
 
+SERVING_PAGE = "docs/how-to/serve-the-result.md"
 FORMATS = ("hf", "torch_dist", "torch")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -152,6 +153,11 @@ def merge(options: MergeOptions) -> int:
 
 
 def _check_names(to: str | None, spelling: str | None, dtype: str | None) -> None:
+    if to is not None and to.lower() == "gguf":
+        raise UsageError(
+            f"--to {to} is not a supported format. Convert to hf, then use the converter of llama.cpp: see "
+            f"{SERVING_PAGE}."
+        )
     if to is not None and to not in FORMATS:
         raise UsageError(f"--to {to} is not a supported format. Use {', '.join(FORMATS)}.")
     if spelling not in (None, "te", "local"):
