@@ -8,7 +8,8 @@ sharegpt                     ``conversations`` of ``from``/``value``; ``system``
 alpaca                       ``instruction``, ``output``; ``input``, ``system``, ``history``
 prompt and completion        ``prompt``, ``completion`` (or ``response``): text or messages; ``history``
 query and response           ``query``, ``response``; ``history``, ``system`` (ms-swift)
-text                         ``text``
+other names                  ``question``/``answer``, ``instruction``/``response``, ``input``/``output``
+text                         ``text``, or ``content`` alone
 ===========================  ==========================================================
 
 Preference pairs and labelled answers: ``isthmus.data.chat.preference_records``.
@@ -34,7 +35,24 @@ from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
 Kind = Literal["text", "chat", "preference", "unpaired"]
-_FORMATS = "messages, conversations (from/value), instruction+output, prompt+completion, query+response, text"
+_FORMATS = (
+    "messages, conversations (from/value), instruction+output, prompt+completion, query+response, question+answer, "
+    "instruction+response, input+output, text"
+)
+_ALIASES: tuple[dict[str, str], ...] = (
+    {"question": "prompt", "answer": "completion"},
+    {"instruction": "instruction", "response": "output"},
+    {"instruction": "instruction", "input": "input", "response": "output"},
+    {"input": "prompt", "output": "completion"},
+    {"question": "prompt", "response_chosen": "chosen", "response_rejected": "rejected"},
+    {"question": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    {"content": "text"},
+)
+"""Names of other data sets and what they mean."""
+_TEXT_FIELDS = {name for names in _ALIASES for pair in names.items() for name in pair} | {
+    *("messages", "conversations", "query", "context"),
+}
+"""Fields with text to learn: a record that has more of them than an alias can be read in several ways."""
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -172,8 +190,13 @@ def _preference_error(where: str) -> DataError:
 
 
 def present(record: Record) -> dict[str, Any]:
-    """The fields that are not null: rows of a table have the fields of all its rows."""
-    return {name: cell for name, cell in record.value.items() if cell is not None}
+    """The fields that are not null, because rows of a table have the fields of all its rows, with their usual names."""
+    value = {name: cell for name, cell in record.value.items() if cell is not None}
+    fields = _TEXT_FIELDS.intersection(value)
+    for names in _ALIASES:
+        if fields == names.keys() and all(isinstance(value[name], str) for name in fields):
+            return {names.get(name, name): cell for name, cell in value.items()}
+    return value
 
 
 def turns_of_record(value: dict[str, Any], where: str) -> list[Any] | None:

@@ -106,6 +106,34 @@ def test_tools_as_list_and_as_json_text():
         assert parse({"messages": [U, A], "tools": tools}).tools is None
 
 
+@pytest.mark.parametrize(
+    ("names", "messages"),
+    [
+        ({"question": "q", "answer": "a", "id": 7}, [U, A]),
+        ({"instruction": "q", "response": "a"}, [U, A]),
+        ({"instruction": "q", "input": "", "response": "a"}, [U, A]),
+        ({"input": "q", "output": "a"}, [U, A]),
+    ],
+)
+def test_names_of_other_data_sets_are_recognized(names, messages):
+    conversation = parse(names)
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages == messages
+
+
+def test_a_record_that_is_only_content_is_a_document():
+    assert parse({"content": "blue", "url": "x"}) == "blue"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"question": "q", "answer": "a", "context": "c"}, {"input": "q", "output": "a", "question": "r"}],
+)
+def test_fields_that_can_be_read_in_several_ways_are_refused(value):
+    with pytest.raises(DataError, match="unknown record with the keys"):
+        parse(value)
+
+
 def test_text_is_a_document():
     assert parse({"text": "blue", "url": "x"}) == "blue"
 
