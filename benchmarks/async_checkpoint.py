@@ -46,9 +46,9 @@ def run(*, asynchronous: bool, steps: int, every: int, tokens: int, threads: int
         ends.append((time.monotonic(), metrics.step_time_s))
         step(self, metrics)
 
-    def timed_save(self: Any, *args: Any, **named: Any) -> None:
+    def timed_save(self: Any, *args: Any, **kwargs: Any) -> None:
         started_s = time.monotonic()
-        save(self, *args, **named)
+        save(self, *args, **kwargs)
         blocked.append(time.monotonic() - started_s)
 
     def timed_write(self: Any, group: Any = None) -> None:

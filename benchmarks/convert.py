@@ -118,8 +118,8 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each claim with its limit, the measured value, and whether it holds."""
     results: list[dict[str, Any]] = []
 
-    def add(claim: str, wanted: float, got: float) -> None:
-        results.append({"claim": claim, "wanted": f"<= {wanted}", "got": got, "holds": got <= wanted})
+    def add(claim: str, limit: float, got: float) -> None:
+        results.append({"claim": claim, "wanted": f"<= {limit}", "got": got, "holds": got <= limit})
 
     for row in rows:
         name = f"{row['model']}: {row['contestant']}"

@@ -104,8 +104,8 @@ def _config(model_type: str) -> dict[str, Any]:
     """The defaults of a type, with what else it needs."""
     from isthmus.hf.tiny_model import default_config, effective_config
 
-    own = OWN_SETTINGS.get(model_type)
-    return default_config(model_type) if own is None else effective_config({"model_type": model_type} | own)
+    settings = OWN_SETTINGS.get(model_type)
+    return default_config(model_type) if settings is None else effective_config({"model_type": model_type} | settings)
 
 
 def _build(model_type: str, folder: Path, scale: float = 1.5) -> Path:
@@ -116,9 +116,9 @@ def _build(model_type: str, folder: Path, scale: float = 1.5) -> Path:
     from isthmus.tools.learn.small_config import FIRST, small_config
 
     default = _config(model_type)
-    given = {"model_type": model_type} | OWN_SETTINGS.get(model_type, {})
-    own = independent_defaults(default, lambda name, value: effective_config(given | {name: value}))
-    config = {name: value for name, value in default.items() if name in own or not isinstance(value, int)}
+    base = {"model_type": model_type} | OWN_SETTINGS.get(model_type, {})
+    independent = independent_defaults(default, lambda name, value: effective_config(base | {name: value}))
+    config = {name: value for name, value in default.items() if name in independent or not isinstance(value, int)}
     failures = []
     for number, sizes in enumerate(FIRST):
         model = folder / f"model-{number}"
@@ -192,8 +192,12 @@ def _convert(model: Path, folder: Path) -> tuple[float, list[str]]:
     return differences.max().item(), sorted((before.keys() | after.keys()) - alike)
 
 
-def _same_bytes(one: Any, other: Any) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+def _same_bytes(tensor: Any, other: Any) -> bool:
+    return (
+        tensor.dtype == other.dtype
+        and tensor.shape == other.shape
+        and tensor.numpy().tobytes() == other.numpy().tobytes()
+    )
 
 
 def _reason(error: Exception, folder: Path) -> str:

@@ -149,15 +149,15 @@ class Campaign:
         if done.returncode == 0:
             result, expected = self._result(reader), self._expected[name]
             # The damaged file itself, which the command leaves as it is, is no result.
-            own = str(path.relative_to(self._case)) if reader.copied_to == reader.compared else ""
+            damaged_file = str(path.relative_to(self._case)) if reader.copied_to == reader.compared else ""
             changed = [key for key in expected.keys() | result.keys() if expected.get(key) != result.get(key)]
-            changed = sorted(key for key in changed if f"{reader.compared}/{key}" != own)
+            changed = sorted(key for key in changed if f"{reader.compared}/{key}" != damaged_file)
             warned = any("warning: " in line and path.name in line for line in done.stderr.splitlines())
             return {"outcome": "harmless" if not changed else "warned" if warned else "silent", "changed": changed[:3]}
         line = done.errors[0] if done.errors else done.stderr[-300:]
         refused = done.returncode in (*REFUSED, 1) if name.startswith("verify") else done.returncode in REFUSED
-        named = path.name in line or path.parent.name in line
-        return {"outcome": "refused" if refused else "other error", "named": named, "error": line[:300]}
+        names_file = path.name in line or path.parent.name in line
+        return {"outcome": "refused" if refused else "other error", "named": names_file, "error": line[:300]}
 
     def _copy(self, reader: Reader) -> Path:
         shutil.rmtree(self._case, ignore_errors=True)

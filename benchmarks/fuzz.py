@@ -137,8 +137,8 @@ def campaign(
     expected = {reader.name: round(n * reader.share / full) for reader in READERS if not only or reader.name in only}
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="isthmus-fuzz-", dir=memory) as scratch:
-        while left := {name for name, count in expected.items() if _done(state, name)["inputs"] < count}:
-            for reader in [BY_NAME[name] for name in expected if name in left]:
+        while remaining := {name for name, count in expected.items() if _done(state, name)["inputs"] < count}:
+            for reader in [BY_NAME[name] for name in expected if name in remaining]:
                 while pause is not None and pause.exists():
                     time.sleep(2)
                 row = _done(state, reader.name)

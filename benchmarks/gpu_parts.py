@@ -63,8 +63,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def _selects(wanted: str, name: str) -> bool:
-    return name == wanted or name.startswith(f"{wanted}/")
+def _selects(selection: str, name: str) -> bool:
+    return name == selection or name.startswith(f"{selection}/")
 
 
 def call(module: str, spec: dict[str, Any], *, dry: bool, timeout_s: float) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def save(result: dict[str, Any], out: Path) -> None:
     (out / "summary.md").write_text(summary(result), encoding="utf-8")
 
 
-def state_of(found: dict[str, Any]) -> str:
+def state_of(outcome: dict[str, Any]) -> str:
     """``done``, ``absent`` (a contestant's package is not installed) or ``failed``."""
-    return "absent" if "absent" in found else "failed" if found.get("failed") or "error" in found else "done"
+    return "absent" if "absent" in outcome else "failed" if outcome.get("failed") or "error" in outcome else "done"
 
 
 def main(arguments: list[str]) -> int:
@@ -187,13 +187,13 @@ def main(arguments: list[str]) -> int:
     return 0 if all(parts.get(name, {}).get("state") in ("done", "absent") for name in chosen.names) else 1
 
 
-def _line(found: dict[str, Any]) -> str:
-    if "tokens_per_s" in found:
-        mfu = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
-        return f": {found['tokens_per_s']:,.0f} tokens/s{mfu}"
-    if "passed" in found:
-        return f": {found['passed']} passed, {len(found['failed'])} failed, {len(found['skipped'])} skipped"
-    why = found.get("absent") or found.get("error")
+def _line(outcome: dict[str, Any]) -> str:
+    if "tokens_per_s" in outcome:
+        mfu = "" if outcome["mfu"] is None else f", MFU {outcome['mfu']:.1%}"
+        return f": {outcome['tokens_per_s']:,.0f} tokens/s{mfu}"
+    if "passed" in outcome:
+        return f": {outcome['passed']} passed, {len(outcome['failed'])} failed, {len(outcome['skipped'])} skipped"
+    why = outcome.get("absent") or outcome.get("error")
     return "" if why is None else f": {why[-300:]}"
 
 

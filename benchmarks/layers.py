@@ -130,10 +130,10 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
     theirs, rotary = kinds[0](hf_config, 0).to(dtype), kinds[1](hf_config)
     state, live = theirs.state_dict(), dict(ours.named_parameters())
     for placed in all_families()[family].placements(arch).values():
-        if (own := placed.canonical.removeprefix("decoder.layers.0.")) in live:
+        if (module_name := placed.canonical.removeprefix("decoder.layers.0.")) in live:
             for piece in tensor_slices(placed.rule, arch, unsharded(arch), placed.expert):
                 name = placed.hf[piece.part].removeprefix("model.layers.0.")
-                state[name][piece.hf] = piece.view(live[own].detach())
+                state[name][piece.hf] = piece.view(live[module_name].detach())
     theirs.load_state_dict(state)
     at = positions.view(samples, length)
 
@@ -241,19 +241,20 @@ def _turns(steps: dict[str, Step], rounds: int, row: dict[str, Any]) -> list[dic
                 step()
             times[name].append((time.perf_counter() - started_s) / 3)
     others = watch.shares()["others_cpu_use"]
-    own = statistics.median(times["isthmus"])
+    isthmus_s = statistics.median(times["isthmus"])
     rows = []
     for name in steps:
         median_s = statistics.median(times[name])
         rows.append(
             row | {
-                "contestant": name, "time_s": median_s, "time_s_rounds": times[name], "times_isthmus": median_s / own,
-                "others_cpu_use": others, "max_difference_from_isthmus": difference[name],
+                "contestant": name, "time_s": median_s, "time_s_rounds": times[name],
+                "times_isthmus": median_s / isthmus_s, "others_cpu_use": others,
+                "max_difference_from_isthmus": difference[name],
             }
         )  # fmt: skip
         print(
             f"{row['kind']:<13} {row['precision']} {row['tokens']:>5} {name:<14}{median_s * 1e3:>9.2f} ms"
-            f"{median_s / own:>7.2f} x isthmus",
+            f"{median_s / isthmus_s:>7.2f} x isthmus",
             flush=True,
         )
     return rows

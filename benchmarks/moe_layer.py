@@ -107,26 +107,26 @@ def contestants(
     _with_buffers(block)
     modules = mlp_modules(arch.mlp, moe=True, limit=None)
     modules.linear_fc1, modules.linear_fc2 = ColumnParallelLinear, RowParallelLinear
-    own = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection()).to(device)
-    own.load_state_dict(block.experts.state_dict(), strict=False)
-    _with_buffers(own)
+    core_experts = SequentialMLP(arch.moe.num_experts, config, modules, get_default_pg_collection()).to(device)
+    core_experts.load_state_dict(block.experts.state_dict(), strict=False)
+    _with_buffers(core_experts)
 
     def loop(hidden: Any, shares: Any, groups: Any) -> Any:
         sizes = groups.on_host
-        made = []
+        outputs = []
         parts = zip(reversed(block.experts.local_experts), hidden.split(sizes), shares.split(sizes), strict=True)
         for expert, part, share in parts:
             inner = expert.activation_func(expert.linear_fc1(part)[0]) * share[:, None].to(part.dtype)
-            made.append(expert.linear_fc2(inner)[0])
-        return torch.cat(made)
+            outputs.append(expert.linear_fc2(inner)[0])
+        return torch.cat(outputs)
 
     def run_core(hidden: Any, shares: Any, groups: Any) -> Any:
         sizes = groups.on_host
         reversed_parts = [
             torch.cat(item.split(sizes)[::-1]) for item in (hidden, shares)
         ]  # Megatron-Core has the opposite order of experts
-        made, _ = own(reversed_parts[0], groups.counts.flip(0), reversed_parts[1])
-        return torch.cat(made.split(sizes[::-1])[::-1])
+        outputs, _ = core_experts(reversed_parts[0], groups.counts.flip(0), reversed_parts[1])
+        return torch.cat(outputs.split(sizes[::-1])[::-1])
 
     def with_routing(experts: Callable[..., Any]) -> Callable[[Any], Any]:
         return lambda hidden: block.dispatch(hidden, *block.router(hidden), experts, lambda: None)
@@ -134,7 +134,7 @@ def contestants(
     values: dict[str, tuple[Callable[[Any], Any], Any]] = {
         "isthmus": (with_routing(block.experts), block),
         "isthmus-loop": (with_routing(loop), block),
-        "megatron-core": (with_routing(run_core), own),
+        "megatron-core": (with_routing(run_core), core_experts),
     }
     kind = Qwen3MoeSparseMoeBlock if family == "qwen3_moe" else MixtralSparseMoeBlock
     for name, kernel in (("transformers-eager", "eager"), ("transformers-grouped", "grouped_mm")):

@@ -409,11 +409,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """Lines of Markdown: the errors of each source."""
     lines = ["| source | GPUs | rows | median error | from | to |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     for source in dict.fromkeys((row["source"], row["url"]) for row in rows):
-        own = [row for row in rows if (row["source"], row["url"]) == source]
-        errors = sorted(row["error"] for row in own)
-        gpus = ", ".join(dict.fromkeys(row["gpu"] for row in own))
+        source_rows = [row for row in rows if (row["source"], row["url"]) == source]
+        errors = sorted(row["error"] for row in source_rows)
+        gpus = ", ".join(dict.fromkeys(row["gpu"] for row in source_rows))
         median = statistics.median(abs(error) for error in errors)
-        numbers = f"{len(own)} | {median:.0%} | {errors[0]:+.0%} | {errors[-1]:+.0%}"
+        numbers = f"{len(source_rows)} | {median:.0%} | {errors[0]:+.0%} | {errors[-1]:+.0%}"
         lines.append(f"| [{source[0]}]({source[1]}) | {gpus} | {numbers} |")
     return lines
 

@@ -107,11 +107,11 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     values = {(row["data"], row["contestant"]): row for row in rows}
     checked: list[dict[str, Any]] = []
 
-    def compare(kind: str, mine: str, other: str, wanted: float) -> None:
+    def compare(kind: str, mine: str, other: str, limit: float) -> None:
         if (kind, mine) in values and (kind, other) in values:
             got = values[kind, mine]["tokens_per_s"] / values[kind, other]["tokens_per_s"]
             claim = f"{kind}: tokens/s of {mine} / {other}"
-            checked.append({"claim": claim, "wanted": f">= {wanted}", "got": got, "holds": got >= wanted})
+            checked.append({"claim": claim, "wanted": f">= {limit}", "got": got, "holds": got >= limit})
 
     for kind in ("text", "chat"):
         compare(kind, "isthmus", "encode-batch", SHARE_WANTED)

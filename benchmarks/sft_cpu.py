@@ -95,12 +95,12 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "squares": [128] if chosen.quick else [1024, 1536, 2048, 3072, 4096],
             "budget_s": 0.01 if chosen.quick else 0.3,
         }
-        own = {"profile": chosen.profile, "ceiling": ceiling_spec}
+        isthmus_options = {"profile": chosen.profile, "ceiling": ceiling_spec}
         selected = {name: CONTESTANTS[name] for name in chosen.only}
         contestants = {
             name: (
                 module,
-                Turn(precision=precision, style=style, **turn, **(own if module == ISTHMUS else {})).spec(),
+                Turn(precision=precision, style=style, **turn, **(isthmus_options if module == ISTHMUS else {})).spec(),
             )
             for name, (module, style) in selected.items()
         }
@@ -165,10 +165,10 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     values = {(row["contestant"], row["precision"]): row for row in rows}
     checked: list[dict[str, Any]] = []
 
-    def check(claim: str, wanted: float, got: float, *, at_most: bool = False) -> None:
-        holds = got <= wanted if at_most else got >= wanted
+    def check(claim: str, limit: float, got: float, *, at_most: bool = False) -> None:
+        holds = got <= limit if at_most else got >= limit
         checked.append(
-            {"claim": claim, "wanted": ("<= " if at_most else ">= ") + str(wanted), "got": got, "holds": holds}
+            {"claim": claim, "wanted": ("<= " if at_most else ">= ") + str(limit), "got": got, "holds": holds}
         )
 
     for precision, share in CEILING_WANTED.items():

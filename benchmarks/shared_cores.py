@@ -94,12 +94,12 @@ def transformers_turn(spec: dict[str, Any]) -> list[float]:
 def contestants(folder: Path, steps: int, threads: int) -> dict[str, tuple[int, dict[str, Any]]]:
     """Name, with the number of threads -> (threads, spec)."""
     common = {"folder": str(folder), "steps": steps, "environment": {}, "unset": ()}
-    own, plain = common | {"program": "isthmus"}, common | {"program": "transformers"}
-    spinning = own | {"environment": SPINS}
+    isthmus, plain = common | {"program": "isthmus"}, common | {"program": "transformers"}
+    spinning = isthmus | {"environment": SPINS}
     return {
-        "isthmus": (threads, own | {"unset": ("OMP_NUM_THREADS",)}),
-        "isthmus-1": (1, own),
-        f"isthmus-{threads}": (threads, own),
+        "isthmus": (threads, isthmus | {"unset": ("OMP_NUM_THREADS",)}),
+        "isthmus-1": (1, isthmus),
+        f"isthmus-{threads}": (threads, isthmus),
         f"isthmus-{threads}-spinning": (threads, spinning),
         "transformers-1": (1, plain),
         f"transformers-{threads}": (threads, plain),

@@ -82,8 +82,8 @@ def traced(model: str, tokens: int) -> list[list[str]]:
     layer = [item / 2 for item in _difference(micro["more"], micro["few"])]
     rest = _difference(micro["few"], [2 * item for item in layer])
     step = _difference(few["1"], micro["few"])
-    named = {"a layer, forward and backward": layer, "the rest of a micro batch": rest, "the rest of a step": step}
-    return [[name, *(f"{item:g}" for item in values)] for name, values in named.items()]
+    rows = {"a layer, forward and backward": layer, "the rest of a micro batch": rest, "the rest of a step": step}
+    return [[name, *(f"{item:g}" for item in values)] for name, values in rows.items()]
 
 
 def _difference(left: list[float], right: list[float]) -> list[float]:

@@ -304,12 +304,12 @@ def outputs(folder: Path) -> dict[str, Any]:
     return values
 
 
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
+def difference(contents: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """The first file that differs."""
-    for file in sorted(expected.keys() | found.keys()):
-        if file not in found or file not in expected:
+    for file in sorted(expected.keys() | contents.keys()):
+        if file not in contents or file not in expected:
             return f"{file} is {'missing' if file in expected else 'left over'}"
-        item, other = found[file], expected[file]
+        item, other = contents[file], expected[file]
         if item != other and isinstance(item, list):
             pairs = (
                 (row, expected_values)
@@ -323,15 +323,15 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
     return None
 
 
-def same_checkpoints(one: dict[str, Any], other: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def same_checkpoints(first: dict[str, Any], second: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both without the checkpoints that only one has, if they have equally many.
 
     A stop saves a step more, so that of ``checkpoint.keep`` steps one is another.
     """
-    both = [one, other]
+    both = [first, second]
     steps = [{name for file in files if (name := _checkpoint(file))} for files in both]
     if len(steps[0]) != len(steps[1]):
-        return one, other
+        return first, second
     left_out = steps[0] ^ steps[1]
     first, second = ({file: files[file] for file in files if _checkpoint(file) not in left_out} for files in both)
     return first, second

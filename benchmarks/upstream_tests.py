@@ -97,8 +97,8 @@ def main(arguments: list[str]) -> None:
     print(json.dumps(result["total"]))
 
 
-def run_file(root: Path, name: str, ranks: int, wanted: frozenset[str], options: argparse.Namespace) -> Lines:
-    """Outcomes of the wanted tests of a file, or of all."""
+def run_file(root: Path, name: str, ranks: int, selected: frozenset[str], options: argparse.Namespace) -> Lines:
+    """Outcomes of the selected tests of a file, or of all."""
     folder = REPOSITORY / "build" / "upstream-tests" / f"{options.megatron_lm.resolve().name}-{ranks}-ranks"
     folder.mkdir(parents=True, exist_ok=True)
     complete = folder / name.replace("/", "__").replace(".py", ".json")
@@ -111,7 +111,7 @@ def run_file(root: Path, name: str, ranks: int, wanted: frozenset[str], options:
         time.sleep(2)
     import_before_fork(root / name)
     tests = TestFile(root / name, options.megatron_lm.resolve(), complete, ranks, options.limit_s)
-    lines = tests.run(wanted, time.monotonic() + options.file_limit_s)
+    lines = tests.run(selected, time.monotonic() + options.file_limit_s)
     complete.write_text(json.dumps(lines, indent=1))
     return lines
 
@@ -127,11 +127,11 @@ def import_before_fork(path: Path) -> None:
                     importlib.import_module(name)
 
 
-def summary(found: dict[str, Lines]) -> dict[str, Any]:
+def summary(outcomes: dict[str, Lines]) -> dict[str, Any]:
     """Counts by folder, and the failures without a known reason."""
     folders: dict[str, Counter[str]] = {}
     unexplained: Counter[tuple[str, str, str]] = Counter()
-    for name, lines in found.items():
+    for name, lines in outcomes.items():
         counts = folders.setdefault(name.rpartition("/")[0] or ".", Counter())
         for line in lines:
             counts[line["outcome"]] += 1

@@ -52,8 +52,8 @@ def default_sighup() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data files and the Llama 2 tokenizer, from ``ISTHMUS_SHARED_DATA`` or next to the checkout; read-only."""
-    named = os.environ.get("ISTHMUS_SHARED_DATA")
-    folder = Path(named) if named else REPOSITORY.parent / "shared" / "data"
+    variable = os.environ.get("ISTHMUS_SHARED_DATA")
+    folder = Path(variable) if variable else REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set ISTHMUS_SHARED_DATA to the folder that holds alpaca_en_demo.json")
     return folder

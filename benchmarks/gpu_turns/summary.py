@@ -26,8 +26,8 @@ def aims(parts: Parts) -> list[dict[str, Any]]:
     ]
 
 
-def _met(got: float | None, wanted: float, at_most: bool) -> bool | None:
-    return None if got is None else got <= wanted if at_most else got >= wanted
+def _met(got: float | None, target: float, at_most: bool) -> bool | None:
+    return None if got is None else got <= target if at_most else got >= target
 
 
 def _aims(parts: Parts) -> Iterator[tuple[str, float, float | None, bool]]:
@@ -38,13 +38,13 @@ def _aims(parts: Parts) -> Iterator[tuple[str, float, float | None, bool]]:
     for case, expected in MFU_WANTED.items():
         yield f"{case}: MFU in bf16", expected, value(f"{case}/isthmus", "mfu"), False
     for case, described in CASES.items():
-        own = value(f"{case}/isthmus", "tokens_per_s")
+        bf16 = value(f"{case}/isthmus", "tokens_per_s")
         if "isthmus-fp8" in described.contestants:
             fast = value(f"{case}/isthmus-fp8", "tokens_per_s")
-            yield f"{case}: tokens/s of FP8 / bf16", FP8_WANTED, fast / own if fast and own else None, False
+            yield f"{case}: tokens/s of FP8 / bf16", FP8_WANTED, fast / bf16 if fast and bf16 else None, False
         (rival,) = (name for name in described.contestants if name.startswith("transformers") and "compiled" in name)
         other = value(f"{case}/{rival}", "tokens_per_s")
-        yield f"{case}: tokens/s of isthmus / {rival}", 1.0, own / other if own and other else None, False
+        yield f"{case}: tokens/s of isthmus / {rival}", 1.0, bf16 / other if bf16 and other else None, False
     for row in parts.get("moe-layer", {}).get("rows", [{"contestant": "isthmus", "model": "moe-layer"}]):
         if row["contestant"] == "isthmus":
             yield f"MoE layer {row['model']}: MFU in bf16", MOE_LAYER_WANTED, row.get("mfu"), False
@@ -99,9 +99,9 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> l
     return ["", f"## {title}", "", *("| " + " | ".join(cells) + " |" for cells in lines)]
 
 
-def _aim(each: Mapping[str, Any]) -> list[str]:
-    verdict = {True: "met", False: "**not met**", None: "not measured"}[each["met"]]
-    return [each["aim"], each["wanted"], "" if each["got"] is None else f"{each['got']:.3f}", verdict]
+def _aim(aim: Mapping[str, Any]) -> list[str]:
+    verdict = {True: "met", False: "**not met**", None: "not measured"}[aim["met"]]
+    return [aim["aim"], aim["wanted"], "" if aim["got"] is None else f"{aim['got']:.3f}", verdict]
 
 
 def _speed(case: str, name: str, parts: Parts) -> list[str]:

@@ -24,18 +24,18 @@ def copy_file(folder: Path) -> dict[str, Any]:
     return _result(time_s, before_gib, file.stat().st_size) | cpu
 
 
-def transformers_model(folder: Path, *, own: bool) -> dict[str, Any]:
+def transformers_model(folder: Path, *, write: bool) -> dict[str, Any]:
     """``from_pretrained`` as a user calls it.
 
     On a CPU its weights are pages of the file, mapped copy-on-write: nothing is copied until a weight is written.
-    With ``own`` each page is written once, so that the process has its own copy, as in training.
+    With ``write`` each page is written once, so that the process has its own copy, as in training.
     """
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401  # the class is imported lazily
 
     before_gib = rss_gib()
     watch, started_s = CpuWatch(), time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    read = touch((parameter.detach() for parameter in model.parameters()), write=own)
+    read = touch((parameter.detach() for parameter in model.parameters()), write=write)
     return _result(time.perf_counter() - started_s, before_gib, read) | watch.shares()
 
 
@@ -110,7 +110,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["contestant"] == "cp":
         return copy_file(folder)
     if spec["contestant"].startswith("from-pretrained"):
-        return transformers_model(folder, own=spec["contestant"].endswith("-own"))
+        return transformers_model(folder, write=spec["contestant"].endswith("-own"))
     return isthmus_model(folder, spec["precision"], training=spec["contestant"] == "isthmus-training")
 
 

@@ -57,8 +57,8 @@ def _encode_batch(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     def encode() -> int:
         count = 0
         for at in range(0, len(texts), _AT_ONCE):
-            made = backend.encode_batch(texts[at : at + _AT_ONCE], add_special_tokens=False)
-            count += sum(map(len, made))
+            encoded = backend.encode_batch(texts[at : at + _AT_ONCE], add_special_tokens=False)
+            count += sum(map(len, encoded))
         return count
 
     return encode
@@ -118,8 +118,8 @@ def _trl(spec: dict[str, Any], threads: int) -> Callable[[], int]:
     trainer.completion_only_loss = True
 
     def run() -> int:
-        made = trainer._prepare_dataset(data, tokenizer, config, False, None, "train")
-        return sum(made.map(lambda row: {"n": len(row["input_ids"])}, remove_columns=made.column_names)["n"])
+        prepared = trainer._prepare_dataset(data, tokenizer, config, False, None, "train")
+        return sum(prepared.map(lambda row: {"n": len(row["input_ids"])}, remove_columns=prepared.column_names)["n"])
 
     return run
 

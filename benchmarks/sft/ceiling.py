@@ -93,14 +93,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             flops, seconds = flops + work, seconds + work / rate[1] / 1e9
     cpu = watch.shares()
     by_torch, best = (max(rate[way] for rate in rates.values()) for way in (0, 1))
-    own = flops / seconds / 1e9
+    model_gflops = flops / seconds / 1e9
     others = f"others had {cpu['others_cpu_use']:.0%} of the cores"
     return cpu | {
         "gflops": best,
-        "own_shapes_gflops": own,
+        "own_shapes_gflops": model_gflops,
         "torch_mm_gflops": by_torch,
         "torch_mm_and_best_gflops": rates,
-        "line": f"{best:8.1f} GFLOP/s, torch.mm {by_torch:.1f}, the model's shapes {own:.1f}  {others}",
+        "line": f"{best:8.1f} GFLOP/s, torch.mm {by_torch:.1f}, the model's shapes {model_gflops:.1f}  {others}",
     }
 
 

@@ -65,9 +65,9 @@ class FakeGpuMode(TorchDispatchMode):
         if func.namespace == "c10d":
             return _exchange(name, func, args)
         all_fake = all(isinstance(tensor, FakeTensor) for tensor in inputs)
-        given = (args, kwargs) if all_fake else tree_map(self._on_fake, (args, kwargs))
+        inputs_of_op = (args, kwargs) if all_fake else tree_map(self._on_fake, (args, kwargs))
         with self.fake:
-            out = func(*given[0], **given[1])
+            out = func(*inputs_of_op[0], **inputs_of_op[1])
         if not _is_view(func) and name not in _NO_KERNEL:
             tell("kernel", name)
         tell("made", out)
@@ -138,8 +138,8 @@ def _watch_copies(name: str, args: Any, kwargs: Any) -> None:
 def _exchange(name: str, func: Any, args: Any) -> Any:
     """A collective returns at once; in a gather all ranks have the values of this one."""
     if name == "_allgather_base_" and _known([args[1]]):
-        own = value_of(args[1]).flatten()
-        args[0].known = own.repeat(args[0].numel() // own.numel()).view(args[0].shape)
+        shard = value_of(args[1]).flatten()
+        args[0].known = shard.repeat(args[0].numel() // shard.numel()).view(args[0].shape)
     fakes: dict[int, Tensor] = {}
 
     def placeholder(tensor: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ def _keep_values(name: str, func: Any, args: Any, kwargs: Any, out: Any, inputs:
         for tensor in outputs if func._schema.is_mutable else ():
             tensor.known = None  # type: ignore[attr-defined]
         return
-    named = {key: value for key, value in kwargs.items() if key != "device"}
-    values = tree_map_only(FakeTensor, value_of, (args, named))
+    keywords = {key: value for key, value in kwargs.items() if key != "device"}
+    values = tree_map_only(FakeTensor, value_of, (args, keywords))
     for fake, real in zip(outputs, tree_iter(func(*values[0], **values[1])), strict=False):
         fake.known = real  # type: ignore[attr-defined]
 

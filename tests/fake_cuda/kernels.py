@@ -66,7 +66,7 @@ def _flex_backward(grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 _flex_forward.register_fake(lambda q, k, v, sinks: q.new_empty(*q.shape[:3], v.size(-1)))
-_flex_backward.register_fake(lambda grad, inputs: [torch.empty_like(each) for each in inputs])
+_flex_backward.register_fake(lambda grad, inputs: [torch.empty_like(tensor) for tensor in inputs])
 
 
 def _flex_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,7 @@ def install() -> None:
     def call_region(region: Any, *args: Any) -> Any:
         if not (isinstance(args[0], FakeTensor) and module.compiles(args[0])):
             return call(region, *args)
-        for tensor in filter(lambda each: isinstance(each, Tensor), args):
+        for tensor in filter(lambda argument: isinstance(argument, Tensor), args):
             region._detached(tensor, -1)  # refuses tensors that need gradients
         with silence():
             results = region.function(*args)

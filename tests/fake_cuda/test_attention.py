@@ -37,9 +37,9 @@ def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, An
     """A step on each packing, after a first step on another one."""
     rank = build(MODELS[model], **settings)
     traces = []
-    for own in ([sum(lengths[0]) // 2] * 2, *lengths):
+    for sample_lengths in ([sum(lengths[0]) // 2] * 2, *lengths):
         with record() as trace:
-            rank.stepper.train_step([rank.batch(*own)])
+            rank.stepper.train_step([rank.batch(*sample_lengths)])
         traces.append({"kernels": dict(trace.kernels), "syncs": trace.syncs_in()})
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     return {"line": rank.model.messages[0], "steps": traces[1:], "cudnn": cudnn}

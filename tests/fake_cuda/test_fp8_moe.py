@@ -144,10 +144,10 @@ def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     from isthmus.platforms.detect import detect
 
     recipe = Fp8Recipe(scaling, *detect().fp8_types())  # type: ignore[arg-type]
-    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x, weight = torch.ones(37, 1, 64, **made, requires_grad=True), torch.ones(96, 64, **made, requires_grad=True)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight = torch.ones(37, 1, 64, **options, requires_grad=True), torch.ones(96, 64, **options, requires_grad=True)
     weight.main_grad = torch.zeros(96, 64, device="cuda")  # type: ignore[attr-defined]
-    grad = torch.ones(37, 1, 96, **made)
+    grad = torch.ones(37, 1, 96, **options)
     with regions_as_kernels(), record() as trace, quantize_weights_once(micro_batches > 1):
         for _ in range(micro_batches):
             torch.autograd.grad(fp8_linear(x, weight, recipe), x, grad)

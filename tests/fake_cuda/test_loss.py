@@ -67,9 +67,9 @@ def distillation_of_a_micro_batch(tp: int = 1, **settings: Any) -> dict[str, Any
         hidden = torch.ones(TOKENS, 2048, requires_grad=True, **on_gpu)
         weight: Any = torch.nn.Parameter(torch.ones(rows, 2048, **on_gpu))
         weight.main_grad = torch.zeros(rows, 2048, device="cuda")
-        taught, theirs = torch.ones(TOKENS, 4096, **on_gpu), torch.ones(rows, 4096, **on_gpu)
+        teacher_hidden, teacher_weight = torch.ones(TOKENS, 4096, **on_gpu), torch.ones(rows, 4096, **on_gpu)
         labels = torch.zeros(TOKENS, device="cuda", dtype=torch.int64)
-        teacher = TeacherOutput(taught, theirs, shard, DistillConfig(**settings))
+        teacher = TeacherOutput(teacher_hidden, teacher_weight, shard, DistillConfig(**settings))
         before = memory.live_bytes
         memory.reset_peak()
         with record() as trace:

@@ -38,8 +38,8 @@ def _join(rank: int, size: int) -> None:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         return create(*args, **kwargs | {"backend": "fake", "pg_options": None})
 
-    def all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
-        objects[:] = [own] * len(objects)
+    def all_gather_object(objects: list[Any], value: Any, group: Any = None) -> None:
+        objects[:] = [value] * len(objects)
 
     module.new_group = new_group
     module.all_gather_object = all_gather_object

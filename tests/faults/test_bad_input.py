@@ -97,10 +97,10 @@ def test_folder_without_a_tokenizer(refused: Run, copied: Path) -> None:
     assert "tokenizer" in refused(code=66, model=copied)
 
 
-@pytest.mark.parametrize("left", [0.0, 0.01, 0.5, 0.999])
-def test_truncated_safetensors(refused: Run, copied: Path, left: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.5, 0.999])
+def test_truncated_safetensors(refused: Run, copied: Path, fraction: float) -> None:
     weights = copied / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * left)])
+    weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * fraction)])
     line = refused(code=65, model=copied)
     assert str(weights) in line and str(weights.stat().st_size) in line
 

@@ -50,14 +50,14 @@ def test_killed_conversion_leaves_nothing_or_everything(model: Path, tmp_path: P
     }
     requests = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
     for (name, (target, point)), code in zip(cases.items(), outcomes(requests), strict=True):
-        destination, left = tmp_path / name, tmp_path / f".tmp-{name}"
+        destination, partial = tmp_path / name, tmp_path / f".tmp-{name}"
         assert code in (-signal.SIGKILL, 0) and (code or isinstance(point, float)), name
         if isinstance(point, str):
-            assert destination.exists() == (point == "renamed") == (not left.exists()), name
+            assert destination.exists() == (point == "renamed") == (not partial.exists()), name
         if not destination.exists():
             convert(model, destination, "torch" if target == "legacy" else target)  # type: ignore[arg-type]
         compare_models(model, destination)
-        assert not left.exists()
+        assert not partial.exists()
 
 
 @pytest.mark.thorough

@@ -103,10 +103,10 @@ def test_second_ctrl_c_ends_a_rank_that_waits(isthmus: ForkServer, sft_args: lis
 
 @pytest.mark.thorough_cases("load-1-last in loading the model", "save-0-rank 0 or its launcher")
 @pytest.mark.parametrize(
-    ("phase", "rank", "named"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "last in loading the model")]
+    ("phase", "rank", "message"), [("save", 0, "rank 0 or its launcher"), ("load", 1, "last in loading the model")]
 )
 def test_rank_that_is_lost_outside_of_steps(
-    isthmus: ForkServer, sft_args: list[str], phase: str, rank: int, named: str
+    isthmus: ForkServer, sft_args: list[str], phase: str, rank: int, message: str
 ) -> None:
     variables = rank_variables(2)
     variables[rank]["FAULT"] = f"suspend in {phase}"
@@ -115,7 +115,7 @@ def test_rank_that_is_lost_outside_of_steps(
         time.sleep(0.05)
     ranks.send(rank, signal.SIGKILL)
     other = ranks.wait()[1 - rank]
-    assert other.returncode == 76 and len(other.errors) == 1 and named in other.errors[0], other
+    assert other.returncode == 76 and len(other.errors) == 1 and message in other.errors[0], other
 
 
 @pytest.mark.thorough_cases("1")

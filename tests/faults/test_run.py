@@ -289,8 +289,8 @@ def test_truncated_checkpoint(isthmus: ForkServer, sft_args: list[str], tmp_path
     before = listing(tmp_path / "out")
     line = isthmus(*sft_args, "train.steps=6").error(65)
     assert str(file) in line and "another checkpoint" in line and listing(tmp_path / "out") == before
-    named = f"checkpoint.resume={tmp_path / 'out' / 'checkpoints' / 'iter_0000002'}"
-    assert isthmus(*sft_args, "train.steps=6", named).result["steps"] == 6
+    resume = f"checkpoint.resume={tmp_path / 'out' / 'checkpoints' / 'iter_0000002'}"
+    assert isthmus(*sft_args, "train.steps=6", resume).result["steps"] == 6
 
 
 @pytest.mark.thorough_cases(".metadata")
@@ -315,9 +315,9 @@ def test_checkpoint_of_another_model(isthmus: ForkServer, sft_args: list[str], m
 
 def test_partial_outputs_are_removed(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     isthmus(*sft_args)
-    for left in (tmp_path / "out" / ".tmp-hf", tmp_path / "out" / "checkpoints" / ".tmp-iter_0000003"):
-        left.mkdir()
-        (left / "part").write_bytes(bytes(1000))
+    for folder in (tmp_path / "out" / ".tmp-hf", tmp_path / "out" / "checkpoints" / ".tmp-iter_0000003"):
+        folder.mkdir()
+        (folder / "part").write_bytes(bytes(1000))
     assert isthmus(*sft_args, "train.steps=5").returncode == 0
     assert not list((tmp_path / "out").rglob(".tmp*"))
 

@@ -177,10 +177,10 @@ def test_no_rank_outlives_a_killed_command(isthmus: ForkServer, sft_args: list[s
     ranks = ranks_of(process)
     process.send(0, signal.SIGKILL)
     process.result()
-    _, left = psutil.wait_procs(ranks, timeout=30)
-    for rank in left:
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    for rank in alive:
         rank.kill()
-    assert not left
+    assert not alive
     assert len(checkpoints(tmp_path / "out")) == 1 and not list((tmp_path / "out").rglob(".tmp*"))
 
 

@@ -20,11 +20,11 @@ def collectives() -> dict[str, list[Any]]:
     """Name -> [result, expected result] of each collective that the engine uses, in the dtypes that it uses."""
     open_groups(ParallelConfig(), platform(), seed=0)
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device(platform().device_type)
-    every = [float(item) for item in range(size)]
+    inputs = [float(item) for item in range(size)]
     values: dict[str, list[Any]] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32):
         mine = torch.full((3,), rank, dtype=dtype, device=device)
-        for operation, expected in ((dist.ReduceOp.SUM, sum(every)), (dist.ReduceOp.MAX, every[-1])):
+        for operation, expected in ((dist.ReduceOp.SUM, sum(inputs)), (dist.ReduceOp.MAX, inputs[-1])):
             reduced = mine.clone()
             dist.all_reduce(reduced, operation)
             values[f"all_reduce {operation} {dtype}"] = [reduced.tolist(), [expected] * 3]
@@ -32,7 +32,7 @@ def collectives() -> dict[str, list[Any]]:
         mine = torch.full((2,), rank, dtype=dtype, device=device)
         gathered = mine.new_empty(2 * size)
         dist.all_gather_into_tensor(gathered, mine)
-        values[f"all_gather_into_tensor {dtype}"] = [gathered.tolist(), [item for item in every for _ in range(2)]]
+        values[f"all_gather_into_tensor {dtype}"] = [gathered.tolist(), [item for item in inputs for _ in range(2)]]
     for dtype in (torch.float32, torch.bfloat16):
         parts = torch.arange(2 * size, device=device).to(dtype)
         scattered = parts.new_empty(2)
@@ -44,7 +44,7 @@ def collectives() -> dict[str, list[Any]]:
         dist.all_to_all_single(received, rows, [item + 1 for item in range(size)], [rank + 1] * size)
         values[f"all_to_all_single {dtype}"] = [
             received[:, 0].tolist(),
-            [item for item in every for _ in range(int(item) + 1)],
+            [item for item in inputs for _ in range(int(item) + 1)],
         ]
     neighbor = torch.full((4,), -1.0, device=device)
     operations = [

@@ -64,10 +64,10 @@ def test_lengths_that_change_do_not_compile_or_copy_much(name: BackendName) -> N
         lengths = tuple(torch.randint(1, 900, (12,), generator=random).tolist())
         tokens = sum(lengths)
         shapes = ((4, 4, 128), (4, 128), (4, 128))
-        given = [torch.randn(tokens, *s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+        tensors = [torch.randn(tokens, *s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        BACKENDS[name].attend(*given, lengths, 100 if needs.window else None).sum().backward()
+        BACKENDS[name].attend(*tensors, lengths, 100 if needs.window else None).sum().backward()
         peaks[number] = (torch.cuda.max_memory_allocated() - before) / (tokens * 16 * 128 * 2)
     print(name, peaks)
     assert max(peaks.values()) < 30  # in tensors of the size of the queries; all scores would be hundreds

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.thorough
 gpu = pytest.mark.gpu
 
 
-def assert_as_expected(found: dict[str, list[Any]]) -> None:
-    assert len(found) > 15
-    assert {name: values[0] for name, values in found.items()} == {name: values[1] for name, values in found.items()}
+def assert_as_expected(results: dict[str, list[Any]]) -> None:
+    assert len(results) > 15
+    assert {name: values[0] for name, values in results.items()} == {
+        name: values[1] for name, values in results.items()
+    }
 
 
 def test_collectives_of_one_rank(one_rank: RankPool) -> None:

@@ -60,6 +60,6 @@ def test_allocator_is_as_the_log_says() -> None:
     (line,) = detect().prepare_process()
     on = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     assert f"expandable segments {'on' if on else 'off'}" in line
-    held = torch.zeros(1 << 24, device="cuda")
+    allocated = torch.zeros(1 << 24, device="cuda")
     results = {segment["is_expandable"] for segment in torch.cuda.memory._snapshot()["segments"]}
-    assert held.is_cuda and (True in results) == on
+    assert allocated.is_cuda and (True in results) == on

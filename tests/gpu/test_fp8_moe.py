@@ -37,8 +37,8 @@ COUNTS = [0, 130, 7, 0, 55]
 SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
+def error(result: Tensor, expected: Tensor) -> float:
+    return ((result.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.skipif(GROUPED_MM is None, reason=f"torch {torch.__version__} has no grouped_mm")

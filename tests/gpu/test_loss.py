@@ -48,8 +48,8 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | N
     return losses.detach(), grad_hidden, grad_weight
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
+def error(result: Tensor, expected: Tensor) -> float:
+    return ((result.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
@@ -82,10 +82,10 @@ def test_loss_scale_of_fp16(regions: str) -> None:
 
 def test_kernels_memory_and_compilation(regions: str) -> None:
     """Llama-3.2-1B at 8,192 tokens. Blocks that suit the cache of a CPU were 8,961 kernels."""
-    given = {tokens: inputs(tokens, torch.bfloat16, 128256, 2048) for tokens in (8192, 8000)}
-    linear_cross_entropy(*given[8192])
+    arguments_by_tokens = {tokens: inputs(tokens, torch.bfloat16, 128256, 2048) for tokens in (8192, 8000)}
+    linear_cross_entropy(*arguments_by_tokens[8192])
     counters.clear()
-    for arguments in given.values():
+    for arguments in arguments_by_tokens.values():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

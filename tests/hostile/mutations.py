@@ -239,8 +239,8 @@ def torch_zip(raw: bytes, rng: random.Random) -> bytes:
     """A file of ``torch.save``: its pickle in an archive that is whole, or the bytes."""
     if rng.random() < 0.25:
         return havoc(raw, rng)
-    made = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(made, "w") as target:
+    changed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(changed, "w") as target:
         for member in source.infolist():
             with source.open(member) as opened:
                 opened._expected_crc = None  # type: ignore[attr-defined]  # Isthmus leaves it out for tensors
@@ -252,7 +252,7 @@ def torch_zip(raw: bytes, rng: random.Random) -> bytes:
             packed = zipfile.ZIP_DEFLATED if rng.random() < 0.05 else zipfile.ZIP_STORED
             if rng.random() > 0.02:
                 target.writestr(zipfile.ZipInfo(member.filename), content, packed)
-    return made.getvalue()
+    return changed.getvalue()
 
 
 def gzipped(raw: bytes, rng: random.Random) -> bytes:
@@ -265,12 +265,12 @@ def gzipped(raw: bytes, rng: random.Random) -> bytes:
 def _places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container and key, without recursion."""
     results: list[tuple[Any, Any]] = []
-    left = [tree]
-    while left:
-        inner = left.pop()
+    remaining = [tree]
+    while remaining:
+        inner = remaining.pop()
         keys = list(inner) if isinstance(inner, dict) else range(len(inner))
         for key in keys:
             results.append((inner, key))
             if isinstance(inner[key], dict | list):
-                left.append(inner[key])
+                remaining.append(inner[key])
     return results

@@ -175,9 +175,9 @@ def _megatron(path: Path) -> None:
 
 def _rocm(path: Path) -> None:
     words = path.read_bytes().decode("utf-8", "replace").split(" ")
-    given = dict(word.partition("=")[::2] for word in words[: len(words) // 2])
+    variables = dict(word.partition("=")[::2] for word in words[: len(words) // 2])
     script = SCRIPTS[len(words) % len(SCRIPTS)]
-    translation = read_script(script, given, words[len(words) // 2 :]).translation
+    translation = read_script(script, variables, words[len(words) // 2 :]).translation
     load_config(None, None, [], {"recipe": translation.recipe, **translation.settings}, translation.origins)
 
 

@@ -138,8 +138,8 @@ def _write_sentencepiece() -> None:
     proto.normalizer_spec.name, proto.normalizer_spec.remove_extra_whitespaces = "identity", False
     (SEEDS / "sentencepiece").mkdir()
     (SEEDS / "sentencepiece" / "tokenizer.model").write_bytes(proto.SerializeToString())
-    named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    (SEEDS / "sentencepiece" / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer_config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (SEEDS / "sentencepiece" / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 
 def _write_data(texts: list[str]) -> None:

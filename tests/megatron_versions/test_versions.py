@@ -63,7 +63,7 @@ def test_reads_checkpoints_of_all_versions(
     reader: str, written: dict[str, tuple[Path, Any]], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     roots = {version: root for version, (root, _) in written.items()}
-    result = run_under(reader, "read", written=roots, out=tmp_path, **settings)["found"]
+    result = run_under(reader, "read", written=roots, out=tmp_path, **settings)["values"]
     for writer, (_, runs) in written.items():
         for family, run in runs.items():
             read = result[writer][family]

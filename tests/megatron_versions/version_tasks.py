@@ -67,7 +67,7 @@ def read(*, models: dict[str, str], samples: str, written: dict[str, str], out: 
                 "converted": equal_after_conversion(folder / "converted", to / "converted", Path(model)),
                 "saved": equal_after_conversion(folder / "saved", to / "saved", Path(model)),
             }
-    return {"version": megatron.core.__version__, "found": values}
+    return {"version": megatron.core.__version__, "values": values}
 
 
 def save_with_megatron_core(converted: str, folder: Path) -> None:
@@ -94,9 +94,9 @@ def content(folder: Path) -> dict[str, Any]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def in_new_groups(task: Any, *args: Any, **named: Any) -> Any:
+def in_new_groups(task: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return task(*args, **named)
+        return task(*args, **kwargs)
     finally:
         parallel_state.destroy_model_parallel()
         leave_groups()

@@ -29,19 +29,25 @@ class MtpLayer(nn.Module):
         self.enorm, self.hnorm, self.norm = (DeepseekV3RMSNorm(width, eps=config.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layer = DeepseekV3DecoderLayer(config, layer)
-        own = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in tensors.items()}
-        own = {name: tensor for name, tensor in own.items() if not name.startswith("model.")}
+        layer_tensors = {name.removeprefix(f"model.layers.{layer}."): tensor for name, tensor in tensors.items()}
+        layer_tensors = {name: tensor for name, tensor in layer_tensors.items() if not name.startswith("model.")}
         for name in ("enorm", "hnorm", "eh_proj"):
-            getattr(self, name).load_state_dict({"weight": own.pop(f"{name}.weight")})
-        self.norm.load_state_dict({"weight": own.pop("shared_head.norm.weight")})
+            getattr(self, name).load_state_dict({"weight": layer_tensors.pop(f"{name}.weight")})
+        self.norm.load_state_dict({"weight": layer_tensors.pop("shared_head.norm.weight")})
         experts = [
-            {part: own.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            {part: layer_tensors.pop(f"mlp.experts.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
             for expert in range(config.n_routed_experts)
         ]
-        own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([item["gate"], item["up"]]) for item in experts])
-        own["mlp.experts.down_proj"] = torch.stack([item["down"] for item in experts])
-        del own["embed_tokens.weight"], own["shared_head.head.weight"], own["lm_head.weight"]
-        self.layer.load_state_dict(own)
+        layer_tensors["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([item["gate"], item["up"]]) for item in experts]
+        )
+        layer_tensors["mlp.experts.down_proj"] = torch.stack([item["down"] for item in experts])
+        del (
+            layer_tensors["embed_tokens.weight"],
+            layer_tensors["shared_head.head.weight"],
+            layer_tensors["lm_head.weight"],
+        )
+        self.layer.load_state_dict(layer_tensors)
 
     def predict(self, hidden: Tensor, embedded: Tensor, rotary: nn.Module) -> Tensor:
         """Hidden states of the previous depth and embeddings of the shifted tokens, [1, n, H] each."""
@@ -64,8 +70,12 @@ class LingMtpLayer(nn.Module):
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = bailing_moe.Layer(config, layer)
         prefix, names = f"model.layers.{layer}.", ("enorm", "hnorm", "eh_proj", "final_layernorm")
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        self.load_state_dict({(name if name.startswith(names) else f"layer.{name}"): own[name] for name in own})
+        layer_tensors = {
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+        }
+        self.load_state_dict(
+            {(name if name.startswith(names) else f"layer.{name}"): layer_tensors[name] for name in layer_tensors}
+        )
 
     def predict(self, hidden: Tensor, embedded: Tensor, _rotary: None) -> Tensor:
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))

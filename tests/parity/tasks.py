@@ -112,11 +112,11 @@ def _limit_experts(network: Any, of_routed: list[float | None], of_others: list[
         outputs = torch.einsum("tei,ehi->teh", limited(gate, up, limit), module.down_proj)
         return (outputs * of_experts[..., None]).sum(1)
 
-    for layer, own, of_shared in zip(network.model.layers, of_routed, of_others, strict=True):
-        if own:
-            layer.mlp.experts.forward = functools.partial(routed, layer.mlp.experts, own)
-        if of_shared:
-            layer.mlp.shared_experts.forward = functools.partial(shared, layer.mlp.shared_experts, of_shared)
+    for layer, limit_of_routed, limit_of_shared in zip(network.model.layers, of_routed, of_others, strict=True):
+        if limit_of_routed:
+            layer.mlp.experts.forward = functools.partial(routed, layer.mlp.experts, limit_of_routed)
+        if limit_of_shared:
+            layer.mlp.shared_experts.forward = functools.partial(shared, layer.mlp.shared_experts, limit_of_shared)
 
 
 def convert_with_inferred_family(*, models: list[str], lengths: list[int], vocab_size: int) -> list[dict[str, Any]]:

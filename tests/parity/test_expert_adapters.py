@@ -27,8 +27,8 @@ def tiny(name: str) -> tuple[Family, Architecture]:
 
 
 def adapted_experts(name: str) -> list[HfLinear]:
-    every = [linear for linears in all_linears(*tiny(name)).values() for linear in linears]
-    return [linear for linear in every if ".experts" in linear.module]
+    linears = [linear for group in all_linears(*tiny(name)).values() for linear in group]
+    return [linear for linear in linears if ".experts" in linear.module]
 
 
 WITH_EXPERTS = [name for name in all_families() if tiny(name)[1].moe is not None]
@@ -41,7 +41,7 @@ def test_families_without_adapters_of_experts() -> None:
 
 @pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if name not in REFUSED])
 def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path) -> None:
-    every = [linear for linears in all_linears(*tiny(name)).values() for linear in linears]
+    linears = [linear for group in all_linears(*tiny(name)).values() for linear in group]
     experts = adapted_experts(name)
     generator = torch.Generator().manual_seed(3)
 
@@ -53,7 +53,7 @@ def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path)
     }
     base, adapter = build_model_folder(tmp_path / "base", name), tmp_path / "adapter"
     adapter.mkdir()
-    write_adapter(adapter, AdapterConfig(r=RANK, lora_alpha=7), factors, every)
+    write_adapter(adapter, AdapterConfig(r=RANK, lora_alpha=7), factors, linears)
     convert(base, tmp_path / "merged", "hf", adapter=adapter)
     with torch.no_grad():
         plain, merged = (load_network(folder).eval() for folder in (base, tmp_path / "merged"))

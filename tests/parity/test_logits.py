@@ -266,9 +266,9 @@ def test_rotary_settings_over_weights(
     """The exported config gives transformers our logits, which are those of its own settings."""
     base = build_model_folder(tmp_path / "base", family)
     outcome = open_source(ModelConfig(path=str(base), config=keys))
-    own = family_for(outcome.config)
+    exported_family = family_for(outcome.config)
     exported = shutil.copytree(base, tmp_path / "exported")
-    config = own.to_hf_config(own.to_architecture(outcome.config), outcome.config)
+    config = exported_family.to_hf_config(exported_family.to_architecture(outcome.config), outcome.config)
     (exported / "config.json").write_text(json.dumps(config))
     result = one_rank.run("parity.tasks.logits", model=exported, other=base, lengths=LENGTHS, vocab_size=VOCAB)
     assert result["theirs"] < 1e-4 and result["other"] > 1e-3

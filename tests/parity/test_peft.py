@@ -130,7 +130,9 @@ def test_principal_parts_are_those_of_peft(family: str, tmp_path: Path) -> None:
     source = ModelFolder.open(base)
     kind = family_for(source.config)
     (linear,) = (
-        item for own in adapted_linears(kind, kind.to_architecture(source.config), [target]).values() for item in own
+        item
+        for group in adapted_linears(kind, kind.to_architecture(source.config), [target]).values()
+        for item in group
     )
     a, b = principal_part(Adapter(linear, 3, 7 / 3), source, None, torch.device("cpu"))
     weights = {name: parameter for name, parameter in theirs.named_parameters() if linear.module in name}

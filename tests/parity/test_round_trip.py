@@ -88,7 +88,7 @@ def test_export_equals_transformers_file(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [*OTHERS, *(pytest.param(*each, marks=pytest.mark.thorough) for each in FURTHER)], ids=str
+    ("family", "layout"), [*OTHERS, *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER)], ids=str
 )
 def test_export_of_other_families(family: str, layout: dict[str, int], two_ranks: RankPool, tmp_path: Path) -> None:
     assert_exports_unchanged(two_ranks, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)

@@ -28,9 +28,9 @@ def answers(batch: PackedBatch) -> list[tuple[list[int], list[int]]]:
     assert batch.labels is not None and batch.loss_mask is not None
     result, start = [], 0
     for length in batch.sample_lengths:
-        own = slice(start, start + length)
-        tokens = [*batch.input_ids[own].tolist(), int(batch.labels[start + length - 1])]
-        result.append((tokens, [0, *batch.loss_mask[own].int().tolist()]))
+        span = slice(start, start + length)
+        tokens = [*batch.input_ids[span].tolist(), int(batch.labels[start + length - 1])]
+        result.append((tokens, [0, *batch.loss_mask[span].int().tolist()]))
         start += length
     return result
 
@@ -126,8 +126,8 @@ def _labelled(batch: PackedBatch) -> dict[str, Tensor]:
     return values
 
 
-def _loss_and_margin(found: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    loss, metrics = found
+def _loss_and_margin(result: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    loss, metrics = result
     return loss, torch.tensor(float(metrics["rewards/margins"]))
 
 

@@ -47,8 +47,8 @@ def changed(name: str, new: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
     return lambda tensors: tensors | {name: new(tensors[name]).contiguous()}
 
 
-def swapped(one: str, other: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {one: tensors[other], other: tensors[one]}
+def swapped(name: str, other: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: tensors[other], other: tensors[name]}
 
 
 def without(text: str) -> Callable[[Tensors], Tensors]:

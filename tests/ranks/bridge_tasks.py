@@ -75,9 +75,9 @@ def export_weights(
                 different.append(name)
     total = sum(tensor.nbytes for tensor in expected_values.values())
     result = {"names": sorted(names), "different": different, "peak": memory.peak_bytes / total}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, result)
-    return every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, result)
+    return gathered
 
 
 def provider_round_trip(*, model: str, destination: str, tp: int, pp: int) -> list[str]:

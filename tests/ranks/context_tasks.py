@@ -61,9 +61,9 @@ def _difference(lengths: list[int], window: int | None, recompute: bool) -> dict
         ((ours - local_tokens(theirs, spans)).abs().max() / theirs.abs().max()).item()
         for ours, theirs in zip(got, expected, strict=True)
     ]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return dict(zip(("out", "q", "k", "v"), map(max, *every), strict=True))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return dict(zip(("out", "q", "k", "v"), map(max, *gathered), strict=True))
 
 
 def memory_of_a_step(*, model: str, samples: str, lengths: list[int], **layout: Any) -> list[dict[str, int]]:

@@ -38,14 +38,16 @@ def shares(**layout: Any) -> list[dict[str, float]]:
     }
     stepper.evaluate(training.valid.eval_batches())
     tensors_by_kind["weights"] = list(live_tensors(training.model.stages).values())
-    mine = {name: _numel(tensors, own=True) / _numel(tensors, own=False) for name, tensors in tensors_by_kind.items()}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+    mine = {
+        name: _numel(tensors, local=True) / _numel(tensors, local=False) for name, tensors in tensors_by_kind.items()
+    }
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
-def _numel(tensors: list[torch.Tensor], *, own: bool) -> int:
-    return sum((t.to_local() if own and isinstance(t, DTensor) else t).numel() for t in tensors)
+def _numel(tensors: list[torch.Tensor], *, local: bool) -> int:
+    return sum((t.to_local() if local and isinstance(t, DTensor) else t).numel() for t in tensors)
 
 
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:
@@ -121,6 +123,6 @@ def memory_of_checkpoints(*, root: str, **layout: Any) -> list[dict[str, int]]:
         "saving": saving.peak_bytes,
         "loading": loading.peak_bytes,
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

@@ -29,19 +29,21 @@ def first_nonfinite(*, where: str, kind: str, **layout: Any) -> dict[str, Any]:
         _poison(training.stepper, now=True)
     for stage in training.stepper.model:
         decoder = get_attr_wrapped_model(stage, "decoder", return_model_obj=True)
-        named = {canonical_name(decoder, name): item for name, item in decoder.named_modules()}
-        if kind.startswith("output") and where in named:
-            named[where].register_forward_hook(_poisoned(training, decoder, sample, gradient="gradient" in kind))
+        modules = {canonical_name(decoder, name): item for name, item in decoder.named_modules()}
+        if kind.startswith("output") and where in modules:
+            modules[where].register_forward_hook(_poisoned(training, decoder, sample, gradient="gradient" in kind))
         parameters = {canonical_name(decoder, name): item for name, item in decoder.named_parameters()}
         if kind == "weight" and where in parameters:
             parameters[where].data.view(-1)[0] = math.nan
-    results = [one for ranks in gather_objects(find_nonfinite(training.stepper, batches)) for one in ranks]
-    results.sort(key=lambda one: (*one.order, one.rank))
-    losses = [one for ranks in gather_objects(training.stepper.sample_losses(batches)) for one in ranks]
+    results = [
+        finding for findings in gather_objects(find_nonfinite(training.stepper, batches)) for finding in findings
+    ]
+    results.sort(key=lambda finding: (*finding.order, finding.rank))
+    losses = [loss for rank_losses in gather_objects(training.stepper.sample_losses(batches)) for loss in rank_losses]
     return {
         "sample": sample,
-        "found": [[one.kind, one.name, one.rank, list(one.samples)] for one in results],
-        "losses": [one.sample for one in losses if not math.isfinite(one.loss)],
+        "findings": [[item.kind, item.name, item.rank, list(item.samples)] for item in results],
+        "losses": [item.sample for item in losses if not math.isfinite(item.loss)],
     }
 
 
@@ -54,9 +56,9 @@ def _poisoned(training: Training, decoder: Any, sample: int, *, gradient: bool) 
         now = batch[-1]
         ids = torch.tensor([*now.sample_ids, *[-1] * bool(now.padding)])
         full = ids.repeat_interleave(torch.tensor(now.lengths))
-        own = local_tokens(full, local_spans(len(full)))
-        ranks = len(own) // len(tensor)
-        return (own.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0]) == sample
+        local = local_tokens(full, local_spans(len(full)))
+        ranks = len(local) // len(tensor)
+        return (local.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0]) == sample
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.masked_fill(rows(tensor)[:, None, None], math.nan)

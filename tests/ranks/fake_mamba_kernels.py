@@ -64,8 +64,8 @@ def install(patch: pytest.MonkeyPatch, *, ignore_samples: bool = False) -> list[
         for shift in range(min(width, length)):
             same = torch.ones(length - shift, dtype=torch.bool) if ignore_samples else None
             same = samples[shift:] == samples[: length - shift] if same is None else same
-            own = rows[: length - shift] * same[:, None] * weight[:, width - 1 - shift].float()
-            out = out + torch.nn.functional.pad(own, (0, 0, shift, 0))
+            term = rows[: length - shift] * same[:, None] * weight[:, width - 1 - shift].float()
+            out = out + torch.nn.functional.pad(term, (0, 0, shift, 0))
         out = torch.nn.functional.silu(out) if activation == "silu" else out
         return out.to(x.dtype).t()[None]
 

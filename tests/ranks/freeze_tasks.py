@@ -25,7 +25,7 @@ def gradients(**settings: Any) -> dict[str, Any]:
         for name, parameter in live_parameters(training.model.stages).items()
         if parameter.requires_grad
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    hashes = {name: value for part in every for name, value in part.items()}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    hashes = {name: value for part in gathered for name, value in part.items()}
     return {"hashes": hashes, "memory": memory_stats(training.model.stages, stepper.optimizer)}

@@ -34,13 +34,18 @@ def gradients(*, model: str, saved: str, vocab_size: int, lengths: list[int], **
     logits = stage.train()(PackedBatch.for_inference(samples))  # losses are float32
     logits.backward(torch.randn(logits.shape, dtype=logits.dtype, generator=random))
     live = {name: parameter for name, parameter in live_parameters(built.stages).items() if parameter.requires_grad}
-    own = {name: parameter.grad for name, parameter in live.items() if parameter.grad is not None}
-    assert own.keys() == live.keys()
-    replicas = max(_spread(own[name]) for name, parameter in live.items() if _is_replicated(parameter))
+    local_gradients = {name: parameter.grad for name, parameter in live.items() if parameter.grad is not None}
+    assert local_gradients.keys() == live.keys()
+    replicas = max(_spread(local_gradients[name]) for name, parameter in live.items() if _is_replicated(parameter))
     plan = built.plan
     full = dict(
         full_weights(
-            own, plan.family, plan.architecture, torch.float64, layout=built.layout, device=torch.device("cpu")
+            local_gradients,
+            plan.family,
+            plan.architecture,
+            torch.float64,
+            layout=built.layout,
+            device=torch.device("cpu"),
         )
     )
     if not Path(saved).exists():

@@ -83,12 +83,12 @@ def load_into_mamba_model(*, model: str, checkpoint_folder: str, strict: str, tp
     }
 
 
-def _own_name(name: str, wanted: dict[str, Tensor]) -> str:
+def _own_name(name: str, names: dict[str, Tensor]) -> str:
     """The name that Isthmus has for a parameter of theirs: norms are modules of their own."""
     if name.endswith(".layer_norm_weight"):
         norm = "pre_mlp_layernorm" if "linear_fc1" in name else "input_layernorm"
         return ".".join([*name.split(".")[:3], norm, "weight"])
-    return name if name in wanted else name.replace("final_norm", "final_layernorm")
+    return name if name in names else name.replace("final_norm", "final_layernorm")
 
 
 def _mamba_model(arch: Any, tp: int) -> Any:

@@ -29,12 +29,16 @@ def smoothed_loss(*, rate: float) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    own, rows, shard = shard_of(weight)
+    local_weight, rows, shard = shard_of(weight)
     mine = hidden.clone().requires_grad_()
     loss = linear_cross_entropy(
-        mine, own, labels, VocabShard(*shard, smoothing=Smoothing(rate, rate / VOCAB)), grad_scale=torch.tensor(2.0)
+        mine,
+        local_weight,
+        labels,
+        VocabShard(*shard, smoothing=Smoothing(rate, rate / VOCAB)),
+        grad_scale=torch.tensor(2.0),
     )
-    result = torch.autograd.grad(loss * 2, (mine, own))
+    result = torch.autograd.grad(loss * 2, (mine, local_weight))
     hidden.requires_grad_()
     weight.requires_grad_()
     expected_values = torch.nn.functional.cross_entropy(
@@ -48,21 +52,24 @@ def distilled_loss(*, cases: list[dict[str, Any]]) -> list[float]:
     """For each case of section ``distill``, the largest difference between one rank and all, of loss and gradients."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
-    taught, teacher = torch.randn(TOKENS, 24, generator=generator), torch.randn(VOCAB, 24, generator=generator)
+    teacher_hidden, teacher_weight = (
+        torch.randn(TOKENS, 24, generator=generator),
+        torch.randn(VOCAB, 24, generator=generator),
+    )
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    own, rows, shard = shard_of(weight)
-    theirs, _, _ = shard_of(teacher)
+    local_weight, rows, shard = shard_of(weight)
+    local_teacher_weight, _, _ = shard_of(teacher_weight)
     hidden.requires_grad_()
     weight.requires_grad_()
     results = []
     for case in cases:
         settings = DistillConfig(**case)
-        full = TeacherOutput(taught, teacher, VocabShard(), settings)
+        full = TeacherOutput(teacher_hidden, teacher_weight, VocabShard(), settings)
         expected_values = linear_distillation(hidden, weight, labels, teacher=full)
         expected = torch.autograd.grad(expected_values[0], (hidden, weight))
-        part = TeacherOutput(taught, theirs.detach(), VocabShard(*shard[:2]), settings)
-        losses = linear_distillation(hidden, own, labels, VocabShard(*shard), teacher=part)
-        gradients = torch.autograd.grad(losses[0], (hidden, own))
+        part = TeacherOutput(teacher_hidden, local_teacher_weight.detach(), VocabShard(*shard[:2]), settings)
+        losses = linear_distillation(hidden, local_weight, labels, VocabShard(*shard), teacher=part)
+        gradients = torch.autograd.grad(losses[0], (hidden, local_weight))
         results.append(max([relative(losses, expected_values), *gradient_differences(gradients, expected, rows)]))
     return results
 
@@ -73,21 +80,21 @@ def shard_of(weight: Tensor) -> tuple[Tensor, slice, tuple[Any, ...]]:
     position = open_groups(ParallelConfig(tp=ranks), platform(), seed=0)
     size = -(-weight.size(0) // ranks)
     rows = slice(position.tp_rank * size, min((position.tp_rank + 1) * size, weight.size(0)))
-    own = torch.full((size, weight.size(1)), 100.0)
-    own[: rows.stop - rows.start] = weight[rows]
-    return own.requires_grad_(), rows, (rows.start, rows.stop - rows.start, dist.group.WORLD if ranks > 1 else None)
+    local = torch.full((size, weight.size(1)), 100.0)
+    local[: rows.stop - rows.start] = weight[rows]
+    return local.requires_grad_(), rows, (rows.start, rows.stop - rows.start, dist.group.WORLD if ranks > 1 else None)
 
 
-def gradient_differences(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: slice) -> list[float]:
+def gradient_differences(result: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: slice) -> list[float]:
     """Of the hidden states, whose gradient is summed over ranks, and of the weight: the largest over all ranks."""
-    summed = found[0].clone()
+    summed = result[0].clone()
     dist.all_reduce(summed)
     number = rows.stop - rows.start
-    assert not found[1][number:].any()
-    differences = torch.tensor([relative(summed, expected[0]), relative(found[1][:number], expected[1][rows])])
+    assert not result[1][number:].any()
+    differences = torch.tensor([relative(summed, expected[0]), relative(result[1][:number], expected[1][rows])])
     dist.all_reduce(differences, op=dist.ReduceOp.MAX)
     return list(differences.tolist())
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max() / expected.abs().max())

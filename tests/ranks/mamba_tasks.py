@@ -42,29 +42,29 @@ def _computed(model: str, lengths: list[int], layout: dict[str, Any]) -> dict[st
     logits = decoder(replace(batch))
     assert logits.dtype == torch.float64
     logits.backward(torch.randn(logits.shape, generator=random, dtype=torch.float64))
-    own = {}
+    gradients = {}
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.float64, name
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(parameter.grad)
-        own[name] = parameter.grad
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return {"logits": logits.detach(), **_whole(model, decoder.architecture, every)}
+        gradients[name] = parameter.grad
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, gradients)
+    return {"logits": logits.detach(), **_whole(model, decoder.architecture, gathered)}
 
 
-def _whole(model: str, arch: Any, every: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _whole(model: str, arch: Any, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Whole canonical tensors from those of all tensor-parallel ranks."""
-    placements, ranks = family_for(ModelFolder.open(model).config).placements(arch), len(every)
-    padded = every[0]["embedding.word_embeddings.weight"].size(0) * ranks
+    placements, ranks = family_for(ModelFolder.open(model).config).placements(arch), len(gathered)
+    padded = gathered[0]["embedding.word_embeddings.weight"].size(0) * ranks
     values = {}
-    for name in every[0]:
+    for name in gathered[0]:
         rule = placements[name].rule
         complete = torch.full(rule.canonical_shape(arch), torch.nan, dtype=torch.float64)
-        for rank, own in enumerate(every):
+        for rank, gradients in enumerate(gathered):
             layout = Layout(tp_rank=rank, tp_size=ranks, etp_size=ranks, etp_rank=rank, padded_vocab_size=padded)
             for owned, local in owned_slices(rule, arch, layout):
-                complete[owned] = own[name][local]
+                complete[owned] = gradients[name][local]
         values[name] = complete
     return values
 
@@ -90,7 +90,7 @@ def with_kernels(*, model: str, lengths: list[int], **layout: Any) -> dict[str, 
         called.clear()
         result = run()
     differences = [
-        float((mine - own).abs().max().float() / own.abs().max().float())
-        for mine, own in zip(result, expected, strict=True)
+        float((mine - theirs).abs().max().float() / theirs.abs().max().float())
+        for mine, theirs in zip(result, expected, strict=True)
     ]
     return {"messages": messages, "called": sorted({*called}), "difference": max(differences)}

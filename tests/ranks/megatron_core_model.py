@@ -55,9 +55,12 @@ def load_into_megatron_model(
     result = live_tensors(theirs)
     assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
     difference = max((tensor - expected[name]).abs().max().item() for name, tensor in result.items())
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (difference, len(result)))
-    return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (difference, len(result)))
+    return {
+        "max_difference": max(difference for difference, _ in gathered),
+        "tensors": sum(count for _, count in gathered),
+    }
 
 
 def build_megatron_model(args: Namespace, tp: int, pp: int) -> GPTModel:

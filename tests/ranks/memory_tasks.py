@@ -83,6 +83,6 @@ def step_memory(
         stepper.train_step([batch] * micro_batches)
     estimate = estimate_ranks(built.plan, config, precision)[built.position.pp_rank]
     mine = {"measured": live.peak_bytes, "estimated": estimate.total, "text": str(estimate)}
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
-    return every
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, mine)
+    return gathered

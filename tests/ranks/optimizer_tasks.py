@@ -20,12 +20,12 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
     """Largest difference of weights to ``torch.optim.Muon`` and ``AdamW`` with the same gradients, on one rank."""
     training = start(**settings)
     plan, stepper = training.model.plan, training.stepper
-    own = {name: main for entry in chain(stepper.optimizer) for name, main in _mains(training, entry)}
+    main_weights = {name: main for entry in chain(stepper.optimizer) for name, main in _mains(training, entry)}
     placements = trained_tensors(plan.family, plan.architecture)
     matrices = hidden_matrices(plan.family, plan.architecture)
     copies = {
         name: [torch.nn.Parameter(part.clone()) for part in _parts(training, placements[name], main)]
-        for name, main in own.items()
+        for name, main in main_weights.items()
     }
     adamw = {name: parts for name, parts in copies.items() if name not in matrices}
     decays = {name: parts[0].dim() > 1 and not name.endswith("A_log") for name, parts in adamw.items()}
@@ -48,7 +48,7 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
     muon_step = stepper.optimizer.muon.step
 
     def step_all() -> None:
-        for name, main in own.items():
+        for name, main in main_weights.items():
             for part, gradient in zip(copies[name], _parts(training, placements[name], main.grad), strict=True):
                 part.grad = gradient.clone()
         for reference in references:
@@ -59,15 +59,15 @@ def difference_to_torch(*, steps: int, **settings: Any) -> dict[str, Any]:
     with patch.object(stepper.optimizer.muon, "step", step_all):
         for step in range(steps):
             stepper.train_step(training.batches.step(step))
-            for name, main in own.items():
+            for name, main in main_weights.items():
                 parts = zip(copies[name], _parts(training, placements[name], main), strict=True)
                 worst[name] = max((ours - part.detach()).abs().max().item() for part, ours in parts)
     return {"worst": worst, "matrices": len(matrices)}
 
 
-def _mains(training: Training, one: Any) -> Any:
+def _mains(training: Training, optimizer: Any) -> Any:
     names = {parameter: name for name, parameter in live_parameters(training.model.stages).items()}
-    return [(names[parameter], main) for parameter, main, _ in local_shards(one)]
+    return [(names[parameter], main) for parameter, main, _ in local_shards(optimizer)]
 
 
 def _parts(training: Training, placement: Placement, main: Tensor) -> list[Tensor]:

@@ -101,7 +101,7 @@ def start(
     sections = {"dpo": dpo, "kto": kto, "reward": reward, "distill": distill}
     config = RunConfig.model_validate(
         {
-            "recipe": next((name for name, given in sections.items() if given is not None), "pretrain"),
+            "recipe": next((name for name, section in sections.items() if section is not None), "pretrain"),
             "out": "unused",
             "model": {"path": model},
             "data": {"files": ["unused"], "seq_length": SEQ_LENGTH},
@@ -313,9 +313,9 @@ def refusal(*, task: str, **settings: Any) -> dict[str, Any]:
         mine = {"kind": type(error).__name__, "code": error.exit_code, "text": str(error)}
     else:
         raise AssertionError(f"{task} was not refused: {result}")
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    assert all(other == every[0] for other in every), every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    assert all(other == gathered[0] for other in gathered), gathered
     return mine
 
 
@@ -373,9 +373,9 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
     training = start(**layout)
     fresh = _draw()
     save_load.load(Path(root) / "iter_0000001", training.stepper, parallel)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {"wanted": expected, "fresh": fresh, "loaded": _draw()})
-    return {name: [rank[name] for rank in every] for name in ("wanted", "fresh", "loaded")}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {"expected": expected, "fresh": fresh, "loaded": _draw()})
+    return {name: [rank[name] for rank in gathered] for name in ("expected", "fresh", "loaded")}
 
 
 def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> list[str]:
@@ -443,9 +443,12 @@ def load_strictly(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 
     state = dist_checkpointing.load({"model": live.sharded_state_dict()}, checkpoint_folder, strict=strict)
     live.load_state_dict(state["model"])
     difference = max((tensor - expected[name]).abs().max().item() for name, tensor in live_tensors(live).items())
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (difference, len(expected)))
-    return {"max_difference": max(difference for difference, _ in every), "tensors": sum(count for _, count in every)}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (difference, len(expected)))
+    return {
+        "max_difference": max(difference for difference, _ in gathered),
+        "tensors": sum(count for _, count in gathered),
+    }
 
 
 def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -462,9 +465,9 @@ def load_legacy(*, model: str, checkpoint_folder: str, tp: int = 1, pp: int = 1)
     state = torch.load(folder / "model_optim_rng.pt", weights_only=False)
     live.load_state_dict(state["model"], strict=True)
     difference = max((tensor - expected[name]).abs().max().item() for name, tensor in live_tensors(live).items())
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (difference, state["args"].tensor_model_parallel_size))
-    return {"max_difference": max(difference for difference, _ in every), "tp": every[0][1]}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (difference, state["args"].tensor_model_parallel_size))
+    return {"max_difference": max(difference for difference, _ in gathered), "tp": gathered[0][1]}
 
 
 def run_cases(*, task: str, cases: list[dict[str, Any]], **shared: Any) -> list[Any]:
@@ -499,10 +502,10 @@ def saved_activations(*, model: str, samples: str, **layout: Any) -> dict[str, A
 
     pack_recomputed = _Recomputed.pack
 
-    def pack_in_block(own: _Recomputed, tensor: torch.Tensor) -> Any:
+    def pack_in_block(block: _Recomputed, tensor: torch.Tensor) -> Any:
         """A block of ``recompute_if`` saves either the tensor or what computes it again."""
-        packed = pack_recomputed(own, tensor)
-        cells = [cell.cell_contents for cell in own.compute.__closure__ or ()]
+        packed = pack_recomputed(block, tensor)
+        cells = [cell.cell_contents for cell in block.compute.__closure__ or ()]
         for remaining in [packed] if packed is tensor else cells:
             if isinstance(remaining, torch.Tensor):
                 pack(remaining)
@@ -564,6 +567,6 @@ def estimated_and_actual_memory(**layout: Any) -> list[dict[str, Any]]:
             for entry in parameters
         ),
     }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

@@ -228,8 +228,8 @@ def test_rng_state_is_restored(two_ranks: RankPool, models: dict[str, Path], sam
     drawn = two_ranks.run(
         "ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2
     )
-    assert drawn["loaded"] == drawn["wanted"] != drawn["fresh"]
-    (shared_0, own_0), (shared_1, own_1) = drawn["wanted"]
+    assert drawn["loaded"] == drawn["expected"] != drawn["fresh"]
+    (shared_0, own_0), (shared_1, own_1) = drawn["expected"]
     assert shared_0 == shared_1
     assert own_0 != own_1
 

@@ -36,13 +36,13 @@ def test_the_first_tensor_and_its_sample(
 ) -> None:
     """``rank`` None: the ranks share the sample."""
     result = two_ranks.run(FIND, **run, **layout, where=MLP, kind="output")
-    kind, name, found_rank, outcome = result["found"][0]
+    kind, name, found_rank, outcome = result["findings"][0]
     assert (kind, name, outcome) == ("output", MLP, [result["sample"]])
     assert rank is None or found_rank == rank
     assert result["sample"] in result["losses"]  # attention may carry NaN into other samples, as zero times NaN
     if "recompute" not in layout:  # with it, gradients are those of a micro batch that is not known
         result = two_ranks.run(FIND, **run, **layout, where=MLP, kind="output gradient")
-        kind, name, found_rank, outcome = result["found"][0]
+        kind, name, found_rank, outcome = result["findings"][0]
         assert (kind, name) == ("output gradient", MLP) and not result["losses"]
         assert outcome in ([result["sample"]], []) if "pp" in layout else outcome == [result["sample"]]
 
@@ -51,11 +51,11 @@ def test_the_first_tensor_and_its_sample(
 def test_weights_and_their_gradients(two_ranks: RankPool, run: dict[str, Any]) -> None:
     weight = "decoder.layers.3.self_attention.linear_qkv.weight"
     result = two_ranks.run(FIND, **run, pp=2, where=weight, kind="weight")
-    assert result["found"][0][:3] == ["weight", weight, 1]
+    assert result["findings"][0][:3] == ["weight", weight, 1]
     result = two_ranks.run(FIND, **run, where="", kind="weight gradient")
-    assert [item[0] for item in result["found"]] == ["weight gradient"] and not result["losses"]
+    assert [item[0] for item in result["findings"]] == ["weight gradient"] and not result["losses"]
     clean = two_ranks.run(FIND, **run, tp=2, where="", kind="none")
-    assert clean["found"] == [] == clean["losses"]
+    assert clean["findings"] == [] == clean["losses"]
 
 
 @pytest.mark.thorough_cases("cp2", "fsdp2-bf16", "pp2-recompute", "tp2-sp-dropout")

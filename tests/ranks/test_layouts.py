@@ -16,9 +16,9 @@ TOLERANCE = 1e-5
 CURVES = ("loss", "grad_norm")
 
 
-def max_relative_difference(got: list[float], wanted: list[float]) -> float:
+def max_relative_difference(got: list[float], expected: list[float]) -> float:
     """The largest relative difference of two curves."""
-    return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+    return max(abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ TASK = "ranks.watch_tasks.train_with_reports"
 
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
-    return {"model": models["qwen3-tied"], "samples": samples, "every": 6}
+    return {"model": models["qwen3-tied"], "samples": samples, "interval": 6}
 
 
 @pytest.mark.thorough_cases("cp2", "fsdp2", "pp2", "tp2-sp")
@@ -40,8 +40,8 @@ def test_a_slow_rank_is_named(layout: dict[str, Any], two_ranks: RankPool, run: 
 
 
 def test_measured_steps_are_bitwise_the_same(two_ranks: RankPool, run: dict[str, Any]) -> None:
-    case = {name: value for name, value in run.items() if name != "every"} | {"tp": 2, "slow_rank": None}
-    often, never = (two_ranks.run(TASK, **case, every=every) for every in (1, 0))
+    case = {name: value for name, value in run.items() if name != "interval"} | {"tp": 2, "slow_rank": None}
+    often, never = (two_ranks.run(TASK, **case, interval=interval) for interval in (1, 0))
     assert often["digest"] == never["digest"]
     assert [bool(report) for report in often["reports"]] == [False, False, True, True, True, True]
     assert not any(never["reports"])

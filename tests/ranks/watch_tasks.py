@@ -13,7 +13,7 @@ from isthmus.train.rank_reports import RankReports
 from ranks.tasks import _digest, start
 
 
-def train_with_reports(*, every: int, slow_rank: int | None, steps: int = 6, **layout: Any) -> dict[str, Any]:
+def train_with_reports(*, interval: int, slow_rank: int | None, steps: int = 6, **layout: Any) -> dict[str, Any]:
     """Train; ``slow_rank`` sleeps before each stage. Returns reports, events and a digest of the final state."""
     training = start(**layout)
     if dist.get_rank() == slow_rank:
@@ -22,7 +22,7 @@ def train_with_reports(*, every: int, slow_rank: int | None, steps: int = 6, **l
     events: list[dict[str, Any]] = []
     unpatched = dict(vars(dist.ProcessGroup))
     ranks = RankReports(
-        settings=LoggingConfig(ranks_every=every),
+        settings=LoggingConfig(ranks_every=interval),
         rank=dist.get_rank(),
         hosts=[f"node{rank}" for rank in range(dist.get_world_size())],
         stages=layout.get("pp", 1),

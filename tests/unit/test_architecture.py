@@ -32,9 +32,9 @@ def named_paths(page: str) -> set[str]:
 
 def test_paths_that_pages_name_exist(repository: Path) -> None:
     pages = [page for pattern in PAGES for page in sorted(repository.glob(pattern))]
-    named = {(page.name, path) for page in pages for path in named_paths(page.read_text())}
-    assert len(named) > 20
-    assert [entry for entry in sorted(named) if not (repository / entry[1]).exists()] == []
+    mentions = {(page.name, path) for page in pages for path in named_paths(page.read_text())}
+    assert len(mentions) > 20
+    assert [entry for entry in sorted(mentions) if not (repository / entry[1]).exists()] == []
 
 
 def test_levels_match_the_import_contract(repository: Path, pyproject: dict[str, Any]) -> None:

@@ -73,9 +73,9 @@ def test_every_command_is_one_that_exists() -> None:
         if program == "isthmus":
             verb = tuple(word for word in arguments[: 1 + (arguments[0] == "config")] if not word.startswith("-"))
             assert verb in verb_options(), f"{page}: {words}"
-            own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-            given = {word.partition("=")[0] for word in own if word.startswith("--")}
-            assert given <= verb_options()[verb] | {"--help"}, f"{page}: {words}"
+            isthmus_arguments = arguments[: arguments.index("--")] if "--" in arguments else arguments
+            flags = {word.partition("=")[0] for word in isthmus_arguments if word.startswith("--")}
+            assert flags <= verb_options()[verb] | {"--help"}, f"{page}: {words}"
     assert seen["make"] > 3
     assert seen["isthmus"] > 8
 
@@ -102,14 +102,14 @@ def test_settings_in_text_are_settings() -> None:
     known = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", (ROOT / "docs/reference/config.md").read_text(), re.MULTILINE))
     groups = {name.partition(".")[0] for name in known if "." in name}
     known |= SETTINGS.keys()  # of architectures, such as moe.top_k
-    named = {
+    mentions = {
         (name, word.partition("=")[0])
         for page, name in zip(PAGES, IDS, strict=True)
         for word in re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+(?:=[^`]*)?)`", page.read_text())
         if word.partition(".")[0] in groups and not word.endswith((".py", ".md", ".json", ".yaml", ".jsonl", ".model"))
     }
-    assert len(named) > 10
-    assert {entry for entry in named if entry[1] not in known} == set()
+    assert len(mentions) > 10
+    assert {entry for entry in mentions if entry[1] not in known} == set()
 
 
 def test_yaml_blocks_are_configs(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_navigation_lists_each_page() -> None:
 
     listed = list(leaves(YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]))
     assert len(listed) == len(set(listed))
-    own = {page for page in listed if page != "index.md" and not page.startswith("project/")}
-    assert own == {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    reference_pages = {page for page in listed if page != "index.md" and not page.startswith("project/")}
+    assert reference_pages == {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:

@@ -48,8 +48,8 @@ def test_shell_is_shell_and_the_command_is_one(
     (line,) = [line for line in lines if re.match(r"(exec torchrun|srun|isthmus)\b", line.strip())]
     words = shlex.split(line)
     if "torchrun" in words:
-        given = set(words[: words.index("-m")])
-        assert {"--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"} <= given
+        flags = set(words[: words.index("-m")])
+        assert {"--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"} <= flags
     words = words[words.index("isthmus") + 1 :]
     monkeypatch.chdir(EXAMPLES)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):

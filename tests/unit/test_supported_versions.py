@@ -108,5 +108,5 @@ def test_images_on_the_install_page_are_not_too_old(repository: Path, oldest: tu
     assert len(rows) >= 4
     for image, python, torch in rows:
         assert Version(python) >= Version(oldest[0]) and Version(torch) >= Version(oldest[1]), image
-        named = re.search(r"_py([\d.]+)_pytorch_release_([\d.]+)$", image)
-        assert named is None or (named[1], named[2]) == (python, torch), image
+        versions = re.search(r"_py([\d.]+)_pytorch_release_([\d.]+)$", image)
+        assert versions is None or (versions[1], versions[2]) == (python, torch), image

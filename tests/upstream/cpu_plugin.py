@@ -52,11 +52,11 @@ def _one_gpu_per_rank() -> None:
 
     distributed: Any = torch.distributed
 
-    def on_cpu(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = tuple("gloo" if argument == "nccl" else argument for argument in args)
         if "nccl" in str(kwargs.get("backend")):
             kwargs["backend"] = "gloo"
-        return own(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
+        return function(*args, **{name: value for name, value in kwargs.items() if name != "device_id"})
 
     for name in ("init_process_group", "new_group"):
         on_gloo = partial(on_cpu, getattr(distributed, name))
@@ -71,10 +71,10 @@ class TestTimeout(BaseException):
 
 
 class Outcomes:
-    """A pytest plugin: one line for each test that begins, one for each outcome. No ``wanted`` tests means all."""
+    """A pytest plugin: one line for each test that begins, one for each outcome. No ``selected`` tests means all."""
 
-    def __init__(self, file: Path, limit_s: float, wanted: frozenset[str], done: frozenset[str]) -> None:
-        self._file, self._limit_s, self._wanted, self._done = file, limit_s, wanted, done
+    def __init__(self, file: Path, limit_s: float, selected: frozenset[str], done: frozenset[str]) -> None:
+        self._file, self._limit_s, self._selected, self._done = file, limit_s, selected, done
         self._failure: dict[str, str] = {}
         self._skipped: str | None = None
 
@@ -83,7 +83,7 @@ class Outcomes:
             file.write(json.dumps(line) + "\n")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        expected = self._wanted or {item.nodeid for item in items}
+        expected = self._selected or {item.nodeid for item in items}
         items[:] = [item for item in items if item.nodeid in expected - self._done]
         self._write(collected=[item.nodeid for item in items])
 

@@ -35,24 +35,24 @@ class TestFile:
     ranks: int
     limit_s: float
 
-    def run(self, wanted: frozenset[str], end: float) -> list[dict[str, Any]]:
-        """Outcomes of the wanted tests, or of all; tests that are left when ``end`` comes are not run.
+    def run(self, selected: frozenset[str], end: float) -> list[dict[str, Any]]:
+        """Outcomes of the selected tests, or of all; tests that are left when ``end`` comes are not run.
 
         Processes that end or hang in a test are started again for the tests after it.
         """
         outcomes: dict[str, dict[str, Any]] = {}
         while True:
-            finished = self._run_once(wanted, frozenset(outcomes), end)
+            finished = self._run_once(selected, frozenset(outcomes), end)
             lines = [self._read(rank) for rank in range(self.ranks)]
             new = merge(lines)
             outcomes |= new
             if finished or not new or time.monotonic() > end:
                 break
-        left = {name for line in lines[0] for name in line.get("collected", ())} - outcomes.keys()
+        missing = {name for line in lines[0] for name in line.get("collected", ())} - outcomes.keys()
         reason = "the time limit of the file"
-        if not outcomes and not left and not finished:
-            left, reason = {self.path.name}, self._file(0, ".log").read_text()[-600:]
-        outcomes |= {name: {"test": name, "outcome": "not run", "reason": reason} for name in left}
+        if not outcomes and not missing and not finished:
+            missing, reason = {self.path.name}, self._file(0, ".log").read_text()[-600:]
+        outcomes |= {name: {"test": name, "outcome": "not run", "reason": reason} for name in missing}
         return list(outcomes.values())
 
     def _file(self, rank: int, suffix: str) -> Path:
@@ -62,15 +62,15 @@ class TestFile:
         file = self._file(rank, ".jsonl")
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def _run_once(self, wanted: frozenset[str], done: frozenset[str], end: float) -> bool:
+    def _run_once(self, selected: frozenset[str], done: frozenset[str], end: float) -> bool:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(self.ranks):
             self._file(rank, ".jsonl").unlink(missing_ok=True)
-        return self._wait([self._fork(rank, port, wanted, done) for rank in range(self.ranks)], end)
+        return self._wait([self._fork(rank, port, selected, done) for rank in range(self.ranks)], end)
 
-    def _fork(self, rank: int, port: int, wanted: frozenset[str], done: frozenset[str]) -> int:
+    def _fork(self, rank: int, port: int, selected: frozenset[str], done: frozenset[str]) -> int:
         if child := os.fork():
             return child
         status = 70
@@ -88,7 +88,7 @@ class TestFile:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-o", "addopts=", "--tb=short"]
             options += ["--rootdir", str(self.checkout), "-c", str(self.checkout / "pyproject.toml")]
-            plugin = Outcomes(self._file(rank, ".jsonl"), self.limit_s, wanted, done)
+            plugin = Outcomes(self._file(rank, ".jsonl"), self.limit_s, selected, done)
             status = int(pytest.main([str(self.path), *options, "--basetemp", str(work / "tmp")], plugins=[plugin]))
             shutil.rmtree(work, ignore_errors=True)
         finally:
@@ -131,7 +131,7 @@ def merge(ranks: list[list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     worst: dict[str, dict[str, Any]] = {}
     for line in (line for lines in ranks for line in lines if "test" in line):
         before = worst.get(line["test"], line)
-        worst[line["test"]] = max(before, line, key=lambda one: _ORDER.index(one["outcome"]))
+        worst[line["test"]] = max(before, line, key=lambda entry: _ORDER.index(entry["outcome"]))
     for lines in ranks:
         unfinished = {line.get("begins") for line in lines} - {line.get("test") for line in lines} - {None}
         for name in unfinished:

@@ -85,8 +85,8 @@ def hf_logits(ids: Path, folder: Path) -> torch.Tensor:
     return logits
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
+def difference(logits: torch.Tensor, other: torch.Tensor) -> float:
+    return float((logits - other).abs().max())
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ FINDINGS = (
 )
 
 
-@pytest.mark.parametrize(("found", "code"), [(FINDINGS, 1), (FINDINGS[:2], 0)])
+@pytest.mark.parametrize(("findings", "code"), [(FINDINGS, 1), (FINDINGS[:2], 0)])
 def test_lines_and_exit_code(
-    found: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    findings: tuple[Finding, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examination, "examine", lambda *_, **__: examination.Examination(found))
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: examination.Examination(findings))
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == code
     lines = capsys.readouterr().out.splitlines()
@@ -37,7 +37,7 @@ def test_lines_and_exit_code(
     assert lines[-1] == ("1 error, 1 warning" if code else "0 errors, 1 warning")
     assert main(["doctor", "--json"]) == code
     result = json.loads(capsys.readouterr().out)
-    assert (result["errors"], result["warnings"], len(result["findings"])) == (code, 1, len(found))
+    assert (result["errors"], result["warnings"], len(result["findings"])) == (code, 1, len(findings))
     assert result["findings"][1] == {
         "subject": "limits", "level": "warning", "text": "little shared memory", "hint": "--shm-size 16g",
         "source": "/dev/shm",

@@ -141,8 +141,8 @@ def test_help_of_a_verb_has_two_examples_that_parse(verb: str, capsys: pytest.Ca
             command, rest = command.commands[rest[0]], rest[1:]
         command.make_context(verb, list(rest))
         if verb in RECIPE_SETTINGS:
-            given = [word for word in rest if "=" in word]
-            load_config(verb, None, given, {"model": rest[1], "data": ["d"], "out": "o"})
+            overrides = [word for word in rest if "=" in word]
+            load_config(verb, None, overrides, {"model": rest[1], "data": ["d"], "out": "o"})
 
 
 def test_help_of_a_training_verb_has_the_settings_of_most_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,10 +153,10 @@ def test_syntax_errors_name_the_expected_form(tmp_path: Path, monkeypatch: pytes
     assert "train.seed  is not a key; in a file write `train: {seed: ...}`" in flat
     assert "in quotes" in refusal(write(tmp_path / "b.yaml", "optim: {lr: ${LR}}\n"))
     write(tmp_path / "sub/base.yaml", BASE)
-    named = write(tmp_path / "c.yaml", 'bases: ["${WHERE}/base.yaml"]\n')
-    assert "WHERE is not set" in refusal(named)
+    config = write(tmp_path / "c.yaml", 'bases: ["${WHERE}/base.yaml"]\n')
+    assert "WHERE is not set" in refusal(config)
     monkeypatch.setenv("WHERE", "sub")
-    assert load_config("sft", named).optim.lr == 1e-5
+    assert load_config("sft", config).optim.lr == 1e-5
 
 
 def test_missing_file_and_missing_base(tmp_path: Path) -> None:
@@ -214,6 +214,6 @@ def test_the_json_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -
     variable = {"type": "string", "pattern": r"\$\{"}
     assert variable in optim["properties"]["lr"]["anyOf"] and optim["properties"]["lr"]["default"] == 2e-5
     assert {"type": "string"} in schema["$defs"]["DataConfig"]["properties"]["files"]["anyOf"]
-    every = schema["$defs"]["CheckpointConfig"]["properties"]["every"]["anyOf"]
-    assert {"type": "integer", "minimum": 0, "maximum": 2**31 - 1} in every
+    types = schema["$defs"]["CheckpointConfig"]["properties"]["every"]["anyOf"]
+    assert {"type": "integer", "minimum": 0, "maximum": 2**31 - 1} in types
     assert optim["additionalProperties"] is False and optim["properties"]["lr"]["description"] == "Peak learning rate."

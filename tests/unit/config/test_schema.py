@@ -115,11 +115,11 @@ def test_numbers_have_bounds(name: str) -> None:
         config = checked(name, value)
         if config is not None:
             section, _, key = name.partition(".")
-            taken = getattr(getattr(config, section), key)
-            if isinstance(taken, int):
-                assert abs(taken) < (2**63 if key == "seed" else 2**31), value
+            accepted = getattr(getattr(config, section), key)
+            if isinstance(accepted, int):
+                assert abs(accepted) < (2**63 if key == "seed" else 2**31), value
             else:
-                assert taken is None or math.isfinite(taken), value
+                assert accepted is None or math.isfinite(accepted), value
     assert checked(name, 2**64) is None or float in dict(numeric_settings())[name]
 
 

@@ -393,8 +393,8 @@ def test_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
     mixed = config | {"mix_strategy": "interleave_under", "interleave_probs": "0.75,0.25"}
     sets = translated("LLaMA-Factory", mixed, tmp_path).settings["data.sets"]
     assert [part["weight"] for part in sets.values()] == [0.75, 0.25]
-    named = translated("LLaMA-Factory", config | {"dataset": "articles"}, tmp_path)
-    assert named.settings["data.columns"] == {"instruction": "question", "output": "answer"}
+    articles = translated("LLaMA-Factory", config | {"dataset": "articles"}, tmp_path)
+    assert articles.settings["data.columns"] == {"instruction": "question", "output": "answer"}
     assert any(
         "'nothing' is not in" in line for line in refusals("LLaMA-Factory", config | {"dataset": "nothing"}, tmp_path)
     )
@@ -404,8 +404,8 @@ def test_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
     lost = config | {"dataset_dir": "nowhere"}
     assert "--dataset-info" in refusals("LLaMA-Factory", lost, tmp_path)[-1]
     (tmp_path / "theirs.yaml").write_text(json.dumps(lost))
-    own = translate_trainer("LLaMA-Factory", tmp_path / "theirs.yaml", data=("hf:a/b:train", "c.jsonl"))
-    assert own.settings["data.files"] == ["hf:a/b:train", "c.jsonl"]
+    replaced = translate_trainer("LLaMA-Factory", tmp_path / "theirs.yaml", data=("hf:a/b:train", "c.jsonl"))
+    assert replaced.settings["data.files"] == ["hf:a/b:train", "c.jsonl"]
 
 
 def test_keys_without_an_equal_setting_are_refused_together(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Pat
     (file,) = (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and norm in path.read_bytes())
     flip(file, 8 * file.read_bytes().index(norm))
     # A tiny file is one block, which the first tensor that is read fails.
-    named = {"hf": ", in the header or .+,", "torch_dist": r", in [\w.]+,", "torch": ""}[to]
-    message = rf"{file.name} is damaged: bytes 0 to \d+{named} do not match checksums\.json.*--trust"
+    place = {"hf": ", in the header or .+,", "torch_dist": r", in [\w.]+,", "torch": ""}[to]
+    message = rf"{file.name} is damaged: bytes 0 to \d+{place} do not match checksums\.json.*--trust"
     for read in (lambda: compare_models(model, tmp_path / "copy"), lambda: convert(tmp_path / "copy", tmp_path / "b")):
         with pytest.raises(DataError, match=message):
             read()

@@ -96,14 +96,14 @@ def test_written_adapter_is_that_of_peft(name: str, tmp_path: Path) -> None:
     family = family_for(config)
     arch = family.to_architecture(config)
     adapted = linears_with_adapter(read, family, arch, base)
-    every = [linear for linears in all_linears(family, arch).values() for linear in linears]
+    linears = [linear for group in all_linears(family, arch).values() for linear in group]
     factors = {
         linear: read.factors(linear, linear.expert)
         for linears in reversed(adapted.values())  # the order of ranks and stages is any
         for linear in linears
     }
     (tmp_path / "written").mkdir()
-    write_adapter(tmp_path / "written", replace(read.config, target_modules=(), target_parameters=()), factors, every)
+    write_adapter(tmp_path / "written", replace(read.config, target_modules=(), target_parameters=()), factors, linears)
     ours, theirs = content(tmp_path / "written"), content(tmp_path / "adapter")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     loaded = [
@@ -118,13 +118,13 @@ def test_written_targets_select_these_layers_only(tmp_path: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     family = family_for(config)
     arch = family.to_architecture(config)
-    every = [linear for linears in all_linears(family, arch).values() for linear in linears]
+    linears = [linear for group in all_linears(family, arch).values() for linear in group]
     targets = ["layers.1.self_attn.o_proj", "q_b_proj", "experts.down_proj", "shared_experts.up_proj"]
     chosen = [linear for linears in adapted_linears(family, arch, targets).values() for linear in linears]
     factors = {item: LoraFactors(torch.randn(2, item.inputs) / 5, torch.randn(item.out, 2) / 5, 1.0) for item in chosen}
     saved = {"lm_head.weight": torch.randn(VOCAB, 32) / 5}
     settings = AdapterConfig(r=2, lora_alpha=2, lora_dropout=0.1, modules_to_save=("lm_head",))
-    write_adapter(tmp_path, settings, factors, every, saved)
+    write_adapter(tmp_path, settings, factors, linears, saved)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert {*written["target_modules"]} == {"model.layers.1.self_attn.o_proj", "q_b_proj"}
     shared = [f"model.layers.{n}.mlp.shared_experts.up_proj.weight" for n in (1, 2)]

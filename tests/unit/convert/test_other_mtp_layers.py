@@ -57,8 +57,8 @@ def with_tensor(folder: Path, family: str, name: str) -> Path:
     return folder
 
 
-def assert_same_bytes(one: Path, other: Path) -> None:
-    before, after = (load_file(folder / "model.safetensors") for folder in (one, other))
+def assert_same_bytes(expected: Path, result: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (expected, result))
     assert before.keys() == after.keys()
     assert all(
         before[name].dtype == tensor.dtype and torch.equal(before[name], tensor) for name, tensor in after.items()

@@ -108,7 +108,7 @@ class Payload:
 
 
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("call", "message"),
     [
         ((os.system, ("touch ran",)), r"(posix|nt)\.system"),
         ((builtins.eval, ("open('ran', 'w')",)), "builtins.eval"),
@@ -120,10 +120,10 @@ class Payload:
     ],
     ids=["system", "eval", "getattr", "import", "method", "save", "load"],
 )
-def test_payload_does_not_run(call: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payload_does_not_run(call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(2), "rng": [Payload(*call)]})
-    with pytest.raises(UnsafeInput, match=named) as caught:
+    with pytest.raises(UnsafeInput, match=message) as caught:
         read_torch_pickle(path)
     assert caught.value.exit_code == 77 and not Path("ran").exists()
 
@@ -202,8 +202,8 @@ def test_plain_pickle_is_refused(tmp_path: Path) -> None:
 def test_memory_of_the_memo_is_bounded(put: bytes, tmp_path: Path) -> None:
     """The unpickler reserves 16 bytes per place, up to the largest."""
     path = saved(tmp_path / "x.pt", {"model": torch.zeros(3), "text": "rrrrrppppp"})
-    named = [name for name in zipfile.ZipFile(path).namelist() if name.endswith("data.pkl")]
-    raw = zipfile.ZipFile(path).read(named[0])
+    names = [name for name in zipfile.ZipFile(path).namelist() if name.endswith("data.pkl")]
+    raw = zipfile.ZipFile(path).read(names[0])
     check_pickle(raw)
     at = raw.index(b"q\x00")
     with pytest.raises(DataError, match=r"has a memo of \d+ places"):

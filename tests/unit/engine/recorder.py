@@ -15,21 +15,21 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[tuple[str, list[torch.Size]]] = []
-        self.made: list[tuple[str, torch.dtype, int]] = []
+        self.calls: list[tuple[str, list[torch.Size]]] = []
+        self.created: list[tuple[str, torch.dtype, int]] = []
         """Operator, type and number of elements of each result that does not alias an input."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.taken.append((func.overloadpacket.__name__, [tensor.shape for tensor in given]))
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.calls.append((func.overloadpacket.__name__, [tensor.shape for tensor in inputs]))
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
                 elements = result.untyped_storage().nbytes() // result.element_size()
-                self.made.append((func.overloadpacket.__name__, result.dtype, elements))
+                self.created.append((func.overloadpacket.__name__, result.dtype, elements))
         return results
 
     def largest(self, dtype: torch.dtype) -> int:
         """Elements of the largest allocation of this type."""
-        return max((elements for _, made, elements in self.made if made == dtype), default=0)
+        return max((elements for _, result_dtype, elements in self.created if result_dtype == dtype), default=0)

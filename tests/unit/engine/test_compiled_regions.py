@@ -92,10 +92,10 @@ class OfRows(nn.Module):
         self.layer, self.arguments = randomized(layer), arguments
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        given = [item[:, 0] for item in (x, *others)]
+        arguments = [item[:, 0] for item in (x, *others)]
         if isinstance(self.layer, DepthwiseConvolution):
-            given.append((2, len(x) - 2))
-        return self.layer(*given, **self.arguments)
+            arguments.append((2, len(x) - 2))
+        return self.layer(*arguments, **self.arguments)
 
 
 class XieluOfParameters(nn.Module):

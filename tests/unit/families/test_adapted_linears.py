@@ -48,12 +48,12 @@ def test_linears_are_those_of_transformers(name: str) -> None:
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not model.get_output_embeddings():
             shape = tuple(module.weight.shape)
             shapes[path] = shape[::-1] if isinstance(module, Conv1D) else shape
-        for own, parameter in module.named_parameters(prefix=path, recurse=False):
+        for parameter_name, parameter in module.named_parameters(prefix=path, recurse=False):
             if parameter.dim() == 3 and not isinstance(module, torch.nn.Conv1d):
                 experts, *shape = parameter.shape
                 assert experts == arch.moe.num_experts
                 transposed = getattr(module, "is_transposed", family.swapped_experts)
-                shapes[own.removesuffix(".weight")] = tuple(shape[::-1]) if transposed else tuple(shape)
+                shapes[parameter_name.removesuffix(".weight")] = tuple(shape[::-1]) if transposed else tuple(shape)
     entries: dict[str, HfLinear] = {}
     for linears in all_linears(family, arch).values():
         entries |= {linear.module: linear for linear in linears}

@@ -39,10 +39,10 @@ def test_exports_keep_class_and_auto_map(name: str) -> None:
 def test_version_1_has_other_defaults(absent: str) -> None:
     """Those of version 2 are not used for it."""
     hf = config("bailing_moe", partial_rotary_factor=1.0, rope_theta=1e4, num_experts=16)
-    given = {key: value for key, value in hf.items() if key not in (absent, "rope_parameters")}
-    assert family_for(given).to_architecture(given | {"architectures": [SECOND]}).moe is not None
+    settings = {key: value for key, value in hf.items() if key not in (absent, "rope_parameters")}
+    assert family_for(settings).to_architecture(settings | {"architectures": [SECOND]}).moe is not None
     with pytest.raises(UsageError, match=f"lacks {absent}, whose default in {FIRST}"):
-        family_for(given).to_architecture(given | {"architectures": [FIRST]})
+        family_for(settings).to_architecture(settings | {"architectures": [FIRST]})
 
 
 @pytest.mark.parametrize("settings", [{"rope_scaling": "x"}, {"rope_scaling": [1]}])

@@ -223,8 +223,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def config_of(name: str) -> dict[str, Any]:
     if name in CONFIGS:
         return SIZES | CONFIGS[name]
-    own = OTHERS[name][0]
-    return own | {"vocab_size": 77} if own["model_type"] == "gpt2" else SIZES | {"num_key_value_heads": 2} | own
+    config = OTHERS[name][0]
+    return (
+        config | {"vocab_size": 77} if config["model_type"] == "gpt2" else SIZES | {"num_key_value_heads": 2} | config
+    )
 
 
 def meaning(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -432,8 +434,8 @@ def test_invalid_numbers_are_named(change: dict[str, Any], message: str) -> None
 )
 def test_dropout_is_read_and_written(config: dict[str, Any], dropout: Dropout) -> None:
     family = family_for(config)
-    own = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
-    full = SIZES | own | config
+    more = {"n_embd": 64, "n_layer": 3, "n_head": 8} if family.name == "gpt2" else {"num_key_value_heads": 2}
+    full = SIZES | more | config
     assert family.read_dropout(full) == dropout
     arch = family.to_architecture(full)
     assert family.read_dropout(family.to_hf_config(arch, full)) == dropout

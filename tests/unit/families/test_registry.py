@@ -33,8 +33,8 @@ def test_registered_family_is_found() -> None:
     assert registry.family_for({"model_type": "acme"}) is acme and next(iter(registry.all_families())) == "acme"
     with pytest.raises(UsageError, match="'acme' has a family already"):
         isthmus.register_family(acme)
-    own = isthmus.register_family(replace(LLAMA, hf_architecture="OwnForCausalLM"), replace=True)
-    assert registry.family_for({"model_type": "llama"}) is own
+    registered = isthmus.register_family(replace(LLAMA, hf_architecture="OwnForCausalLM"), replace=True)
+    assert registry.family_for({"model_type": "llama"}) is registered
 
 
 def test_registered_family_with_random_weights() -> None:

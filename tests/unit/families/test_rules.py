@@ -57,7 +57,7 @@ def sized(family: Family, **sizes: Any) -> Architecture:
     """An architecture of this family, with everything in it that the family may have."""
     plain = {name: value for name, value in family.traits.items() if "." not in name}
     names = {*family.keys, *family.traits, *family.derived}
-    inner = {name: made for name, made in INNER.items() if any(path.startswith(name) for path in names)}
+    inner = {name: module for name, module in INNER.items() if any(path.startswith(name) for path in names)}
     return ARCH.with_settings({"family": family.name, **{**plain, **inner, **sizes}})
 
 

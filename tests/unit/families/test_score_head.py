@@ -38,9 +38,9 @@ def test_configs_and_tensors_of_every_family(name: str) -> None:
     config = family.to_hf_config(arch, default_config(name))
     assert config["architectures"] == [NAMES[name]] and len(config["id2label"]) == 1
     assert family.to_architecture(config) == arch
-    own, others = family.hf_shapes(arch), family.hf_shapes(language_model)
-    assert own.keys() - others.keys() == {"score.weight"} and own["score.weight"] == (1, arch.hidden_size)
-    assert others.keys() - own.keys() == family.output_names & others.keys()
+    shapes, base_shapes = family.hf_shapes(arch), family.hf_shapes(language_model)
+    assert shapes.keys() - base_shapes.keys() == {"score.weight"} and shapes["score.weight"] == (1, arch.hidden_size)
+    assert base_shapes.keys() - shapes.keys() == family.output_names & base_shapes.keys()
 
 
 def test_a_classifier_of_more_labels_is_refused() -> None:

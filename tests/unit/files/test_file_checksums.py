@@ -106,12 +106,12 @@ def test_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def _pieces(kind: str) -> list[list[tuple[int, int]]]:
     """Byte ranges that each process writes, in order."""
     cut = BLOCK_BYTES // 3
-    every = [(at, min(SIZE, at + cut)) for at in range(0, SIZE, cut)]
+    pieces = [(at, min(SIZE, at + cut)) for at in range(0, SIZE, cut)]
     return {
-        "in order": [every],
+        "in order": [pieces],
         "at once": [[(0, SIZE)]],
-        "in reverse": [every[::-1]],
-        "by two processes": [every[::2], every[1::2]],
+        "in reverse": [pieces[::-1]],
+        "by two processes": [pieces[::2], pieces[1::2]],
         "half by each": [[(0, SIZE // 2)], [(SIZE // 2, SIZE)]],
         "twice": [[(0, SIZE), (100, 200)]],
     }[kind]

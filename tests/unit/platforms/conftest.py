@@ -45,8 +45,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         def answer(index: int) -> SimpleNamespace:
             assert index < count
-            named = {"name": "a GPU", "uuid": f"uuid-{index}", "total_memory": 192 << 30} | properties
-            return SimpleNamespace(**named, pci_bus_id=index)
+            values = {"name": "a GPU", "uuid": f"uuid-{index}", "total_memory": 192 << 30} | properties
+            return SimpleNamespace(**values, pci_bus_id=index)
 
         monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
 

@@ -116,9 +116,9 @@ def test_benchmark_presets_have_the_published_settings() -> None:
 @pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-sft", "-lora"))])
 def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
     """As a run estimates it before it starts; benchmarks have the settings of their publication."""
-    named = re.search(r"GPUs? of (\d+) GB", " ".join(opening_lines(config_path(f"preset:{name}"))))
-    assert named is not None
-    capacity = int(named[1]) * 2**30
+    memory = re.search(r"GPUs? of (\d+) GB", " ".join(opening_lines(config_path(f"preset:{name}"))))
+    assert memory is not None
+    capacity = int(memory[1]) * 2**30
     config, world = opened(name)
     random = ModelConfig(path=model_preset(config), init="random")
     config = config.model_copy(update={"model": random})

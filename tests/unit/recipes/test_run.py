@@ -54,10 +54,10 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
         unused = cast(Any, None)
         unknown = {"plan": unused, "tokenizer": unused, "shape": unused, "prompts": ()}
         context = RunContext(config=config, precision="fp32", messages=(), **unknown, **where)
-        left = process_setup.leave_busy_cores(context)
+        adjusted = process_setup.leave_busy_cores(context)
         if not resume:
-            RunDir(tmp_path).config.write_text(dump(left.config))
-        return left.config.train.threads, left.messages
+            RunDir(tmp_path).config.write_text(dump(adjusted.config))
+        return adjusted.config.train.threads, adjusted.messages
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(process_setup, "cores", lambda: 4)
@@ -70,8 +70,8 @@ def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
     assert threads() == (None, ())
     monkeypatch.setattr(process_setup, "cores_in_use", lambda: 3)
     assert threads(resume=True) == (None, ())  # it began on free cores
-    given = SFT.model_copy(update={"train": SFT.train.model_copy(update={"threads": 4})})
-    assert threads(config=given) == (4, ())
+    config = SFT.model_copy(update={"train": SFT.train.model_copy(update={"threads": 4})})
+    assert threads(config=config) == (4, ())
     (tmp_path / "tune.json").write_text(TunedMatmuls(made_for={}, threads=2).to_json())
     tuned = SFT.model_copy(update={"tune": TuneConfig(file=str(tmp_path / "tune.json"))})
     assert threads(config=tuned) == (2, ("train.threads=2: measured by isthmus tune (tune.file)",))

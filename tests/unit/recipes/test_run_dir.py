@@ -42,11 +42,11 @@ def test_newest_and_named_checkpoints(tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     assert other.checkpoint_to_resume(str(newest)) == newest
     assert other.checkpoint_to_resume(str(folder.checkpoints)) == newest
-    own = with_checkpoint(tmp_path / "other", 7).checkpoints / "iter_0000007"
+    checkpoint = with_checkpoint(tmp_path / "other", 7).checkpoints / "iter_0000007"
     assert other.checkpoint_to_resume(str(newest)) == newest
-    write_record(own, {"began_from": str(newest)})  # the same command again
-    assert other.checkpoint_to_resume(str(newest)) == own
-    assert other.checkpoint_to_resume(str(other.checkpoints / "iter_0000007")) == own
+    write_record(checkpoint, {"began_from": str(newest)})  # the same command again
+    assert other.checkpoint_to_resume(str(newest)) == checkpoint
+    assert other.checkpoint_to_resume(str(other.checkpoints / "iter_0000007")) == checkpoint
     for wrong in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(MissingInput, match=str(wrong)):
             other.checkpoint_to_resume(str(wrong))

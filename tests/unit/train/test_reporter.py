@@ -27,8 +27,8 @@ def metrics(step: int, **more: Any) -> StepMetrics:
     return StepMetrics(**values | more)
 
 
-def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, every: int = 1) -> Reporter:
-    return Reporter(folder, LoggingConfig(to=("tensorboard",) if tensorboard else (), every=every), is_main=is_main)
+def reporter(folder: Path, *, is_main: bool = True, tensorboard: bool = False, interval: int = 1) -> Reporter:
+    return Reporter(folder, LoggingConfig(to=("tensorboard",) if tensorboard else (), every=interval), is_main=is_main)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_every_limits_lines_but_not_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reporter(tmp_path, every=4) as report:
+    with reporter(tmp_path, interval=4) as report:
         report.begin(total_steps=10)
         for step in range(1, 11):
             report.step(metrics(step, mfu=None, tflops_per_device=None))

@@ -22,16 +22,16 @@ USES = weight_uses(
 
 def event(name: str, start: float, end: float, *children: Any, **more: Any) -> Any:
     """A FunctionEvent, times in microseconds."""
-    made = SimpleNamespace(
+    result = SimpleNamespace(
         name=name, time_range=SimpleNamespace(start=start, end=end), cpu_children=list(children), cpu_parent=None,
         self_cpu_time_total=end - start - sum(item.time_range.end - item.time_range.start for item in children),
         device_type="DeviceType.CPU", input_shapes=[], kernels=[], is_user_annotation=False,
         self_cpu_memory_usage=0, self_device_memory_usage=0,
     )  # fmt: skip
-    made.__dict__.update(more)
+    result.__dict__.update(more)
     for child in children:
-        child.cpu_parent = made
-    return made
+        child.cpu_parent = result
+    return result
 
 
 def flat(*roots: Any) -> list[Any]:

@@ -63,8 +63,8 @@ def test_mistral_without_window_is_read_as_llama(tmp_path: Path) -> None:
 def test_yaml_model_describes_a_checkpoint(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
     checkpoint = bare(model, tmp_path / "there")
-    own = json.loads((model / "config.json").read_text()) | {"rope_parameters": None}
-    keys = "".join(f"{key}: {json.dumps(value)}\n" for key, value in own.items())
+    config = json.loads((model / "config.json").read_text()) | {"rope_parameters": None}
+    keys = "".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items())
     (tmp_path / "like.yaml").write_text(f"bases: [preset:mistral-7b-v0.3]\n{keys}rope_theta: 1e+4\n")
     done = convert(checkpoint, tmp_path / "back", hf_like=tmp_path / "like.yaml")
     assert (done.family, done.notes) == ("mistral", [])

@@ -227,9 +227,9 @@ def test_equal_lengths_pad_the_micro_batches_of_a_step(packing):
         make(s, packing=packing, dp_size=2, pad_to_multiple_of=4, equal_lengths=equal) for equal in (False, True)
     )
     steps = ([batches.step(1), *batches.eval_batches()] for batches in (plain, padded))
-    for own, equal in zip(*steps, strict=True):
-        longest = max(len(mb.input_ids) for mb in own)
-        for a, b in zip(own, equal, strict=True):
+    for unequal, equal in zip(*steps, strict=True):
+        longest = max(len(mb.input_ids) for mb in unequal)
+        for a, b in zip(unequal, equal, strict=True):
             assert len(b.input_ids) == longest and longest % 4 == 0
             assert (a.sample_ids, a.sample_lengths) == (b.sample_ids, b.sample_lengths)
             for name in ("input_ids", "labels", "loss_mask", "position_ids"):
@@ -295,12 +295,12 @@ def test_document_ends_do_what_they_do_in_megatron_core(
     start = 0
     for number in dict.fromkeys(mb.sample_ids):
         tokens = torch.tensor(samples[number])
-        own = slice(start, start + len(tokens) - 1)
+        span = slice(start, start + len(tokens) - 1)
         masked, loss, positions = _get_ltor_masks_and_position_ids(tokens[:-1], 0, create_attention_mask=True, **flags)
-        assert torch.equal(mb.input_ids[own], tokens[:-1]) and torch.equal(mb.position_ids[own], positions)
-        assert torch.equal(mb.loss_mask[own], loss.bool()) and torch.equal(mb.labels[own], tokens[1:] * loss.bool())
+        assert torch.equal(mb.input_ids[span], tokens[:-1]) and torch.equal(mb.position_ids[span], positions)
+        assert torch.equal(mb.loss_mask[span], loss.bool()) and torch.equal(mb.labels[span], tokens[1:] * loss.bool())
         causal = torch.ones(len(positions), len(positions)).tril().bool()
-        seen = causal & (document[own, None] == document[None, own])
+        seen = causal & (document[span, None] == document[None, span])
         assert torch.equal(~masked[0], seen)
-        start = own.stop
+        start = span.stop
     assert start == mb.num_tokens

@@ -78,8 +78,8 @@ def test_batches_contain_reference_logps() -> None:
 def test_sets_are_mixed_by_pairs() -> None:
     shares = (MixtureSet("a", 8, 1.0), MixtureSet("b", 14, 3.0))
     lines = [line for k in range(10) for line in make(store(), shares=shares).step(k)]
-    taken = numbers(lines)
-    assert sum(number >= 8 for number in taken) == 60 and len(taken) == 80
+    consumed = numbers(lines)
+    assert sum(number >= 8 for number in consumed) == 60 and len(consumed) == 80
 
 
 def test_samples_must_be_pairs() -> None:

@@ -11,20 +11,20 @@ from isthmus.errors import DataError
 
 
 def test_items_in_order_and_the_next_one_early():
-    made: list[tuple[int, str]] = []
+    built: list[tuple[int, str]] = []
 
     def make(step: int) -> int:
-        made.append((step, threading.current_thread().name))
+        built.append((step, threading.current_thread().name))
         return step * step
 
     assert list(prefetched(make, range(3, 7))) == [9, 16, 25, 36] and list(prefetched(make, range(2, 2))) == []
-    assert [step for step, _ in made] == [3, 4, 5, 6]
-    made.clear()
+    assert [step for step, _ in built] == [3, 4, 5, 6]
+    built.clear()
     batches = prefetched(make, range(3, 7))
     assert next(batches) == 9
     batches.close()  # waits for what is under way and begins nothing
-    assert [step for step, _ in made] == [3, 4]
-    assert not [thread for thread in threading.enumerate() if thread.name in {name for _, name in made}]
+    assert [step for step, _ in built] == [3, 4]
+    assert not [thread for thread in threading.enumerate() if thread.name in {name for _, name in built}]
 
 
 def test_an_error_is_raised_at_its_step():

@@ -17,9 +17,9 @@ from isthmus.data.store.sample_store import SampleStore
 def store(count: int = 10) -> SampleStore:
     """Sample k has the prompt [100 + k] * 2 and the answer [200 + k] * (k + 1), and an odd one is desirable."""
     samples = [([100 + k] * 2 + [200 + k] * (k + 1), [0, 0] + [1] * (k + 1)) for k in range(count)]
-    made = SampleStore.from_samples(samples)
-    made.values = np.arange(count, dtype=np.float32) % 2
-    return made
+    result = SampleStore.from_samples(samples)
+    result.values = np.arange(count, dtype=np.float32) % 2
+    return result
 
 
 def make(**options: Any) -> UnpairedBatches:
@@ -50,13 +50,13 @@ def test_neighbors_are_cyclic_in_each_batch() -> None:
 
 
 def test_mismatched_samples_are_cut_and_differ_in_digest() -> None:
-    own = store()
+    answers = store()
     others = np.roll(np.arange(10), 1)
-    made = MismatchedSamples(own, others, most=9)
-    assert made[1][0].tolist() == [101, 101, 200] and made[1][1].tolist() == [0, 0, 1]
-    assert len(made[9][0]) == made.lengths[9] == 9
-    digests = {made.digest(), MismatchedSamples(own, others, most=8).digest(), own.digest()}
-    digests.add(MismatchedSamples(own, np.roll(others, 1), most=9).digest())
+    mismatched = MismatchedSamples(answers, others, most=9)
+    assert mismatched[1][0].tolist() == [101, 101, 200] and mismatched[1][1].tolist() == [0, 0, 1]
+    assert len(mismatched[9][0]) == mismatched.lengths[9] == 9
+    digests = {mismatched.digest(), MismatchedSamples(answers, others, most=8).digest(), answers.digest()}
+    digests.add(MismatchedSamples(answers, np.roll(others, 1), most=9).digest())
     assert len(digests) == 4
 
 
@@ -65,10 +65,10 @@ def test_every_layout_has_the_same_mismatched_answers(packing: bool) -> None:
     def step(number: int, **options: Any) -> tuple[list[tuple[int, int]], list[tuple[int, float]]]:
         ranks = options.get("dp_size", 1)
         parts = [make(packing=packing, **options, dp_rank=rank).step(number) for rank in range(ranks)]
-        every = [batch for part in parts for batch in part]
-        mismatched = [batch.mismatched for batch in every if batch.mismatched is not None]
-        assert [batch.sample_ids for batch in mismatched] == [batch.sample_ids for batch in every]
-        labels = [(k, value) for batch in every for k, value in zip(batch.sample_ids, batch.values, strict=True)]
+        batches = [batch for part in parts for batch in part]
+        mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
+        assert [batch.sample_ids for batch in mismatched] == [batch.sample_ids for batch in batches]
+        labels = [(k, value) for batch in batches for k, value in zip(batch.sample_ids, batch.values, strict=True)]
         return sorted(pair for batch in mismatched for pair in prompts_and_answers(batch)), sorted(labels)
 
     for number in range(3):
@@ -82,11 +82,11 @@ def test_every_layout_has_the_same_mismatched_answers(packing: bool) -> None:
 
 
 def test_scored_samples_read_the_last_token_that_is_not_padding() -> None:
-    own = store(3)  # the last sample is 102 102 202 202 202
-    made = ScoredSamples(own, AnswerEnd(padding=None, after=(7, 8)), most=6)
-    assert made[0][0].tolist() == [100, 100, 200, 7, 8, 100] and made[0][1].tolist() == [0, 0, 0, 0, 0, 1]
-    assert made[2][0].tolist() == [102, 102, 202, 202, 202, 7, 102] and made.lengths.tolist() == [6, 7, 7]
-    skipping = ScoredSamples(own, AnswerEnd(padding=8, after=(7, 8)), most=6)
-    assert skipping[0][1].tolist() == [0, 0, 0, 0, 1, 0] and skipping.digest() != made.digest()
+    answers = store(3)  # the last sample is 102 102 202 202 202
+    scored = ScoredSamples(answers, AnswerEnd(padding=None, after=(7, 8)), most=6)
+    assert scored[0][0].tolist() == [100, 100, 200, 7, 8, 100] and scored[0][1].tolist() == [0, 0, 0, 0, 0, 1]
+    assert scored[2][0].tolist() == [102, 102, 202, 202, 202, 7, 102] and scored.lengths.tolist() == [6, 7, 7]
+    skipping = ScoredSamples(answers, AnswerEnd(padding=8, after=(7, 8)), most=6)
+    assert skipping[0][1].tolist() == [0, 0, 0, 0, 1, 0] and skipping.digest() != scored.digest()
     only_padding = SampleStore.from_samples([([9, 9], [0, 1])])
     assert ScoredSamples(only_padding, AnswerEnd(padding=9), most=6)[0][1].tolist() == [0, 1, 0]

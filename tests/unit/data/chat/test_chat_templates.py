@@ -236,21 +236,21 @@ def test_formats_of_calls_are_the_same_text(build: Callable[..., Tokenizer], rec
 
 
 def test_templates_are_found(build: Callable[..., Tokenizer], tmp_path: Path) -> None:
-    own = "{%- for m in messages -%}{{- m.role + m.content + '</s>' -}}{%- endfor -%}"
-    (tmp_path / "chat_template.jinja").write_text(own + "\n")
+    template = "{%- for m in messages -%}{{- m.role + m.content + '</s>' -}}{%- endfor -%}"
+    (tmp_path / "chat_template.jinja").write_text(template + "\n")
     expected = "userThe sea?</s>assistantBlue.</s>"
-    for given in (own, str(tmp_path), str(tmp_path / "chat_template.jinja")):
-        assert build(given).apply_chat_template(TALK[:2]) == expected
-    assert build(own, adds_bos=True).apply_chat_template(TALK[:2]) == "<s>" + expected
+    for source in (template, str(tmp_path), str(tmp_path / "chat_template.jinja")):
+        assert build(source).apply_chat_template(TALK[:2]) == expected
+    assert build(template, adds_bos=True).apply_chat_template(TALK[:2]) == "<s>" + expected
     assert build("gemma", adds_bos=True).apply_chat_template(TALK[:2]).count("<s>") == 1
     with pytest.raises(
         UsageError, match=r"chat.template=llama is neither a text file nor .* Known are alpaca, chatml, "
     ):
         find_template("llama")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for given in (str(tmp_path / "binary"), "a prompt " * 99):
+    for source in (str(tmp_path / "binary"), "a prompt " * 99):
         with pytest.raises(UsageError, match=r"is neither a text file nor a known template \(.*\)\. Known are"):
-            find_template(given)
+            find_template(source)
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingInput, match=r"chat_template.jinja does not exist"):
         find_template(str(tmp_path / "empty"))
@@ -281,10 +281,10 @@ def test_reasoning_is_kept_or_dropped(build: Callable[..., Tokenizer]) -> None:
         turn if turn["role"] == "user" else {**turn, "content": f"<think>\nIt rains.\n</think>\n\n{turn['content']}"}
         for turn in TALK
     ]
-    for given in (THOUGHTS, in_text):
-        assert ChatSettings(reasoning="drop").applied(given) == TALK
-        assert ChatSettings(reasoning="last").applied(given) == [*TALK[:3], given[3]]
-        assert ChatSettings(reasoning="keep").applied(given) is given
+    for messages in (THOUGHTS, in_text):
+        assert ChatSettings(reasoning="drop").applied(messages) == TALK
+        assert ChatSettings(reasoning="last").applied(messages) == [*TALK[:3], messages[3]]
+        assert ChatSettings(reasoning="keep").applied(messages) is messages
     # phi4 keeps what is in the text, so all answers have their reasoning in one sample.
     for reasoning, thoughts in (("keep", 2), ("last", 1), ("drop", 0)):
         (chat,) = ChatRenderer(build("phi4"), settings=ChatSettings(reasoning=reasoning))(

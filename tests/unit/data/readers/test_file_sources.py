@@ -168,12 +168,12 @@ def test_patterns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "two.zst", "parquet", "data set"])
-@pytest.mark.parametrize("left", [0.3, 0.999])
-def test_truncated_file(sources: dict[str, Path], kind: str, left: float) -> None:
+@pytest.mark.parametrize("fraction", [0.3, 0.999])
+def test_truncated_file(sources: dict[str, Path], kind: str, fraction: float) -> None:
     path = sources[kind]
     file = next(path.glob("*.arrow")) if path.is_dir() else path
     content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * left)])
+    file.write_bytes(content[: int(len(content) * fraction)])
     with pytest.raises(DataError, match=r"truncated|damaged") as caught:
         values(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -14,14 +14,14 @@ from isthmus.data.store.mixture import MixtureSchedule, SequenceOrder
 def test_mixture_is_the_webster_apportionment(weights):
     """The set with the largest weight / (taken + 1/2) is next: the same as the earliest time."""
     turns, exact = MixtureSchedule(weights), [Fraction(weight / sum(weights)) for weight in weights]
-    taken = [0] * len(weights)
+    consumed = [0] * len(weights)
     for place in range(300):
         chosen, number = turns.at(place)
-        best = max(share / (2 * count + 1) for share, count in zip(exact, taken, strict=True))
-        assert float(exact[chosen] / (2 * taken[chosen] + 1)) == pytest.approx(float(best), rel=1e-12)
-        assert number == taken[chosen]
-        assert MixtureSchedule(weights).consumed(place) == taken
-        taken[chosen] += 1
+        best = max(share / (2 * count + 1) for share, count in zip(exact, consumed, strict=True))
+        assert float(exact[chosen] / (2 * consumed[chosen] + 1)) == pytest.approx(float(best), rel=1e-12)
+        assert number == consumed[chosen]
+        assert MixtureSchedule(weights).consumed(place) == consumed
+        consumed[chosen] += 1
 
 
 def test_mixture_shares_at_large_positions():

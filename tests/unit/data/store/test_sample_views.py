@@ -20,7 +20,7 @@ def test_windows_have_each_token_as_target_once(tmp_path, seq_length):
                 writer.add(sequence)
             writer.end_document()
     pair = open_indexed(tmp_path / "t")
-    store, left = text_samples(pair, seq_length)
+    store, counts = text_samples(pair, seq_length)
     full = [[token for sequence in document for token in sequence] for document in DOCUMENTS]
     expected = [
         document[at : at + seq_length + 1] for document in full for at in range(0, len(document) - 1, seq_length)
@@ -33,7 +33,7 @@ def test_windows_have_each_token_as_target_once(tmp_path, seq_length):
     stream = [token for document in full for token in document]
     expected = [stream[at : at + seq_length + 1] for at in range(0, len(stream) - 1, seq_length)]
     assert [across[k][0].tolist() for k in range(len(across))] == expected and none_left.changes() == []
-    assert left.changes() == ["2 dropped without loss tokens"]
+    assert counts.changes() == ["2 dropped without loss tokens"]
     assert np.shares_memory(store[0][0], pair.tokens)
     assert len(set(store.groups.tolist())) == len(store)
 
@@ -49,16 +49,16 @@ def test_chats_are_truncated_or_dropped(tmp_path):
             writer.add(tokens, mask)
         writer.end_documents([2, 2])
     pair = open_indexed(tmp_path / "c")
-    cut, left = chat_samples(pair, 2, "truncate")
+    cut, counts = chat_samples(pair, 2, "truncate")
     assert [(tokens.tolist(), mask.tolist()) for tokens, mask in (cut[k] for k in range(len(cut)))] == [
         ([1, 2, 3], [0, 1, 1]),
         ([8, 9, 1], [0, 0, 1]),
     ]
     assert cut.groups.tolist() == [0, 1]
-    assert left.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
-    dropped, left = chat_samples(pair, 2, "drop")
+    assert counts.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
+    dropped, counts = chat_samples(pair, 2, "drop")
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 2, 3]]
-    assert left.changes() == ["2 dropped as too long", "1 dropped without loss tokens"]
+    assert counts.changes() == ["2 dropped as too long", "1 dropped without loss tokens"]
     assert len(chat_samples(pair, 3, "truncate")[0]) == 3
 
 
@@ -74,13 +74,13 @@ def test_pairs_are_truncated_or_dropped(tmp_path):
             writer.add(tokens, mask)
         writer.end_documents([2] * 4)
     pair = open_indexed(tmp_path / "p")
-    cut, left = preference_samples(pair, 2, "truncate")
+    cut, counts = preference_samples(pair, 2, "truncate")
     assert [cut[k][0].tolist() for k in range(len(cut))] == [[1, 5], [1, 2, 3], [1, 5], [1, 6, 7]]
     assert cut.groups[::2].tolist() == cut.groups[1::2].tolist()
-    assert left.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
-    dropped, left = preference_samples(pair, 2, "drop")
+    assert counts.changes() == ["1 cut to seq_length", "2 dropped without loss tokens"]
+    dropped, counts = preference_samples(pair, 2, "drop")
     assert [dropped[k][0].tolist() for k in range(len(dropped))] == [[1, 5], [1, 6, 7]]
-    assert left.changes() == ["3 dropped as too long"]
+    assert counts.changes() == ["3 dropped as too long"]
     with IndexedWriter(tmp_path / "q", np.uint16, masked=True) as writer:
         writer.add([1, 2], [0, 1])
         writer.end_document()

@@ -126,8 +126,8 @@ def test_layers_with_a_window_have_their_own_table() -> None:
     _, architecture = both("linear")
     layered = architecture.with_settings({"sliding_window": 5, "window_rotary_base": 77.0})
     tables = rotary_tables(layered, frequency_sets(layered), packed(9), torch.float32)
-    own = architecture.with_settings({"rotary_base": 77.0, "rope_scaling": None})
-    for table, plain in zip(tables.chunk(2, dim=-1), (architecture, own), strict=True):
+    window_layers = architecture.with_settings({"rotary_base": 77.0, "rope_scaling": None})
+    for table, plain in zip(tables.chunk(2, dim=-1), (architecture, window_layers), strict=True):
         assert torch.equal(table, rotation_table(frequencies_of(plain), torch.arange(9), torch.float32))
 
 
@@ -168,4 +168,4 @@ def test_gradient_of_the_rotation(interleaved: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
     table = rotation_table(torch.rand(4), torch.arange(5), torch.float64, magnitude=1.3)
-    assert torch.autograd.gradcheck(lambda given: rotate(given, table, interleaved=interleaved), (x,))
+    assert torch.autograd.gradcheck(lambda inputs: rotate(inputs, table, interleaved=interleaved), (x,))

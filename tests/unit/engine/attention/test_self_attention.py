@@ -107,12 +107,12 @@ def test_values_and_gradients_of_the_kernel(lengths: tuple[int, ...], window: in
 def check_values_and_gradients(
     attend: Callable[..., Tensor], lengths: tuple[int, ...], window: int | None, groups: int
 ) -> None:
-    given = inputs(20, groups)
+    tensors = inputs(20, groups)
     upstream = torch.randn(20, groups, HEADS // groups, CHANNELS, dtype=torch.float64)
-    out, expected = attend(*given, lengths, window), reference(*given, lengths, window)
+    out, expected = attend(*tensors, lengths, window), reference(*tensors, lengths, window)
     assert torch.allclose(out, expected)
-    got = torch.autograd.grad(out, given, upstream)
-    for mine, theirs in zip(got, torch.autograd.grad(expected, given, upstream), strict=True):
+    got = torch.autograd.grad(out, tensors, upstream)
+    for mine, theirs in zip(got, torch.autograd.grad(expected, tensors, upstream), strict=True):
         assert torch.allclose(mine, theirs)
 
 
@@ -120,16 +120,16 @@ def check_values_and_gradients(
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.usefixtures("block_sizes")
 def test_scores_scaled_capped_and_with_sinks(kwargs: dict[str, Any], window: int | None) -> None:
-    given = inputs(20, 2)
+    tensors = inputs(20, 2)
     changed = dict(kwargs)
     if "sinks" in kwargs:
         changed["sinks"] = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(20, 2, HEADS // 2, CHANNELS, dtype=torch.float64)
     lengths = (9, 1, 4, 6)
-    out, expected = (attend(*given, lengths, window, **changed) for attend in (packed_attention, reference))
+    out, expected = (attend(*tensors, lengths, window, **changed) for attend in (packed_attention, reference))
     assert torch.allclose(out, expected)
-    assert not torch.allclose(out, reference(*given, lengths, window), atol=1e-3)
-    leaves = (*given, changed["sinks"]) if "sinks" in kwargs else given
+    assert not torch.allclose(out, reference(*tensors, lengths, window), atol=1e-3)
+    leaves = (*tensors, changed["sinks"]) if "sinks" in kwargs else tensors
     got = torch.autograd.grad(out, leaves, upstream)
     for mine, theirs in zip(got, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs)
@@ -152,9 +152,9 @@ def test_dropout_of_probabilities(window: int | None, spans: Spans | None) -> No
     mask = keep_mask(rows, full.key_keys(1).transpose(1, 2), rate)
     weights = drop(torch.ones(HEADS, 20, 20, dtype=torch.float64), mask, rate)
     assert 0.6 < weights.count_nonzero() / weights.numel() < 0.8
-    own = replace(full, batch=replace(batch, spans=spans))
+    local_dropout = replace(full, batch=replace(batch, spans=spans))
     changed: dict[str, Any] = {"sinks": sinks, "softcap": 2.0}
-    out = packed_attention(local_tokens(q, spans), k, v, lengths, window, spans=spans, dropout=own, **changed)
+    out = packed_attention(local_tokens(q, spans), k, v, lengths, window, spans=spans, dropout=local_dropout, **changed)
     expected = local_tokens(reference(q, k, v, lengths, window, weights=weights, **changed), spans)
     assert torch.allclose(out, expected)
     upstream = torch.randn(expected.shape, dtype=torch.float64)
@@ -165,10 +165,10 @@ def test_dropout_of_probabilities(window: int | None, spans: Spans | None) -> No
 
 
 def test_sdpa_with_a_scale() -> None:
-    given = inputs(20, 2)
+    tensors = inputs(20, 2)
     for scale, window in ((0.7, None), (0.1, 4)):
-        out = sdpa_attention(*given, (9, 11), window, scale=scale)
-        assert torch.allclose(out, reference(*given, (9, 11), window, scale=scale))
+        out = sdpa_attention(*tensors, (9, 11), window, scale=scale)
+        assert torch.allclose(out, reference(*tensors, (9, 11), window, scale=scale))
 
 
 def test_bf16_sinks_get_a_bf16_gradient() -> None:
@@ -192,7 +192,7 @@ def test_values_wider_than_keys() -> None:
 
 @pytest.mark.parametrize("backend", ["blocks", "sdpa"])
 def test_the_layer_has_its_window_and_the_backend_of_the_config(backend: str) -> None:
-    given = inputs(20, 2)
+    tensors = inputs(20, 2)
     config = SimpleNamespace(
         attention=backend,
         recomputed=frozenset(),
@@ -202,8 +202,8 @@ def test_the_layer_has_its_window_and_the_backend_of_the_config(backend: str) ->
         layer = CoreAttention(config, window=window)
         assert layer.backend is BACKENDS[backend]
         assert torch.allclose(
-            layer(*given, PackedBatch.for_inference([torch.zeros(20, dtype=torch.int64)])),
-            reference(*given, (20,), window).flatten(1),
+            layer(*tensors, PackedBatch.for_inference([torch.zeros(20, dtype=torch.int64)])),
+            reference(*tensors, (20,), window).flatten(1),
         )
 
 
@@ -220,8 +220,8 @@ def test_shared_keys_and_values_are_not_copied_for_each_head(attend: Callable[..
     attend(q, k, v, (30, 10), window)  # masks are made once
     with Recorder() as seen:
         attend(q, k, v, (30, 10), window)
-    assert not {name for name, _ in seen.taken} & {"repeat", "repeat_interleave", "expand"}
-    assert all(shape != (40, HEADS, CHANNELS) for name, shapes in seen.taken if name != "split" for shape in shapes[1:])
+    assert not {name for name, _ in seen.calls} & {"repeat", "repeat_interleave", "expand"}
+    assert all(shape != (40, HEADS, CHANNELS) for name, shapes in seen.calls if name != "split" for shape in shapes[1:])
 
 
 @old_sdpa
@@ -246,9 +246,9 @@ def test_scores_are_not_saved() -> None:
 
 @old_sdpa
 def test_a_window_longer_than_the_sample_needs_no_mask() -> None:
-    given = inputs(40, 2, torch.float32)
+    tensors = inputs(40, 2, torch.float32)
     with Recorder() as seen:
-        sdpa_attention(*given, (30, 10), 30)
+        sdpa_attention(*tensors, (30, 10), 30)
     assert seen.largest(torch.bool) == 0
 
 
@@ -272,13 +272,13 @@ def test_lengths_must_sum_to_the_tokens(attend: Callable[..., Tensor]) -> None:
 
 def test_samples_of_similar_length_share_matmuls() -> None:
     """Eight samples of one length take as many matmuls as one, as long as their scores fit the cache."""
-    taken = []
+    matmuls = []
     for lengths in ((64,), (64,) * 8, (40, 64, 50, 61)):
-        given = inputs(sum(lengths), 2, torch.float32)
+        tensors = inputs(sum(lengths), 2, torch.float32)
         with Recorder() as seen:
-            packed_attention(*given, lengths)
-        taken.append([name for name, _ in seen.taken if name in ("bmm", "baddbmm")])
-    assert taken[0] == taken[1] == taken[2] and taken[0]
+            packed_attention(*tensors, lengths)
+        matmuls.append([name for name, _ in seen.calls if name in ("bmm", "baddbmm")])
+    assert matmuls[0] == matmuls[1] == matmuls[2] and matmuls[0]
 
 
 def test_blocks_have_few_shapes() -> None:

@@ -36,20 +36,20 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: list[torch
 @pytest.mark.parametrize("block", [8, 256])
 def test_output_and_gradients_are_those_of_a_mask(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_QUERIES", block)
-    chosen = [torch.cat((own, torch.arange(len(own))[:, None].int()), 1) for own in selection(5)]
-    given, others = inputs(), inputs()
-    ours, theirs = sparse_attention(*given, LENGTHS, chosen, SCALE), masked(*others, chosen)
+    chosen = [torch.cat((keys, torch.arange(len(keys))[:, None].int()), 1) for keys in selection(5)]
+    tensors, others = inputs(), inputs()
+    ours, theirs = sparse_attention(*tensors, LENGTHS, chosen, SCALE), masked(*others, chosen)
     upstream = torch.randn_like(ours)
     ours.backward(upstream)
     theirs.backward(upstream)
     assert torch.allclose(ours, theirs)
-    assert all(torch.allclose(mine.grad, own.grad) for mine, own in zip(given, others, strict=True))
+    assert all(torch.allclose(mine.grad, other.grad) for mine, other in zip(tensors, others, strict=True))
 
 
 def test_all_keys_are_dense_attention() -> None:
-    given = inputs()
-    ours = sparse_attention(*given, LENGTHS, selection(37), SCALE)
-    assert torch.allclose(ours, packed_attention(*given, LENGTHS, scale=SCALE).flatten(1))
+    tensors = inputs()
+    ours = sparse_attention(*tensors, LENGTHS, selection(37), SCALE)
+    assert torch.allclose(ours, packed_attention(*tensors, LENGTHS, scale=SCALE).flatten(1))
 
 
 def test_scores_are_not_saved() -> None:
@@ -59,7 +59,7 @@ def test_scores_are_not_saved() -> None:
         saved.append(tensor.numel())
         return tensor
 
-    given, chosen = inputs(), selection(4)
+    tensors, chosen = inputs(), selection(4)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        sparse_attention(*given, LENGTHS, [own.clamp(max=0) for own in chosen], SCALE)
+        sparse_attention(*tensors, LENGTHS, [keys.clamp(max=0) for keys in chosen], SCALE)
     assert max(saved, default=0) < 3 * 37 * 37

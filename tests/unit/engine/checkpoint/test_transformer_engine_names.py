@@ -50,8 +50,10 @@ def test_homogeneous_layers(family: str, tmp_path: Path) -> None:
     keys = _keys(family, tmp_path)
     assert expected <= keys
     # Megatron-Core's own layers look for the norm before experts here.
-    left = {"decoder.layers.mlp.linear_fc1.layer_norm_weight"} if "moe" in family or family == "mixtral" else set()
-    assert keys - expected == left
+    additional = (
+        {"decoder.layers.mlp.linear_fc1.layer_norm_weight"} if "moe" in family or family == "mixtral" else set()
+    )
+    assert keys - expected == additional
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -70,7 +70,7 @@ def test_results_are_computed_once_for_all_uses_and_freed() -> None:
     (result,) = twice()
     scale = torch.randn(4, 6, requires_grad=True)
     with recompute_if(True, [result], twice):
-        parts = [(part * own).sum() for part, own in zip(result.split(2), scale.split(2), strict=True)]
+        parts = [(part * factor).sum() for part, factor in zip(result.split(2), scale.split(2), strict=True)]
     del result
     assert calls.pop()() is None  # not saved
     torch.stack(parts).sum().backward()
@@ -84,8 +84,8 @@ def test_recomputed_activations_of_experts(monkeypatch: pytest.MonkeyPatch) -> N
     replaced: list[int] = []
     pack = _Recomputed.pack
 
-    def seen(own: _Recomputed, tensor: Tensor) -> Any:
-        packed = pack(own, tensor)
+    def seen(block: _Recomputed, tensor: Tensor) -> Any:
+        packed = pack(block, tensor)
         replaced.append(tensor.numel() if packed is not tensor else 0)
         return packed
 

@@ -35,9 +35,9 @@ def back(quantized: Quantized) -> Tensor:
     return quantized.values.double() * quantized.inverse_scale.double()
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
+def error(got: Tensor, expected: Tensor) -> float:
     """Relative, in the Frobenius norm."""
-    return ((got.double() - wanted).norm() / wanted.norm()).item()
+    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -22,9 +22,9 @@ KINDS = ("nf4", "int8")
 
 
 def quantized(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    made = QuantizedWeight(weight, kind, weight.device)
-    made.quantize_(weight)
-    return made
+    result = QuantizedWeight(weight, kind, weight.device)
+    result.quantize_(weight)
+    return result
 
 
 def of_bitsandbytes(weight: Tensor, kind: Kind) -> Tensor:

@@ -72,8 +72,8 @@ def test_shards_of_the_vocabulary(
     ]
     expected = chunk_losses(logits, targets, None, scale, softcap, gradient=True, smoothing=smoothing)
 
-    def gather(out: Tensor, own: Tensor, group: Any) -> None:
-        assert any(torch.equal(own, item) for item in statistics)
+    def gather(out: Tensor, local: Tensor, group: Any) -> None:
+        assert any(torch.equal(local, item) for item in statistics)
         out.copy_(torch.cat(statistics))
 
     monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)

@@ -19,9 +19,9 @@ def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Hidden states and projection of student and teacher, and labels."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (TOKENS, VOCAB))
-    taught, teacher = (torch.randn(size, 24, generator=generator) for size in (TOKENS, VOCAB))
+    teacher_hidden, teacher_weight = (torch.randn(size, 24, generator=generator) for size in (TOKENS, VOCAB))
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    return hidden.requires_grad_(), weight.requires_grad_(), taught, teacher * 0.7, labels
+    return hidden.requires_grad_(), weight.requires_grad_(), teacher_hidden, teacher_weight * 0.7, labels
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ours(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, ...]:
-    hidden, weight, taught, teacher, labels = drawn()
-    output = TeacherOutput(taught, teacher, VocabShard(rows=VOCAB, softcap=softcap), settings)
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
+    output = TeacherOutput(teacher_hidden, teacher_weight, VocabShard(rows=VOCAB, softcap=softcap), settings)
     result = linear_distillation(hidden, weight, labels, VocabShard(rows=VOCAB, softcap=softcap), teacher=output)
     return result, *torch.autograd.grad(result[0] * 3, (hidden, weight))
 
@@ -41,8 +41,8 @@ def ours(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor,
 def trl(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, ...]:
     """TRL's loss plus the weighted cross entropy."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed (extra: bench)")
-    hidden, weight, taught, teacher, labels = drawn()
-    student, target = hidden @ weight.t(), taught @ teacher.t()
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
+    student, target = hidden @ weight.t(), teacher_hidden @ teacher_weight.t()
     if softcap is not None:
         student, target = (softcap * torch.tanh(item / softcap) for item in (student, target))
     divergence = gkd.GKDTrainer.generalized_jsd_loss(
@@ -53,8 +53,8 @@ def trl(settings: DistillConfig, softcap: float | None = None) -> tuple[Tensor, 
     return torch.stack((loss, divergence, cross_entropy)), *torch.autograd.grad(loss * 3, (hidden, weight))
 
 
-def error(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    pairs = zip(found, wanted, strict=True)
+def error(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    pairs = zip(results, expected, strict=True)
     return max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
 
 
@@ -73,14 +73,14 @@ def test_loss_and_gradients_equal_trl(
 def test_top_k_compares_the_rest_as_one_token(beta: float) -> None:
     """The divergence of k + 1 probabilities, as TRL's trainers with a tail."""
     settings = DistillConfig(beta=beta, temperature=1.5, top_k=7, sft_weight=0.2)
-    hidden, weight, taught, teacher, labels = drawn()
-    student, target = hidden @ weight.t(), taught @ teacher.t()
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
+    student, target = hidden @ weight.t(), teacher_hidden @ teacher_weight.t()
     chosen = target.topk(7).indices
     merged = []
     for logits in (student, target):
-        every = (logits / 1.5).softmax(1)
-        remaining = every.gather(1, chosen)
-        rest = every.scatter(1, chosen, 0.0).sum(1, keepdim=True)
+        probabilities = (logits / 1.5).softmax(1)
+        remaining = probabilities.gather(1, chosen)
+        rest = probabilities.scatter(1, chosen, 0.0).sum(1, keepdim=True)
         merged.append(torch.cat((remaining, rest), 1).log())
     gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL is not installed (extra: bench)")
     divergence = gkd.GKDTrainer.generalized_jsd_loss(*merged, beta=beta, reduction="sum")
@@ -93,19 +93,21 @@ def test_top_k_compares_the_rest_as_one_token(beta: float) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_top_k_of_the_whole_vocabulary_changes_nothing(beta: float) -> None:
     for k in (VOCAB, VOCAB + 5):
-        every = zip(ours(DistillConfig(beta=beta, top_k=k)), ours(DistillConfig(beta=beta)), strict=True)
-        assert all(torch.equal(*pair) for pair in every)
+        pairs = zip(ours(DistillConfig(beta=beta, top_k=k)), ours(DistillConfig(beta=beta)), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_tokens_that_the_teacher_does_not_have(beta: float) -> None:
     """The teacher's rows end earlier; the gradient lowers the student's other logits."""
-    hidden, weight, taught, teacher, labels = drawn()
-    output = TeacherOutput(taught, teacher, VocabShard(rows=VOCAB - 20, softcap=CAP), DistillConfig(beta=beta))
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
+    output = TeacherOutput(
+        teacher_hidden, teacher_weight, VocabShard(rows=VOCAB - 20, softcap=CAP), DistillConfig(beta=beta)
+    )
     result = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
     (gradient,) = torch.autograd.grad(result[0], weight)
     logits = (hidden @ weight.t()).detach().requires_grad_()
-    capped = CAP * torch.tanh(taught @ teacher.t() / CAP)
+    capped = CAP * torch.tanh(teacher_hidden @ teacher_weight.t() / CAP)
     capped[:, VOCAB - 20 :] = -1e4
     log_p, log_t = logits.log_softmax(1), capped.log_softmax(1)
     if beta == 0:
@@ -123,10 +125,10 @@ def test_tokens_that_the_teacher_does_not_have(beta: float) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_distant_distributions_stay_finite(beta: float, top_k: int | None) -> None:
-    hidden, weight, taught, teacher, labels = drawn()
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
     settings = DistillConfig(beta=beta, top_k=top_k, sft_weight=1.0)
     hidden = (hidden.detach() * 300).requires_grad_()
-    output = TeacherOutput(taught * -300, teacher, VocabShard(), settings)
+    output = TeacherOutput(teacher_hidden * -300, teacher_weight, VocabShard(), settings)
     result = linear_distillation(hidden, weight, labels, VocabShard(), teacher=output)
     assert result.isfinite().all()
     assert all(item.isfinite().all() for item in torch.autograd.grad(result[0], (hidden, weight)))
@@ -140,10 +142,10 @@ def test_logits_of_all_tokens_are_never_materialized() -> None:
 
 
 def test_fp16_gradients_are_scaled_in_float32() -> None:
-    hidden, weight, taught, teacher, labels = drawn()
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
     expected = ours(DistillConfig(beta=0.5, sft_weight=0.5))[1:]
     half = [item.detach().half().requires_grad_() for item in (hidden, weight)]
-    output = TeacherOutput(taught, teacher, VocabShard(), DistillConfig(beta=0.5, sft_weight=0.5))
+    output = TeacherOutput(teacher_hidden, teacher_weight, VocabShard(), DistillConfig(beta=0.5, sft_weight=0.5))
     scale = torch.tensor(4096.0)
     result = linear_distillation(half[0], half[1], labels, VocabShard(), teacher=output, grad_scale=scale)
     gradients = torch.autograd.grad(result[0] * scale, half)
@@ -153,8 +155,8 @@ def test_fp16_gradients_are_scaled_in_float32() -> None:
 @torch.no_grad()
 def test_evaluation_has_the_same_values() -> None:
     settings = DistillConfig(beta=0.5, sft_weight=0.5)
-    hidden, weight, taught, teacher, labels = drawn()
-    output = TeacherOutput(taught, teacher, VocabShard(), settings)
+    hidden, weight, teacher_hidden, teacher_weight, labels = drawn()
+    output = TeacherOutput(teacher_hidden, teacher_weight, VocabShard(), settings)
     with torch.enable_grad():
         expected = ours(settings)[0]
     assert torch.equal(linear_distillation(hidden, weight, labels, teacher=output), expected)

@@ -41,8 +41,8 @@ def exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return loss, *torch.autograd.grad(loss * 3, (wide_hidden, wide_weight))
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
-    return ((got.double() - wanted).abs().max() / wanted.abs().max()).item()
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -58,14 +58,14 @@ def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tokens", [1, 10, 37])
 @pytest.mark.usefixtures("small_chunks")
 def test_values_and_gradients_over_several_chunks(tokens: int) -> None:
-    given = inputs(tokens, torch.float32)
-    for got, expected in zip(ours(*given), exact(*given), strict=True):
+    arguments = inputs(tokens, torch.float32)
+    for got, expected in zip(ours(*arguments), exact(*arguments), strict=True):
         assert error(got, expected) < 1e-6
 
 
 def test_one_chunk_is_enough_for_few_tokens() -> None:
-    given = inputs(37, torch.float32)
-    for got, expected in zip(ours(*given), exact(*given), strict=True):
+    arguments = inputs(37, torch.float32)
+    for got, expected in zip(ours(*arguments), exact(*arguments), strict=True):
         assert error(got, expected) < 1e-6
 
 
@@ -161,18 +161,18 @@ def test_per_token_losses_in_fp16() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_bf16_is_no_worse_than_torch_in_bf16() -> None:
-    given = inputs(37, torch.bfloat16)
-    hidden, weight, labels = given
+    arguments = inputs(37, torch.bfloat16)
+    hidden, weight, labels = arguments
     loss = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels, reduction="sum")
     theirs = (loss, *torch.autograd.grad(loss * 3, (hidden, weight)))
-    for got, other, expected in zip(ours(*given), theirs, exact(*given), strict=True):
+    for got, other, expected in zip(ours(*arguments), theirs, exact(*arguments), strict=True):
         assert error(got, expected) < max(1.5 * error(other, expected), 1e-6)
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_sharp_and_large_logits_stay_finite() -> None:
-    given = inputs(37, torch.float32, scale=1e3)
-    for got, expected in zip(ours(*given), exact(*given), strict=True):
+    arguments = inputs(37, torch.float32, scale=1e3)
+    for got, expected in zip(ours(*arguments), exact(*arguments), strict=True):
         assert got.isfinite().all()
         assert error(got, expected) < 1e-5
 
@@ -225,8 +225,8 @@ def test_ranks_with_padding_have_the_same_chunks() -> None:
 
 
 def test_no_loss_tokens_give_zero() -> None:
-    given = inputs(0, torch.float32)
-    loss, grad_hidden, grad_weight = ours(*given)
+    arguments = inputs(0, torch.float32)
+    loss, grad_hidden, grad_weight = ours(*arguments)
     assert loss.item() == 0
     assert grad_hidden.shape == (0, HIDDEN) and not grad_weight.any()
 
@@ -234,9 +234,9 @@ def test_no_loss_tokens_give_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
 def test_logits_of_all_tokens_are_never_materialized(dtype: torch.dtype) -> None:
-    given = inputs(200, dtype)
+    arguments = inputs(200, dtype)
     with Recorder() as seen:
-        ours(*given)
+        ours(*arguments)
     # The gradient of the projection is the one large tensor that has to be there.
     assert seen.largest(torch.float32) <= max(10 * VOCAB, VOCAB * HIDDEN) < 200 * VOCAB
     assert seen.largest(torch.bfloat16) <= max(10 * VOCAB, VOCAB * HIDDEN)
@@ -256,7 +256,7 @@ def test_evaluation_computes_no_gradient() -> None:
     with torch.no_grad(), Recorder() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, VocabShard(rows=VOCAB))
     assert error(loss, expected) < 1e-6
-    assert not any(name.startswith("addmm") for name, _ in seen.taken)
+    assert not any(name.startswith("addmm") for name, _ in seen.calls)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -45,25 +45,25 @@ def inputs(tokens: int, channels: int, dtype: torch.dtype, decay: float = 1.0) -
 @pytest.mark.parametrize("channels", [1, KEYS], ids=["decay of a head", "decay of a channel"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_values_and_gradients(lengths: tuple[int, ...], channels: int, dtype: torch.dtype, tolerance: float) -> None:
-    given = inputs(sum(lengths), channels, dtype)
-    exact = [x.detach().double().requires_grad_() for x in given]
+    tensors = inputs(sum(lengths), channels, dtype)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
     upstream = torch.randn(sum(lengths), HEADS, VALUES, generator=torch.Generator().manual_seed(1)).double()
-    ours = gated_delta_rule(*given, lengths)
-    theirs = torch.cat([recurrence(*own) for own in zip(*(x.split(lengths) for x in exact), strict=True)])
+    ours = gated_delta_rule(*tensors, lengths)
+    theirs = torch.cat([recurrence(*sample) for sample in zip(*(x.split(lengths) for x in exact), strict=True)])
     assert ours.dtype == dtype
-    grads = torch.autograd.grad(ours, given, upstream.to(dtype))
+    grads = torch.autograd.grad(ours, tensors, upstream.to(dtype))
     expected = torch.autograd.grad(theirs, exact, upstream)
-    for mine, own in zip((ours, *grads), (theirs, *expected), strict=True):
-        assert (mine - own).abs().max() < tolerance * max(1, own.abs().max())
+    for mine, other in zip((ours, *grads), (theirs, *expected), strict=True):
+        assert (mine - other).abs().max() < tolerance * max(1, other.abs().max())
 
 
 @pytest.mark.parametrize("channels", [1, KEYS])
 def test_decays_that_forget_everything_stay_finite(channels: int) -> None:
-    given = inputs(100, channels, torch.float32, decay=1e4)
-    out = gated_delta_rule(*given, (30, 70))
-    grads = torch.autograd.grad(out.sum(), given)
+    tensors = inputs(100, channels, torch.float32, decay=1e4)
+    out = gated_delta_rule(*tensors, (30, 70))
+    grads = torch.autograd.grad(out.sum(), tensors)
     assert all(x.isfinite().all() for x in (out, *grads))
-    q, k, v, _, beta = given
+    q, k, v, _, beta = tensors
     alone = (q * k).sum(-1, keepdim=True) * v * beta[..., None] * KEYS**-0.5
     assert torch.allclose(out, alone, atol=1e-6)
 
@@ -79,8 +79,8 @@ def test_a_sample_does_not_change_with_its_neighbours() -> None:
 
 
 def test_bfloat16_has_a_float32_state() -> None:
-    given = [x.detach().bfloat16() for x in inputs(200, 1, torch.float64, decay=1e-3)]
-    exact = recurrence(*(x.double() for x in given))
-    ours = gated_delta_rule(*given, (200,))
+    tensors = [x.detach().bfloat16() for x in inputs(200, 1, torch.float64, decay=1e-3)]
+    exact = recurrence(*(x.double() for x in tensors))
+    ours = gated_delta_rule(*tensors, (200,))
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().max() < 1e-5 * exact.abs().max()

@@ -40,8 +40,8 @@ def inputs(tokens: int, *, heads: bool, dtype: torch.dtype = torch.float64) -> l
     shapes = [(6, 3), (6,), (6,), (2, 5), (2, 5)] if heads else [(6,), (6,), (6, 4), (4,), (4,)]
     x, dt, a, b, c = (torch.randn(*((tokens,) if at != 2 else ()), *shape) for at, shape in enumerate(shapes))
     wide = torch.promote_types(dtype, torch.float32)
-    own = [x.to(dtype), dt.exp().to(wide), -a.exp().to(wide), b.to(dtype), c.to(dtype)]
-    return [tensor.requires_grad_() for tensor in [*own, torch.randn(6).to(wide)]]
+    tensors = [x.to(dtype), dt.exp().to(wide), -a.exp().to(wide), b.to(dtype), c.to(dtype)]
+    return [tensor.requires_grad_() for tensor in [*tensors, torch.randn(6).to(wide)]]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

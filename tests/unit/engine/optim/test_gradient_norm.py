@@ -23,10 +23,10 @@ def test_sum_of_squares_is_exact(elements: int) -> None:
 
 def test_shards_have_the_sum_of_the_whole(elements: int = 2_000_000) -> None:
     grad = gradient(elements).view(1000, -1)
-    whole = float(sum_of_squares([grad]))
+    full = float(sum_of_squares([grad]))
     for dimension, parts in ((0, 2), (1, 2), (0, 7)):
         shards = [float(sum_of_squares([part])) for part in grad.chunk(parts, dimension)]
-        assert sum(shards) == pytest.approx(whole, rel=1e-7)
+        assert sum(shards) == pytest.approx(full, rel=1e-7)
 
 
 def test_many_tensors_and_an_empty_one() -> None:

@@ -30,7 +30,7 @@ def test_offloaded_moments_are_never_created_on_the_device(offload: bool, device
     adam.param_groups[0]["fused"] = True
     if offload:
         adam = CpuOffloadAdamW.from_adamw(adam)
-    with MadeOnMeta() as made:
+    with MadeOnMeta() as created:
         create_state(adam)
     assert {adam.state[weight][name].device.type for name in ("exp_avg", "exp_avg_sq")} == {device}
-    assert made.elements == on_device
+    assert created.elements == on_device

@@ -46,9 +46,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_token_has_one_rank_and_ranks_have_equal_tokens(chunk: int, ranks: int) -> None:
     ranks_spans = partition(2 * ranks * chunk, ranks)
     tokens = [[token for start, end in spans for token in range(start, end)] for spans in ranks_spans]
-    assert [len(own) for own in tokens] == [2 * chunk] * ranks
-    assert sorted(token for own in tokens for token in own) == list(range(2 * ranks * chunk))
-    assert all(own == sorted(own) for own in tokens)
+    assert [len(local_tokens) for local_tokens in tokens] == [2 * chunk] * ranks
+    assert sorted(token for local_tokens in tokens for token in local_tokens) == list(range(2 * ranks * chunk))
+    assert all(local_tokens == sorted(local_tokens) for local_tokens in tokens)
 
 
 @pytest.mark.parametrize("tokens", [0, 2, 6, 10])

@@ -12,10 +12,10 @@ from isthmus.engine.upstream import cpu_adapter
 from isthmus.errors import UsageError
 
 
-def as_megatron(code: str, **given: Any) -> Any:
+def as_megatron(code: str, **variables: Any) -> Any:
     """The value of an expression in a module of Megatron-Core."""
     module = types.ModuleType("megatron.core.probe")
-    module.__dict__.update(given, torch=torch)
+    module.__dict__.update(variables, torch=torch)
     return eval(code, module.__dict__)
 
 

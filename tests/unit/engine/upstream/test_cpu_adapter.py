@@ -14,62 +14,62 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("the CPU adapter is for machines without a GPU; run this where torch sees none")
-    probe = Path(__file__).with_name("adapter_probe.py")
-    done = subprocess.run([sys.executable, str(probe)], capture_output=True, text=True, timeout=120)
+    script = Path(__file__).with_name("adapter_probe.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
-def test_a_process_that_uses_a_gpu_is_refused(found: dict[str, Any]) -> None:
-    assert "this process uses a GPU" in found["refused"]
-    assert found["untouched"] == "builtin_function_or_method"
+def test_a_process_that_uses_a_gpu_is_refused(probe: dict[str, Any]) -> None:
+    assert "this process uses a GPU" in probe["refused"]
+    assert probe["untouched"] == "builtin_function_or_method"
 
 
-def test_a_second_call_changes_nothing(found: dict[str, Any]) -> None:
-    assert found["once"]
+def test_a_second_call_changes_nothing(probe: dict[str, Any]) -> None:
+    assert probe["once"]
 
 
-def test_tensors_for_cuda_are_made_on_the_cpu(found: dict[str, Any]) -> None:
-    assert set(found["made"].values()) == {"cpu"}
-    assert found["moved"] == "cpu"
+def test_tensors_for_cuda_are_made_on_the_cpu(probe: dict[str, Any]) -> None:
+    assert set(probe["made"].values()) == {"cpu"}
+    assert probe["moved"] == "cpu"
 
 
-def test_other_devices_are_not_redirected(found: dict[str, Any]) -> None:
-    assert found["meta"] == "meta"
+def test_other_devices_are_not_redirected(probe: dict[str, Any]) -> None:
+    assert probe["meta"] == "meta"
 
 
-def test_device_contexts_still_work(found: dict[str, Any]) -> None:
+def test_device_contexts_still_work(probe: dict[str, Any]) -> None:
     # transformers builds models in one; without it their rotary tables would be silently wrong.
-    assert found["in meta"] == ["meta", "meta", "meta"]
+    assert probe["in meta"] == ["meta", "meta", "meta"]
 
 
-def test_only_megatron_sees_cuda_types(found: dict[str, Any]) -> None:
-    assert found["type for megatron"] == "torch.cuda.FloatTensor"
-    assert found["type for us"] == "torch.FloatTensor"
-    assert found["cast for megatron"] == "torch.int64"
+def test_only_megatron_sees_cuda_types(probe: dict[str, Any]) -> None:
+    assert probe["type for megatron"] == "torch.cuda.FloatTensor"
+    assert probe["type for us"] == "torch.FloatTensor"
+    assert probe["cast for megatron"] == "torch.int64"
 
 
-def test_events_are_complete(found: dict[str, Any]) -> None:
-    assert found["query"]
+def test_events_are_complete(probe: dict[str, Any]) -> None:
+    assert probe["query"]
 
 
-def test_the_random_state_is_the_cpus(found: dict[str, Any]) -> None:
-    assert found["random"]
+def test_the_random_state_is_the_cpus(probe: dict[str, Any]) -> None:
+    assert probe["random"]
 
 
-def test_cuda_is_not_available(found: dict[str, Any]) -> None:
-    assert not found["available"]
+def test_cuda_is_not_available(probe: dict[str, Any]) -> None:
+    assert not probe["available"]
 
 
 @pytest.mark.processes
 def test_only_megatron_core_calls_torch_cuda() -> None:
     """Our own code passes devices explicitly in a step, an evaluation and a checkpoint on a CPU."""
-    probe = Path(__file__).with_name("cuda_call_probe.py")
-    done = subprocess.run([sys.executable, str(probe)], capture_output=True, text=True, timeout=240)
+    script = Path(__file__).with_name("cuda_call_probe.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"rank": 0, "callers": []}

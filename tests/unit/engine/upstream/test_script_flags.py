@@ -15,8 +15,8 @@ Backend = enum.Enum("Backend", ["flash", "unfused", "auto"])
 
 
 def test_replaced(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {rule.name: rule.needing[0] for rule in REPLACED} | {"attention_backend": Backend.flash, "lr": 1.0}
-    args, said = SimpleNamespace(**given), list[str]()
+    flags = {rule.name: rule.needing[0] for rule in REPLACED} | {"attention_backend": Backend.flash, "lr": 1.0}
+    args, said = SimpleNamespace(**flags), list[str]()
     adapt(args, missing("cpu"), said.append)
     expected: dict[str, Any] = {rule.name: rule.value for rule in REPLACED}
     assert vars(args) == expected | {"attention_backend": Backend.unfused, "lr": 1.0}
@@ -26,10 +26,10 @@ def test_replaced(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nothing_is_replaced_if_nothing_is_missing() -> None:
-    given = {rule.name: rule.needing[0] for rule in REPLACED} | {"fp8": "hybrid", "context_parallel_size": 2}
-    args = SimpleNamespace(**given)
+    flags = {rule.name: rule.needing[0] for rule in REPLACED} | {"fp8": "hybrid", "context_parallel_size": 2}
+    args = SimpleNamespace(**flags)
     adapt(args, set(), pytest.fail)
-    assert vars(args) == given
+    assert vars(args) == flags
 
 
 def test_missing_depends_on_the_platform() -> None:

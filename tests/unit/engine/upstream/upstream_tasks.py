@@ -51,7 +51,7 @@ def exchanges(*, model: str, samples: str) -> dict[str, int]:
     training.stepper.train_step(training.batches.step(0))
     with Recorder() as seen:
         training.stepper.train_step(training.batches.step(1))
-    large = [name for name, shapes in seen.taken if "reduce_scatter" in name or "allgather" in name]
+    large = [name for name, shapes in seen.calls if "reduce_scatter" in name or "allgather" in name]
     return {"dp": dist.get_world_size(), "collectives": len(large)}
 
 
@@ -120,9 +120,9 @@ def read_by_megatron_core(*, model: str, samples: str, root: str) -> list[dict[s
     optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"]["param_state"])
     pairs = zip(_state_of(optimizer), _state_of(expected), strict=True)
     differences = sum(not torch.equal(read, written) for read, written in pairs)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {"parameters": len(steps), "differences": differences})
-    return every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, {"parameters": len(steps), "differences": differences})
+    return gathered
 
 
 def _state_of(optimizer: Any) -> list[torch.Tensor]:

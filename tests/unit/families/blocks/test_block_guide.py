@@ -29,8 +29,8 @@ def files_with(pattern: str) -> set[str]:
 
 def test_the_listed_files_are_those_that_name_the_block() -> None:
     listed = set(re.findall(r"^- `([\w/]+\.py)`", PAGE[PAGE.index("## What it touches") :], re.MULTILINE))
-    named = files_with(r"(?i)short_?convolution\b|\bshort convolution|ShortConvolutionMixer")
-    assert {path for path in named if not path.startswith("families/models/")} == listed
+    files = files_with(r"(?i)short_?convolution\b|\bshort convolution|ShortConvolutionMixer")
+    assert {path for path in files if not path.startswith("families/models/")} == listed
     assert f"in {len(listed)} files of" in PAGE
 
 
@@ -60,6 +60,6 @@ def test_every_kind_has_a_mixer() -> None:
 def test_a_block_is_named_only_where_the_page_says(block: type[Recurrence]) -> None:
     names = "|".join(re.escape(name) for name in {block.prefix, *block.kinds})
     name = block.__name__
-    named = files_with(rf"import [^\n]*\b{name}\b|\b{name}\(|\"(?:{names})(?:\.\w+)?\"")
-    elsewhere = {path for path in named if not path.startswith(PLACES)}
+    files = files_with(rf"import [^\n]*\b{name}\b|\b{name}\(|\"(?:{names})(?:\.\w+)?\"")
+    elsewhere = {path for path in files if not path.startswith(PLACES)}
     assert elsewhere == UPSTREAM.get(block.prefix, set())

@@ -90,22 +90,22 @@ def test_sets_and_validation_files_are_sources(tmp_path: Path) -> None:
 
 def test_texts_become_windows_and_chats_are_truncated(tmp_path: Path) -> None:
     text, chat = only(pair(tmp_path / "t")), only(pair(tmp_path / "c", kind="chat", masked=True))
-    store, left = open_samples(text, data_settings(config(files=["-"], seq_length=2)), tokenizer(), tmp_path)
+    store, counts = open_samples(text, data_settings(config(files=["-"], seq_length=2)), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [3, 4, 5], [6, 7, 8]]
-    assert left.changes() == []
-    store, left = open_samples(chat, data_settings(config("sft", files=["-"], seq_length=2)), tokenizer(), tmp_path)
+    assert counts.changes() == []
+    store, counts = open_samples(chat, data_settings(config("sft", files=["-"], seq_length=2)), tokenizer(), tmp_path)
     assert [store[k][0].tolist() for k in range(len(store))] == [[1, 2, 3], [6, 7, 8]]
-    assert left.changes() == ["1 cut to seq_length"]
-    store, left = open_samples(
+    assert counts.changes() == ["1 cut to seq_length"]
+    store, counts = open_samples(
         chat, data_settings(config("sft", files=["-"], seq_length=2, overlong="drop")), tokenizer(), tmp_path
     )
-    assert (len(store), left.changes()) == (1, ["1 dropped as too long"])
+    assert (len(store), counts.changes()) == (1, ["1 dropped as too long"])
     both = only(pair(tmp_path / "t"), pair(tmp_path / "u"))
     assert len(open_samples(both, data_settings(config(files=["-"])), tokenizer(), tmp_path)[0]) == 4
 
 
 @pytest.mark.parametrize(
-    ("recipe", "made", "mine", "message"),
+    ("recipe", "pair_options", "tokenizer_options", "message"),
     [
         ("pretrain", {"kind": "chat", "masked": True}, {}, "of kind chat; pretrain needs text"),
         ("sft", {}, {}, "of kind text; sft needs chat, whose mask marks the loss tokens"),
@@ -117,13 +117,15 @@ def test_texts_become_windows_and_chats_are_truncated(tmp_path: Path) -> None:
     ],
 )
 def test_indexed_files_for_other_runs_are_errors(
-    tmp_path: Path, recipe: str, made: dict[str, Any], mine: dict[str, Any], message: str
+    tmp_path: Path, recipe: str, pair_options: dict[str, Any], tokenizer_options: dict[str, Any], message: str
 ) -> None:
-    source = only(pair(tmp_path / "p", **made))
+    source = only(pair(tmp_path / "p", **pair_options))
     (tmp_path / "run").mkdir()
     write_missing_manifests(source, tmp_path / "run")
     with pytest.raises(DataError, match=message):
-        open_samples(source, data_settings(config(recipe, files=["-"])), tokenizer(**mine), tmp_path / "run")
+        open_samples(
+            source, data_settings(config(recipe, files=["-"])), tokenizer(**tokenizer_options), tmp_path / "run"
+        )
 
 
 def test_chat_template_is_not_compared_for_text(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ MODEL = from_settings(
 
 def notes(
     lengths: list[int],
-    taken: int,
+    consumed: int,
     *,
     seq_length: int = 16,
     batch: int = 4,
@@ -32,13 +32,13 @@ def notes(
     **train: Any,
 ) -> list[str]:
     sizes = {"global_batch_size": batch, "micro_batch_size": 1}
-    given = {"files": ["f"], "seq_length": seq_length}
+    data = {"files": ["f"], "seq_length": seq_length}
     config = RunConfig.model_validate(
-        {"recipe": recipe, "out": "o", "model": {"path": "m"}, "data": given, "train": sizes | train}
+        {"recipe": recipe, "out": "o", "model": {"path": "m"}, "data": data, "train": sizes | train}
     )
     store = SampleStore.from_samples([([1] * length, [1] * length) for length in lengths])
     batches = Batches(store, BatchSettings(seq_length=seq_length, packing=False, **sizes), shares=shares)
-    return data_notes(config, MODEL, batches, taken)
+    return data_notes(config, MODEL, batches, consumed)
 
 
 def test_samples_beyond_the_positions_are_counted():

@@ -82,8 +82,8 @@ def test_bad_settings(tokenizer: Tokenizer) -> None:
         read(tokenizer, "nowhere.txt")
     with pytest.raises(UsageError, match=r"more than the 10 learned positions of this model\. Lower eval"):
         read(tokenizer, "[the sea is blue]", positions=10)
-    given = {"model": "m", "data": ["d"], "out": "o"}
+    flags = {"model": "m", "data": ["d"], "out": "o"}
     with pytest.raises(UsageError, match=r"eval\.prompts  is missing"):
-        load_config("sft", None, ["eval.generate=true"], given)
+        load_config("sft", None, ["eval.generate=true"], flags)
     with pytest.raises(UsageError, match=r"max_new_tokens is for generate=true, got false; set eval\.generate"):
-        load_config("sft", None, ["eval.max_new_tokens=3"], given)
+        load_config("sft", None, ["eval.max_new_tokens=3"], flags)

@@ -52,14 +52,14 @@ def test_output_does_not_depend_on_workers(tmp_path, tokenizer, small_chunks, mo
     monkeypatch.setattr(prepare_workers, "CHUNKS_BEFORE_SPAWN", 3)
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     assert sum(1 for _ in read_chunks([file])) > 10
-    made = []
+    contents = []
     for workers, method in ((1, "fork"), (2, "fork"), (3, "fork"), (1, "spawn")):
         prefix = tmp_path / f"out{workers}{method}" / "chats"
         done = prepare([file], prefix, tokenizer, workers=workers, start_method=method)
-        made.append(outputs(prefix))
+        contents.append(outputs(prefix))
         assert (done.kind, done.stats.records, done.stats.samples) == ("chat", 60, 60)
-    assert made[0].keys() == {".bin", ".idx", ".mask.bin", ".json"}
-    assert all(other == made[0] for other in made[1:])
+    assert contents[0].keys() == {".bin", ".idx", ".mask.bin", ".json"}
+    assert all(other == contents[0] for other in contents[1:])
     pair = open_indexed(prefix, verify=True)
     record_tokenizer = RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat"))
     chunks = [record_tokenizer(chunk) for chunk in read_chunks([file])]
@@ -138,9 +138,9 @@ def test_other_data_starts_again_and_existing_output_is_an_error(tmp_path, token
     write(file, [chat(k) for k in range(90, 94)])
     assert prepare([file], out, tokenizer, workers=1).stats.records == 4
     before = outputs(out)
-    for given in (tokenizer, tmp_path / "no tokenizer"):  # checked before the tokenizer is loaded
+    for tokenizer_path in (tokenizer, tmp_path / "no tokenizer"):  # checked before the tokenizer is loaded
         with pytest.raises(OutputExists, match=r"out\.mask\.bin exists already"):
-            prepare([file], out, given, workers=1)
+            prepare([file], out, tokenizer_path, workers=1)
     assert outputs(out) == before
     assert not Path(f"{out}.partial").exists()
 
@@ -278,17 +278,17 @@ def test_unreadable_records_are_counted(tmp_path, tokenizer):
 
 def test_few_chunks_are_in_flight(tmp_path, tokenizer, small_chunks):
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(200)])
-    taken = given = most = 0
+    consumed = produced = most = 0
 
     def counted():
-        nonlocal given, most
+        nonlocal produced, most
         for chunk in read_chunks([file]):
-            given += 1
-            most = max(most, given - taken)
+            produced += 1
+            most = max(most, produced - consumed)
             yield chunk
 
     record_tokenizer = RecordTokenizer(load_tokenizer(tokenizer), TokenizeOptions("chat"))
     for _ in tokenize_chunks(record_tokenizer, counted(), 2, "fork"):
-        taken += 1
-    assert taken == given > 30
+        consumed += 1
+    assert consumed == produced > 30
     assert most <= 10

@@ -76,8 +76,8 @@ def test_the_mask_is_that_of_the_packed_batches_of_a_run(chats: Path, tokenizer:
     for batch in (batch for step in range(2) for batch in Batches(store, settings).step(step)):
         start = 0
         for length in batch.sample_lengths:
-            own = slice(start, start + length)
-            trained[tuple(batch.input_ids[own].tolist())] = tuple(batch.loss_mask[own].tolist())  # type: ignore[index]
+            span = slice(start, start + length)
+            trained[tuple(batch.input_ids[span].tolist())] = tuple(batch.loss_mask[span].tolist())  # type: ignore[index]
             start += length
     samples = shown(chats, tokenizer, seq_length=60)
     assert {sample.input_ids[:-1]: sample.loss_mask[1:] for sample in samples} == trained

@@ -105,11 +105,11 @@ def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("sizes", "message"),
     [({"pp": 2}, "parallel.pp=2"), ({"ep": 2}, "parallel.ep=2"), ({"tp": 2, "etp": 1}, "parallel.etp=1")],
 )
-def test_fsdp_refuses_other_layouts(sizes: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+def test_fsdp_refuses_other_layouts(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_fsdp(ParallelConfig(fsdp=True, **sizes))
 
 

@@ -107,8 +107,8 @@ def findings(check: Check, machine: Machine) -> list[Finding]:
     return results
 
 
-def levels(found: Sequence[Finding]) -> list[str]:
-    return [item.level for item in found]
+def levels(findings: Sequence[Finding]) -> list[str]:
+    return [item.level for item in findings]
 
 
 NVIDIA_GPUS = """\

@@ -186,9 +186,9 @@ def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_interfaces(environment: dict[str, str], state: str, level: str, words: str, tmp_path: Path) -> None:
     files = {"/sys/class/net/ens50f0np0/speed": "100000", "/sys/class/net/ens50f0np0/operstate": state}
-    result, named = findings(check_network, simulate(tmp_path, files, environment=environment))
+    result, requested = findings(check_network, simulate(tmp_path, files, environment=environment))
     assert result.text == "ens50f0np0 10.1.0.4 (100 Gbit/s)"
-    assert named.level == level and words in named.text
+    assert requested.level == level and words in requested.text
 
 
 @pytest.mark.parametrize(

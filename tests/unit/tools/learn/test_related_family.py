@@ -40,8 +40,8 @@ def unknown(family: Family, root: str = "model.", **settings: Any) -> Unknown:
     """A model type with the tensors of a family, whose names begin with another root."""
     config = CONFIG | settings
     shapes = family.hf_shapes(family.to_architecture(config))
-    named = {name.replace("model.", root): shape for name, shape in shapes.items()}
-    return Unknown("strange", "StrangeForCausalLM", config, CONFIG, named)
+    renamed = {name.replace("model.", root): shape for name, shape in shapes.items()}
+    return Unknown("strange", "StrangeForCausalLM", config, CONFIG, renamed)
 
 
 def candidates(of: Unknown) -> list[tuple[dict[str, Any], str]]:

@@ -155,12 +155,12 @@ def test_experts_latent_attention_and_long_sequences() -> None:
     assert alone.best[0].time is None and "no step times" in as_text(alone, explained=True)
 
 
-@pytest.mark.parametrize("given", ["optim.offload=true", "parallel.overlap_grad_reduce=true"])
-def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(given: str) -> None:
+@pytest.mark.parametrize("override", ["optim.offload=true", "parallel.overlap_grad_reduce=true"])
+def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) -> None:
     assert any(item.config.parallel.fsdp for item in plans(model="llama3.2-1b", number=30).best)
-    assert not any(item.config.parallel.fsdp for item in plans(given, model="llama3.2-1b", number=30).best)
+    assert not any(item.config.parallel.fsdp for item in plans(override, model="llama3.2-1b", number=30).best)
     with pytest.raises(UsageError, match=r"fsdp=true"):
-        plans(given, "parallel.fsdp=true", model="llama3.2-1b")
+        plans(override, "parallel.fsdp=true", model="llama3.2-1b")
 
 
 @pytest.mark.parametrize(("gpus", "nodes", "batch"), [("6xH100", 2, 24), ("8xH100", 3, 24), ("4xGB200", 18, 72)])

@@ -139,7 +139,7 @@ def test_choices_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cores_in_use", lambda: 3)
     monkeypatch.setattr(module, "default_library", lambda *_: "default")
     monkeypatch.setattr(module, "compare", lambda operands, candidates, **_: times[operands.part])
-    monkeypatch.setattr(module, "Operands", lambda one, _device: SimpleNamespace(part=one.part, a=None, b=None))
+    monkeypatch.setattr(module, "Operands", lambda matmul, _device: SimpleNamespace(part=matmul.part, a=None, b=None))
     both = [small(part="forward"), small(32, part="input gradient")]
     result = choose(both, CPU, lambda _line: None)
     assert result.threads == 2 and [row.chosen for row in result.rows] == ["MKL", "MKL"]

@@ -32,13 +32,13 @@ def plain_varlen_attn(
     ):
         queries, keys = q_end - q_start, k_end - k_start
         assert 0 < queries <= max_q and queries <= keys <= max_k
-        own = torch.arange(queries)[:, None] + keys - queries
+        positions = torch.arange(queries)[:, None] + keys - queries
         other = torch.arange(keys)[None, :]
         seen = torch.ones(queries, keys, dtype=torch.bool)
         if window_size[0] >= 0:
-            seen &= other >= own - window_size[0]
+            seen &= other >= positions - window_size[0]
         if window_size[1] >= 0:
-            seen &= other <= own + window_size[1]
+            seen &= other <= positions + window_size[1]
         scores = torch.einsum("tnd,snd->nts", query[q_start:q_end], key[k_start:k_end]) * scale
         probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
         outputs.append(torch.einsum("nts,snd->tnd", probabilities, value[k_start:k_end]))

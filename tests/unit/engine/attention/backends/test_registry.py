@@ -39,16 +39,16 @@ def inputs(groups: int, value_width: int = 16) -> list[Tensor]:
 
 
 def check(
-    attend: Callable[..., Tensor], given: list[Tensor], window: int | None, spans: Spans | None, **options: Any
+    attend: Callable[..., Tensor], tensors: list[Tensor], window: int | None, spans: Spans | None, **options: Any
 ) -> None:
     """Against the formula, whose rows are those of the whole sequence."""
     sinks = [options["sinks"]] if "sinks" in options else []
-    own = {"spans": spans} if spans else {}
-    out = attend(local_tokens(given[0], spans), given[1], given[2], LENGTHS, window, **options, **own)
-    expected = local_tokens(reference(*given, LENGTHS, window, **options), spans)
+    layout = {"spans": spans} if spans else {}
+    out = attend(local_tokens(tensors[0], spans), tensors[1], tensors[2], LENGTHS, window, **options, **layout)
+    expected = local_tokens(reference(*tensors, LENGTHS, window, **options), spans)
     assert out.shape == expected.shape and torch.allclose(out, expected, rtol=0, atol=1e-12)
     upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    leaves = [*given, *sinks]
+    leaves = [*tensors, *sinks]
     got = torch.autograd.grad(out, leaves, upstream)
     for mine, theirs in zip(got, torch.autograd.grad(expected, leaves, upstream), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
@@ -68,10 +68,10 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("options", [{"softcap": 0.5}, {"sinks": 0}, {"softcap": 2.0, "sinks": 0, "scale": 0.3}])
 def test_softcap_and_sinks(options: dict[str, Any], window: int | None, spans: Spans | None) -> None:
-    given = dict(options)
-    if "sinks" in given:
-        given["sinks"] = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)
-    check(flex_attention, inputs(2), window, spans, **given)
+    arguments = dict(options)
+    if "sinks" in arguments:
+        arguments["sinks"] = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)
+    check(flex_attention, inputs(2), window, spans, **arguments)
 
 
 def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,10 @@ def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.Mon
     for lengths in ((300,), (9, 500), (140, 1, 2), (256, 256), (1000, 24)):
         random = torch.Generator().manual_seed(0)
         shapes = ((2, 2, 16), (2, 16), (2, 16))
-        given = [torch.randn(sum(lengths), *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
-        out, expected = (attend(*given, lengths, 70, **options) for attend in (flex_attention, packed_attention))
+        tensors = [
+            torch.randn(sum(lengths), *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes
+        ]
+        out, expected = (attend(*tensors, lengths, 70, **options) for attend in (flex_attention, packed_attention))
         assert torch.allclose(out, expected, rtol=0, atol=1e-12)
     assert len(graphs) == 2
 
@@ -102,8 +104,8 @@ def test_values_narrower_than_keys(attend: Callable[..., Tensor]) -> None:
 
 @BACKENDS
 def test_every_backend_equals_the_blocks_of_the_cpu(attend: Callable[..., Tensor]) -> None:
-    given = inputs(2)
-    assert torch.allclose(attend(*given, LENGTHS, 7), packed_attention(*given, LENGTHS, 7), rtol=0, atol=1e-12)
+    tensors = inputs(2)
+    assert torch.allclose(attend(*tensors, LENGTHS, 7), packed_attention(*tensors, LENGTHS, 7), rtol=0, atol=1e-12)
 
 
 @BACKENDS
@@ -138,10 +140,10 @@ def test_blocks_of_the_mask_are_those_of_torch(
 
 def test_sdpa_makes_no_gradient_of_full_size_per_sample() -> None:
     """Slices would allocate one for each sample and tensor."""
-    given = [torch.randn(480, *shape, requires_grad=True) for shape in ((2, 2, 16), (2, 16), (2, 16))]
+    tensors = [torch.randn(480, *shape, requires_grad=True) for shape in ((2, 2, 16), (2, 16), (2, 16))]
     with Recorder() as seen:
-        sdpa_attention(*given, (30,) * 16).sum().backward()
-    names = [name for name, _ in seen.taken]
+        sdpa_attention(*tensors, (30,) * 16).sum().backward()
+    names = [name for name, _ in seen.calls]
     assert "slice_backward" not in names and names.count("cat") == 4  # the output and three gradients
 
 
@@ -163,4 +165,4 @@ def test_adjacent_row_ranges_need_no_sum(ranges: Spans) -> None:
     x = torch.randn(10, 3, requires_grad=True)
     with Recorder() as seen:
         torch.cat(row_ranges(x, ranges)).sum().backward()
-    assert not {name for name, _ in seen.taken} & {"add_", "add", "slice_backward", "new_zeros", "zeros"}
+    assert not {name for name, _ in seen.calls} & {"add_", "add", "slice_backward", "new_zeros", "zeros"}

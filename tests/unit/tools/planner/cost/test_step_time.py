@@ -182,8 +182,8 @@ def test_flops_are_those_of_a_run_and_all_of_them_take_time(
 
 
 def test_offloaded_moments_take_the_time_of_their_copies() -> None:
-    own, offloaded = planned(), planned(offload=True)
-    assert offloaded.parts["optimizer"] > 5 * own.parts["optimizer"]
+    resident, offloaded = planned(), planned(offload=True)
+    assert offloaded.parts["optimizer"] > 5 * resident.parts["optimizer"]
     assert offloaded.parts["optimizer"] > 16 * 8.03e9 / 8 / 64e9
 
 
@@ -236,14 +236,14 @@ def test_collectives() -> None:
 
 def test_the_workload_of_a_run() -> None:
     def of(recipe: str, **sections: Any) -> Workload:
-        given = {
+        settings = {
             "recipe": recipe,
             "out": "o",
             "model": {"path": "m"},
             "data": {"files": ["d.jsonl"], "seq_length": 4096},
             "train": {"steps": 1},
         }
-        config = RunConfig.model_validate(given | sections)
+        config = RunConfig.model_validate(settings | sections)
         return Workload.from_config(config, DENSE, "bf16")
 
     assert of("sft").tokens == 16 * 4096 and of("sft").teacher is None and of("sft").lora_rank is None
