@@ -9,6 +9,7 @@ import numpy as np
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.families.architecture import Architecture
+from isthmus.recipes.registry import recipe_of
 
 _MOST_EPOCHS = 10
 """Most epochs of fine-tuning without a note; more memorize the samples."""
@@ -41,7 +42,7 @@ def data_notes(config: RunConfig, architecture: Architecture, train: Batches, st
 
 def epochs_note(config: RunConfig, epochs: float, of_set: str = "") -> list[str]:
     """Whether a fine-tuning run repeats its data too often, in one line; ``of_set`` names the set of a mixture."""
-    if config.recipe == "pretrain" or epochs <= _MOST_EPOCHS:
+    if recipe_of(config).records.is_text or epochs <= _MOST_EPOCHS:
         return []
     train = config.train
     setting = f"train.steps={train.steps}" if train.steps is not None else f"train.epochs={train.epochs or 1:g}"
