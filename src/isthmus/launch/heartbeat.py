@@ -20,10 +20,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from isthmus.engine.parallel.local_store import local_store
 from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
@@ -43,14 +45,16 @@ def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
     """Connect to the rendezvous store, or serve it; its keys belong to this attempt, since a torchrun agent keeps its
     store when it restarts the ranks.
     """
-    store = dist.TCPStore(
-        *rank_env.master(),
-        rank_env.world_size(),
-        is_master=serves,
-        wait_for_workers=False,
-        multi_tenant=True,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store: dist.Store | None = local_store()
+    if store is None:
+        store = dist.TCPStore(
+            *rank_env.master(),
+            rank_env.world_size(),
+            is_master=serves,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=timeout_s),
+        )
     return dist.PrefixStore(f"attempt_{rank_env.attempt()}", store)
 
 
@@ -207,13 +211,24 @@ class Heartbeat:
     def _read(self, rank: int) -> tuple[str, int, str]:
         """Host, count and trace region of a rank's last heartbeat."""
         key = f"heartbeat/{rank}"
-        with self._lock:
-            return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else ("", -1, _FINISHED)
+        if (path := _heartbeat_file(rank)) is not None:
+            text: str | bytes = path.read_text(encoding="utf-8") if path.exists() else ""
+        else:
+            with self._lock:
+                text = self._store.get(key) if self._store.check([key]) else ""
+        return tuple(json.loads(text)) if text else ("", -1, _FINISHED)
 
     def _send(self, region: str) -> None:
         self._count += 1
+        text = json.dumps([socket.gethostname(), self._count, region])
+        if (path := _heartbeat_file(self._rank)) is not None:
+            with suppress(OSError):  # the launcher removes its folder at the end, or the disk is full
+                new = path.with_suffix(".new")
+                new.write_text(text, encoding="utf-8")
+                new.replace(path)
+            return
         with self._lock:
-            self._store.set(f"heartbeat/{self._rank}", json.dumps([socket.gethostname(), self._count, region]))
+            self._store.set(f"heartbeat/{self._rank}", text)
 
     def _post(self, failure: Failure) -> Failure:
         with self._lock:
@@ -223,6 +238,12 @@ class Heartbeat:
                 except RuntimeError:
                     self._first = failure
             return self._first
+
+
+def _heartbeat_file(rank: int) -> Path | None:
+    """Where a rank of ``--nproc`` writes its heartbeat: a file store never removes old values, and would grow."""
+    store = rank_env.store_file()
+    return None if store is None else store.with_name(f"heartbeat-{rank}")
 
 
 def leave(error: IsthmusError) -> NoReturn:

@@ -29,6 +29,7 @@ from isthmus.errors import Preempted
 from isthmus.launch.first_failure import Failure, failure_of_death, first_failure, reported_failures
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores
+from isthmus.platforms.network_interfaces import GLOO, NCCL, loopback
 from isthmus.train.stop import SECOND_REQUEST_S, answer_signal, end_of_bar
 
 SAVE_TIMEOUT_S = 600.0
@@ -79,6 +80,8 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from isthmus.launch.local_rendezvous import register
+
     # Elastic kills the other ranks 30 s after one has failed, and has no setting for it.
     PContext.close.__defaults__ = (None, LEAVE_TIMEOUT_S)
     if not debug:  # elastic logs every failure; the launcher prints one
@@ -93,9 +96,7 @@ def _run_agent(
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
         role="isthmus",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=register(),
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
@@ -181,9 +182,12 @@ class _Signals:
 def _rank_environment(folder: Path, nproc: int) -> dict[str, str]:
     environment = {
         rank_env.STOP_FILE: str(folder / "stop"),
+        rank_env.STORE_FILE: str(folder / "store"),
         # Avoids oversubscribed cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // nproc))),
     }
+    if interface := loopback():  # collectives listen on all addresses of the host name, or on an interface of a cluster
+        environment |= {GLOO: interface.name, NCCL: f"={interface.name}"}
     root = Path(isthmus.__file__).parents[1]
     if root.name not in ("site-packages", "dist-packages"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))

@@ -191,7 +191,7 @@ def _register(
             members = _all_members(store, me.world_size, timeout_s)
             store.set(MEMBERS, json.dumps([asdict(member) for member in members]))
         return [Member(**member) for member in json.loads(store.get(MEMBERS))]
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistError of a TCPStore
         raise Hang(
             f"{me} lost its connection to rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous."
         ) from error

@@ -53,6 +53,11 @@ def named_by(variable: str, environment: Mapping[str, str] = os.environ) -> Inte
     return chosen[0]
 
 
+def loopback() -> Interface | None:
+    """The interface that only this machine reaches."""
+    return next((interface for interface in interfaces() if interface.address == "127.0.0.1"), None)
+
+
 def _matches(variable: str, value: str, name: str) -> bool:
     if variable != NCCL:
         return name in value.split(",")

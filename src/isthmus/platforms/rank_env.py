@@ -11,6 +11,8 @@ from isthmus.errors import UsageError
 
 STOP_FILE = "ISTHMUS_STOP_FILE"
 """``--nproc`` sets it to a path; the run stops when this file exists."""
+STORE_FILE = "ISTHMUS_STORE_FILE"
+"""``--nproc`` sets it to the file of the rendezvous store, in a folder of which only this user may read the files."""
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
@@ -93,6 +95,12 @@ def error_file() -> Path | None:
 def stop_file() -> Path | None:
     """None in a process that ``--nproc`` did not start."""
     path = os.environ.get(STOP_FILE)
+    return Path(path) if path else None
+
+
+def store_file() -> Path | None:
+    """None in a process that ``--nproc`` did not start."""
+    path = os.environ.get(STORE_FILE)
     return Path(path) if path else None
 
 

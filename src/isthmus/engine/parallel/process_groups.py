@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.parallel.local_store import local_store
 from isthmus.errors import IsthmusError, error_of, explain
 from isthmus.platforms import rank_env
+from isthmus.platforms.network_interfaces import GLOO, loopback
 
 if TYPE_CHECKING:
     from isthmus.platforms.base import Platform
@@ -49,7 +52,8 @@ def init_process_group(
 ) -> None:
     """Initialize torch.distributed, once per process.
 
-    ``store`` comes from a completed rendezvous. Without ``store`` and ``init_method``, several ranks use ``env://``.
+    ``store`` comes from a completed rendezvous. Without ``store`` and ``init_method``, ranks of
+    ``--nproc`` use its store, and others ``env://``.
     """
     if platform.device_type == "cpu":
         from isthmus.engine.upstream import compat, cpu_adapter
@@ -61,8 +65,10 @@ def init_process_group(
         torch.cuda.set_device(platform.device_index())
     if dist.is_initialized():
         return
-    if store is None and init_method is None and rank_env.world_size() == 1:
-        store = dist.HashStore()
+    if rank_env.world_size() == 1 and (interface := loopback()):
+        os.environ.setdefault(GLOO, interface.name)  # gloo listens with one rank too
+    if store is None and init_method is None:
+        store = dist.HashStore() if rank_env.world_size() == 1 else local_store()
     dist.init_process_group(
         platform.collective_backend,
         init_method=init_method,

@@ -20,6 +20,7 @@ from typing import Any
 
 from isthmus.engine.upstream.script_patches import install
 from isthmus.errors import IsthmusError, MissingInput, UsageError, error_of
+from isthmus.platforms.network_interfaces import GLOO, loopback
 
 _MODULE = "isthmus.engine.upstream.megatron_script"
 _VARIABLE = "ISTHMUS_SCRIPT"
@@ -91,6 +92,8 @@ def _defaults(platform: str, args: Sequence[str]) -> dict[str, str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
+        if interface := loopback():
+            defaults[GLOO] = interface.name
         defaults |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return defaults
 

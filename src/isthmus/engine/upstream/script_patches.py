@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from isthmus.engine.parallel.local_store import replace_env_rendezvous
 from isthmus.engine.upstream import (
     checkpoint_saver,
     compat,
@@ -34,6 +35,7 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 def install(platform: str, root: Path, say: Say) -> None:
     """Install all patches; ``root`` is the checkout, whose code sees ``torch.cuda.is_available()`` as true."""
     lacking = script_flags.missing(platform)
+    replace_env_rendezvous()
     if platform == "cpu":
         cpu_adapter.install()
         cpu_adapter.report_gpu(functools.partial(_is_megatron, f"{root}/"))
