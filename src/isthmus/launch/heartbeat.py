@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from isthmus.engine.parallel.local_store import local_store
+from isthmus.engine.local_store import local_store
 from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.parallel.local_store import local_store
+from isthmus.engine.local_store import local_store
 from isthmus.errors import IsthmusError, error_of, explain
 from isthmus.platforms import rank_env
 from isthmus.platforms.network_interfaces import GLOO, loopback

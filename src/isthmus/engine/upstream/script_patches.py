@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from isthmus.engine.parallel.local_store import replace_env_rendezvous
+from isthmus.engine.local_store import replace_env_rendezvous
 from isthmus.engine.upstream import (
     checkpoint_saver,
     compat,
