@@ -75,9 +75,7 @@ def test_inferred_family_round_trip(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, result = converted[case]
-    print(result["err"])
-    assert result["code"] == 0 and "proven: logits agree to" in result["err"]
-    print(case, result["theirs"], result["packed"])
+    assert result["code"] == 0 and "proven: logits agree to" in result["err"], result["err"]
     assert result["theirs"] < 1e-4 and result["packed"] < 1e-5
     kind = ACCEPTED[case][0]
     disregard_family(monkeypatch, model)
@@ -124,8 +122,7 @@ def test_unproven_mapping_is_refused(one_rank: RankPool, tmp_path: Path) -> None
     done = one_rank.run("parity.tasks.commands", command_lines=command_lines)
     for (kind, _, reason), result in zip(REFUSED.values(), done, strict=True):
         line = result["err"].splitlines()[-1]
-        print(line)
-        assert result["code"] == 2
+        assert result["code"] == 2, line
         assert reason in line and f"model_type '{kind}' was not learned" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(REFUSED)
 
@@ -149,7 +146,6 @@ def test_features_that_usual_small_models_hide(one_rank: RankPool) -> None:
 def test_small_weights_show_the_epsilon_of_norms(kind: str, one_rank: RankPool) -> None:
     config = AutoConfig.for_model(kind, **SIZES, rms_norm_eps=1e-6).to_dict()
     results = one_rank.run("parity.tasks.differences_of_epsilon", config=config, epsilon=1e-8)
-    print(kind, results)
     assert results["usual"] < TOLERANCE < 1e-3 < results["small"] and results["right"] < TOLERANCE
 
 

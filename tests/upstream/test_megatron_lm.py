@@ -114,7 +114,6 @@ def test_megatron_lm_loads_converted_checkpoint(
     assert done.megatron_lacks == []
     flags = [arg for flag in done.megatron_flags for arg in shlex.split(flag)]
     logits_difference = difference(megatron_logits(ids, *flags), hf_logits(ids, model))
-    print(f"logits differ by {logits_difference:.2g}")
     assert logits_difference <= LIMIT
 
 
@@ -183,7 +182,6 @@ def test_megatron_lm_checkpoint_converts(family: str, ranks: int, layout: str, i
     assert convert(saved, tmp_path / "hf").family == family
     theirs = megatron_logits(ids, "--load", str(saved), "--no-load-optim", "--no-load-rng", *built, ranks=ranks)
     logits_difference = difference(theirs, hf_logits(ids, tmp_path / "hf"))
-    print(f"logits differ by {logits_difference:.2g}")
     assert logits_difference <= LIMIT
 
 
@@ -200,6 +198,5 @@ def test_training_between_conversions(to: Any, layout: dict[str, int], ids: Path
     theirs = megatron_logits(ids, *loading, "--no-load-optim", "--no-load-rng", ranks=ranks)
     back = hf_logits(ids, tmp_path / "back")
     logits_difference = difference(theirs, back)
-    print(f"logits differ by {logits_difference:.2g}")
     assert logits_difference <= LIMIT
     assert difference(back, hf_logits(ids, model)) > LIMIT, "training did not change the model"

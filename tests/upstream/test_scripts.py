@@ -85,7 +85,6 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     results = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
     assert len(results) == 1
     before, after = hf_loss(model, sample), hf_loss(tmp_path / "back", sample)
-    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {results[0]}")
     assert abs(after - float(results[0])) < 1e-5
     assert after < before - 0.1
 
@@ -134,7 +133,6 @@ def test_fine_tuning_on_packed_conversations(megatron: Path, tmp_path: Path) -> 
     convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
     results = re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", printed)
     before, after = answer_loss(model, samples), answer_loss(tmp_path / "back", samples)
-    print(f"\n{megatron.name}: loss {before:.6f} -> {after:.6f}, Megatron-LM {results}")
     assert abs(after - float(results[0])) < 1e-5
     assert after < before - 0.1
 

@@ -85,7 +85,7 @@ def test_closed_streams_are_opened() -> None:
     assert (closed.returncode, closed.stdout) == (2, "")
 
 
-def test_error_without_a_reader_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_is_not_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as closed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -29,5 +31,10 @@ def test_free_memory_of_the_machine(limit: str | None, group: Path) -> None:
     assert abs(free_bytes(group) - available) < available / 4
 
 
-def test_trim_memory() -> None:
+@pytest.mark.parametrize("calls", [[0], []], ids=["glibc", "without-malloc-trim"])
+def test_trim_memory(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    library = SimpleNamespace(malloc_trim=lambda size: trimmed.append(size.value)) if calls else SimpleNamespace()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     trim_memory()
+    assert trimmed == calls

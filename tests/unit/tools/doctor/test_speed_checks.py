@@ -77,7 +77,8 @@ def test_what_a_gpu_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fp8_gemm_runs() -> None:
     """On a CPU the kernel is that of torch, which is slow."""
-    measurements._fp8_gemm(32, CPU, torch.device("cpu"))()
+    result: Any = measurements._fp8_gemm(32, CPU, torch.device("cpu"))()
+    assert (result.shape, result.dtype) == ((32, 32), torch.bfloat16)
 
 
 @pytest.mark.processes

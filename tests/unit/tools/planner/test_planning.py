@@ -57,9 +57,9 @@ def test_a_plan_has_the_memory_that_a_run_checks_and_settings_that_a_run_accepts
 def test_the_command_of_a_plan_has_recipe_model_ranks_and_every_given_setting(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("data: {files: [chats.jsonl]}\nlora: {alpha: 8}\n")
-    given = ["lora.rank=8", "lora.targets=[q_proj, v_proj]", "optim.lr=1e-4", "train.global_batch_size=32"]
-    results = make_plans("preset:llama3.2-1b", run, given, parse_machine("8xH100", None, 1), recipe="sft")
-    words = shlex.split(as_command(results, results.best[0], [str(run), *given]))
+    overrides = ["lora.rank=8", "lora.targets=[q_proj, v_proj]", "optim.lr=1e-4", "train.global_batch_size=32"]
+    results = make_plans("preset:llama3.2-1b", run, overrides, parse_machine("8xH100", None, 1), recipe="sft")
+    words = shlex.split(as_command(results, results.best[0], [str(run), *overrides]))
     assert words[:7] == ["isthmus", "sft", str(run), "--model", "preset:llama3.2-1b", "--nproc", "8"]
     config = load_config("sft", run, words[7:], {"model": "preset:llama3.2-1b", "model.init": "random", "out": "o"})
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (8, 8, ("q_proj", "v_proj"))
