@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.files import input_files
 from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.folder_links import check_links, is_within
 from isthmus.hf.published_checksums import check_published
 from isthmus.hf.tensors.safetensors_format import INDEX_FILE, SINGLE_FILE, TensorInfo, TensorReader, read_header
 
@@ -166,7 +167,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
             raise UnsafeInput(f"{index} refers to {file!r}, which is outside the folder. Do not use this model.")
         if len(file.encode("utf-8", "replace")) > _MAX_NAME or not (index.parent / file).is_file():
             raise DataError(f"{index} refers to {file:.100}, which does not exist. Download the missing file.")
-        if not _is_within(index.parent, (index.parent / file).resolve()):
+        if not is_within(index.parent, (index.parent / file).resolve()):
             raise UnsafeInput(
                 f"{index} refers to {file!r}, a link to a file outside the folder. "
                 "If you trust it, replace the link with the file."
@@ -175,15 +176,16 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_small_files(folder: Path) -> None:
-    """Check that the files without weights in the folder's ``checksums.json`` exist, and their content.
+    """Check that the files without weights in the folder's ``checksums.json`` exist, and their content; also all links.
 
     Weights are checked when they are read: a copy without them is a tokenizer, or the config of a new model.
 
     Raises:
         DataError: a file differs, is missing, or the list is damaged.
-        UnsafeInput: the list is hostile.
+        UnsafeInput: the list is hostile, or a link leads out of the folder.
         IOFailure: reading failed.
     """
+    check_links(folder)
     ChecksumVerifier().check_folder(folder, only=lambda name: not _is_among(name, _WEIGHTS))
 
 
@@ -272,13 +274,6 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _is_among(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_within(folder: Path, file: Path) -> bool:
-    """Whether a resolved path is in the folder or, in a Hub cache with links, among its blobs."""
-    real = folder.resolve()
-    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
-    return file.is_relative_to(real) or file.parent == blobs
 
 
 def read_json(path: Path) -> dict[str, Any]:

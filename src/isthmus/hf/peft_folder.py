@@ -25,6 +25,7 @@ from isthmus.errors import DataError, MissingInput, UsageError, disk_errors
 from isthmus.families.adapted_linears import HfLinear
 from isthmus.families.family import SCORE
 from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.folder_links import check_links
 from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, read_json, write_json
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 from isthmus.hf.tensors.tensor_fingerprint import fingerprint_of
@@ -128,6 +129,7 @@ class PeftFolder:
         self.path = path
         if not (path / ADAPTER_FILE).is_file():
             raise MissingInput(f"{path} has no {ADAPTER_FILE}. Give the folder of a LoRA adapter of PEFT.")
+        check_links(path)
         verifier = ChecksumVerifier()
         verifier.check(path / ADAPTER_FILE)
         self.config = _read_config(path / ADAPTER_FILE)

@@ -174,7 +174,7 @@ def test_link_to_a_file_outside_the_folder(model: Path, tmp_path_factory: pytest
     (model / "model-1.safetensors").rename(away / "real.safetensors")
     (model / "model-1.safetensors").symlink_to(away / "real.safetensors")
     with pytest.raises(
-        UnsafeInput, match=r"refers to 'model-1\.safetensors', a link to a file outside the folder.*replace the link"
+        UnsafeInput, match=r"model-1\.safetensors is a link to .*real.safetensors, a file outside the folder.*replace"
     ):
         _ = ModelFolder.open(model).tensors
     (model / "model-1.safetensors").unlink()
@@ -196,7 +196,7 @@ def test_links_of_the_hub_cache(model: Path, tmp_path_factory: pytest.TempPathFa
     (blobs / "model-2.safetensors-hash").rename(cache / "elsewhere")
     (snapshot / "model-2.safetensors").unlink()
     (snapshot / "model-2.safetensors").symlink_to("../../elsewhere")
-    with pytest.raises(UnsafeInput, match="a link to a file outside the folder"):
+    with pytest.raises(UnsafeInput, match=r"is a link to \.\./\.\./elsewhere, a file outside the folder"):
         _ = ModelFolder.open(snapshot).tensors
 
 

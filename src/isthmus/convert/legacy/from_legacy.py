@@ -27,6 +27,7 @@ from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
 from isthmus.families.rules.shard import Index, intersect_rows
+from isthmus.files.folder_links import check_links
 from isthmus.hf.tensors.safetensors_format import TensorReader
 
 FILE = "model_optim_rng.pt"
@@ -46,6 +47,7 @@ class LegacyFolder:
     def __init__(self, path: Path) -> None:
         """Derive the layout from the args, and check that the files of all ranks exist."""
         self.path = path
+        check_links(path)
         files = {folder.name: _model_file(folder) for folder in sorted(path.glob("mp_rank_*"))}
         opened = {name: _open(file) for name, file in files.items() if file is not None}
         some = next(iter(opened.values()))

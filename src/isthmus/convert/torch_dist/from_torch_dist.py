@@ -21,6 +21,7 @@ from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.folder_links import check_links
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader
 
 _MAX_CELLS = 1024
@@ -35,6 +36,7 @@ class TorchDistFolder:
         self.path = path
         if not (path / dcp.METADATA_FILE).is_file():
             raise MissingInput(f"{path} has no .metadata, so it is not a torch_dist checkpoint. Give one that is.")
+        check_links(path)
         self._verifier = ChecksumVerifier()
         self._verifier.check(path / dcp.METADATA_FILE)
         metadata = dcp.load_metadata(path / dcp.METADATA_FILE)

@@ -17,6 +17,7 @@ from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.engine.tensor_names import COMMON_FILE
 from isthmus.errors import DataError, MissingInput
 from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.folder_links import check_links
 
 _THREADS = 4
 
@@ -52,6 +53,7 @@ def check_files(folder: Path) -> None:
         raise MissingInput(
             f"{folder} has no torch_dist checkpoint: .metadata is missing. Choose a folder that has one."
         )
+    check_links(folder)
     index = read_index(folder)
     if not has_common_state(folder, index):
         raise DataError(f"{folder / COMMON_FILE} is missing. Resume from another checkpoint.")
