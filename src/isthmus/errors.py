@@ -146,6 +146,16 @@ def errno_of(error: BaseException) -> int | None:
 _NO_ANSWER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|timeout|broken pipe", re.I)
 
 
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]+@")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Without tab and end of line; with those that change the direction of text."""
+
+
+def printable(text: str) -> str:
+    """A message for a terminal: control characters, as in names, are escaped, and credentials in URLs hidden."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), _CREDENTIALS.sub("***@", text))
+
+
 def is_lost_rank(error: BaseException | None) -> bool:
     """Whether a collective failed with ``error`` because another rank ended or does not answer."""
     is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch.distributed

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isthmus.errors import IOFailure, IsthmusError, explain
+from isthmus.errors import IOFailure, IsthmusError, explain, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ def print_error(status: ExitStatus, *, debug: bool) -> None:
     """Print the message to stderr, with ``debug`` the traceback first."""
     with suppress(OSError):  # closed by its reader; the exit code still tells
         if debug and status.traceback:
-            print(status.traceback, file=sys.stderr)
+            print(printable(status.traceback), file=sys.stderr)
         if status.message:
-            print(f"isthmus: {status.message}", file=sys.stderr, flush=True)
+            print(f"isthmus: {printable(status.message)}", file=sys.stderr, flush=True)
 
 
 def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:
@@ -63,7 +63,7 @@ def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:
         return status
     path = run_folder / "error.txt"
     try:
-        path.write_text(status.traceback, encoding="utf-8")
+        path.write_text(printable(status.traceback), encoding="utf-8")
     except OSError:
         return status
     message = status.message.replace("--debug shows the traceback", f"the traceback is in {path}")

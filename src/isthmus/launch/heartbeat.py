@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from isthmus.engine.local_store import local_store
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank
+from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank, printable
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
 from isthmus.platforms import rank_env
@@ -257,7 +257,7 @@ def _leave(failure: Failure) -> NoReturn:
     replace(failure, rank=rank_env.rank(), machine=this_machine(), time_s=time.time()).write()
     if rank_env.stop_file() is None and (line := failure.line()):
         with suppress(OSError):
-            print(f"isthmus: {line}", file=sys.stderr, flush=True)
+            print(f"isthmus: {printable(line)}", file=sys.stderr, flush=True)
     # A rank of --nproc that saved counts as successful, or torch elastic would stop the others while they save.
     saved = failure.exit_code == Preempted.exit_code and rank_env.stop_file() is not None
     os._exit(0 if saved else failure.exit_code)
