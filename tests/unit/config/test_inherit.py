@@ -115,9 +115,8 @@ def test_an_unknown_model_preset_has_the_three_nearest_names() -> None:
     with pytest.raises(UsageError) as caught:
         load_config("sft", None, ["model=preset:qwen3-0.7b", "data.files=[a]", "out=o"])
     message = str(caught.value)
-    assert message.startswith(
-        "command line  model.path  there is no preset 'qwen3-0.7b'. Did you mean preset:qwen3-0.6b"
-    )
+    assert message.startswith("command line  model.path  there is no preset 'qwen3-0.7b'. Did you mean preset:qwen3-")
+    assert "preset:qwen3-0.6b" in message
     assert message.count("preset:") == 3 and "docs/reference/presets.md" in message
     assert "\n" not in message
 
