@@ -114,7 +114,7 @@ def decoder_layer(kind: str, dtype: Any, tokens: int, sizes: dict[str, Any]) -> 
         spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
         core: Any = build_module(spec, config=own_config, layer_number=1)
         core.load_state_dict(ours.state_dict(), strict=False)
-        angles = torch.outer(torch.arange(length).float(), frequency_sets(arch)[0])
+        angles = torch.outer(torch.arange(length).float(), frequency_sets(arch))
         angles = torch.cat((angles, angles), dim=-1)[:, None, None]
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
 
