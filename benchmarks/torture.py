@@ -44,7 +44,7 @@ JOIN_S = 20
 """How long a rank waits for one that was killed before they met."""
 MOST_KILLS = 12
 """In a case."""
-TIMES = {"tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"}
+TIMES = {"time_s", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"}
 """Keys of metrics.jsonl that differ between equal runs."""
 UNCOMPARED = ("tensorboard/", "trackers.json", "events.jsonl", "environment.json")
 """Of a run folder: interruptions, the state of the machine, and logs of other programs, also of interrupted runs."""

@@ -241,14 +241,17 @@ def test_single_process_sigterm_and_error(stubbed: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert messages(err) == ["isthmus: stopped after step 3 of 9 as asked; the state is saved."]
+    assert messages(err) == [
+        "isthmus: SIGTERM: saving after this step.",
+        "isthmus: stopped after step 3 of 9 as asked; the state is saved.",
+    ]
     assert run(stubbed, "all", nproc=1).returncode == 65
 
 
 def test_single_process_second_ctrl_c(stubbed: Path) -> None:
     with running(stubbed, "ignore", nproc=1) as process:
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(0.8)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "Traceback" not in err

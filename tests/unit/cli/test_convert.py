@@ -51,7 +51,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--to", "gguf"], 2, "Use hf, torch_dist, torch"),
+        (["--to", "onnx"], 2, "Use hf, torch_dist, torch"),
         (["--tp", "2"], 2, "torch_dist has no layout and no spelling"),
         (["--to", "torch", "--tp", "3"], 2, "tp=3 does not divide"),
         (["--to", "torch", "--pp", "8"], 2, "pp=8 does not divide num_layers=4"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -135,7 +135,10 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
     if arch.moe is not None and arch.moe.dense_layers == tuple(range(len(arch.moe.dense_layers))):
         arch = replace(arch, moe=replace(arch.moe, dense_layers=arch.moe.dense_layers[:1]))
     least = max(2, 1 + max(map(arch.layers.index, arch.layers)))
-    return arch.first_layers(min(arch.num_layers, math.ceil(least / stages) * stages))
+    numbers: Sequence[int] = range(math.ceil(least / stages) * stages, arch.num_layers, stages)
+    if arch.windows.window_attention is not None:  # some configs say the kind of the last layer, such as Gemma 4's
+        numbers = [number for number in numbers if arch.layers[number - 1] == arch.layers[-1]]
+    return arch.first_layers(next(iter(numbers), arch.num_layers))
 
 
 def _head_width(arch: Architecture) -> int:
