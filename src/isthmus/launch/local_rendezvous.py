@@ -33,7 +33,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """With an address for programs that need MASTER_ADDR and MASTER_PORT; nothing listens there."""
+        """The rendezvous with an address for programs that need MASTER_ADDR and MASTER_PORT; nothing listens there."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
