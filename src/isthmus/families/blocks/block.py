@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -109,7 +110,7 @@ class RehearsalSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(ABC):
     """Base class. Formulas are for one layer and hold for a single rank unless they have ``tp``."""
 
     prefix: ClassVar[str] = ""
@@ -118,9 +119,9 @@ class Block:
     hidden_size: int = field(default=0, metadata=NO_SETTING, repr=False)
     """Width of its inputs and outputs."""
 
+    @abstractmethod
     def linears(self, tp: int = 1) -> list[Linear]:
         """Its weights of linear layers on one of ``tp`` ranks."""
-        raise NotImplementedError
 
     @property
     def convolution_weights(self) -> int:
@@ -151,9 +152,9 @@ class Block:
         """Why its sizes contradict each other, None if they do not."""
         return None
 
+    @abstractmethod
     def small(self: BlockType, sizes: RehearsalSizes) -> BlockType:
         """The same kind of block with small sizes, for rehearsals."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,25 +175,25 @@ class Mixer(Block):
         """Multipliers of the input and of the output of the block."""
         return 1.0, 1.0
 
+    @abstractmethod
     def mixing_flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
         """FLOPs of the forward pass beside those of :attr:`matmul_weights`."""
-        raise NotImplementedError
 
     def selection_flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
         """FLOPs that have no backward pass."""
         return 0.0
 
+    @abstractmethod
     def saved_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Bytes of activations kept for the backward pass, by part."""
-        raise NotImplementedError
 
     def buffer_elements(self, batch: MicroBatch) -> int:
         """Upper bound of temporary elements in the backward pass; 0: other blocks have more."""
         return 0
 
+    @abstractmethod
     def state_elements(self, num_tokens: int) -> int:
         """Elements that generation keeps for a sample of ``num_tokens`` tokens: keys and values, or a state."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +212,16 @@ class Recurrence(Mixer):
         return 0
 
     @property
+    @abstractmethod
     def inner_channels(self) -> int:
         """Columns of the input of the output projection."""
-        raise NotImplementedError
 
     def mixing_flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
         return float(self.scan_flops) * num_tokens
 
+    @abstractmethod
     def _channels(self, batch: MicroBatch) -> tuple[int, int, int]:
         """Elements of a token that are saved: of projections, of convolutions; and float32 elements of all tokens."""
-        raise NotImplementedError
 
     def saved_bytes(self, batch: MicroBatch) -> dict[str, int]:
         """Outputs of the input projection and of the convolution, the input of the output projection, divided by tp.
