@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.config.dialects.megatron import restricted_script
 from isthmus.config.dialects.megatron.record_script import record_script
 from isthmus.config.dialects.megatron.stand_in import may_train
 from isthmus.config.dialects.megatron.translate_megatron import translate_command
 from isthmus.config.dialects.translation import World
-from isthmus.errors import MissingInput, UsageError
+from isthmus.errors import MissingInput, UnsafeInput, UsageError
 
 TRAIN = "torchrun pretrain_gpt.py --num-layers 2"
 SCRIPT = r"""
@@ -205,3 +206,54 @@ def test_a_restricted_script_sets_variables() -> None:
     lines += ['eval "torchrun --nproc_per_node 2 pretrain_gpt.py $ARGS" 2>&1']
     recorded = record_script(script("\n".join(lines)), ["3"], restricted=True)
     assert recorded.flags == ("--num-layers", "6", "--lr", "2") and recorded.environment == {"N": "6"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("while :; do :; done", r"was stopped after 0.5 s: without --run, a script has"),
+        ("for x in {1..100000000}; do :; done", r"more than 1 GiB of memory, .*cannot allocate"),
+        ("ARGS=$(</etc/passwd)", r"a file outside its folder.*/etc/passwd: Permission denied"),
+        ("while read X; do ARGS=$X; done < .env", r"or a hidden one.*.env: Permission denied"),
+        ("ARGS=$(<link)", r"a file outside its folder.*link: Permission denied"),
+        ("ARGS=$(</proc/$PPID/environ)", r"a file outside its folder.*environ: Permission denied"),
+        ("echo $CHAT_BOT", r"reads CHAT_BOT from the environment.*unset CHAT_BOT, or use --run"),
+        ("ARGS=${SERVICE_TOKEN:-0}", r"reads SERVICE_TOKEN from the environment"),
+    ],
+)
+def test_limits_of_a_restricted_script(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("CHAT_BOT", "secret")
+    Path(".env").write_text("secret")
+    Path("link").symlink_to("/etc/passwd")
+    with pytest.raises(UnsafeInput, match=message):
+        record_script(
+            script(f"{text}\n{TRAIN} --x $ARGS"), restricted=True, time_limit_s=0.5 if "while :" in text else None
+        )
+
+
+def test_a_restricted_script_reads_its_folder_and_usual_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "MBS": "2",
+        "NCCL_DEBUG": "WARN",
+        "SLURM_NNODES": "4",
+        "OTHER": "x",
+        "S3_KEY": "secret",
+    }.items():
+        monkeypatch.setenv(name, value)
+    Path("layers.txt").write_text("6")
+    text = "OTHER=y\nexport OTHER ALL=$(declare -p S3_KEY 2>&1)\n"
+    text += "torchrun --nnodes $SLURM_NNODES x.py --num-layers $(<layers.txt) --micro-batch-size $MBS"
+    command = record_script(script(text), restricted=True)
+    assert command.flags == ("--num-layers", "6", "--micro-batch-size", "2") and command.world.nnodes == 4
+    assert command.environment["OTHER"] == "y" and "not found" in command.environment["ALL"]
+
+
+def test_a_restricted_script_reads_no_file_without_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restricted_script, "restricted_files", lambda *_: None)
+    for text in ("X=$(<layers.txt)", "while read X; do :; done < layers.txt", "read X <layers.txt"):
+        with pytest.raises(UnsafeInput, match=r"train.sh:2 reads a file, and this system has no Landlock"):
+            record_script(script(f"Y=1\n{text}\n{TRAIN}"), restricted=True)
+    assert record_script(script(f"read X <<< 'a < b'; Y=$((1 << 2))\n{TRAIN}"), restricted=True).flags

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.megatron import stand_in
+from isthmus.config.dialects.megatron import restricted_script, stand_in
 from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
@@ -46,41 +46,44 @@ _REFUSED = re.compile(
 """Messages about a command that the restricted bash, or the stand-in for Python in it, did not run."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
-_SECRET_NAME = re.compile(
-    r"(TOKENS?|KEYS?|SECRETS?|PASSWORD|PASSWD|PASS|PWD|CREDENTIALS?|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE
-)
-_SECRET_URL = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 
 
 def record_script(
-    script: Path, arguments: Sequence[str] = (), *, restricted: bool = False, time_limit_s: float = TIME_LIMIT_S
+    script: Path, arguments: Sequence[str] = (), *, restricted: bool = False, time_limit_s: float | None = None
 ) -> TrainingCommand:
     """Run a script with bash in the current folder and return the training command that it would start.
 
     Stand-ins for Python, torchrun, srun and other launchers come first on PATH. They record a training run and start
     nothing. Python runs as usual with ``-c``, with ``-m`` (except launchers) and for scripts whose name has no
     ``train`` or ``finetune``. All other commands run, unless ``restricted``: then bash is a restricted shell that finds
-    the stand-ins only, so the script can set variables, branch and loop. Standard input is closed.
+    the stand-ins only, so the script can set variables, branch and loop, within the limits of ``restricted_script``.
+    Standard input is closed.
 
     Raises:
         UsageError: not exactly one training run was started, or the restricted shell refused a command.
+        UnsafeInput: a restricted script exceeded a limit.
     """
     if not script.is_file():
         raise MissingInput(f"{script}: there is no such file. Check the path.")
-    if (bash := shutil.which("bash")) is None:
+    if (bash := shutil.which("bash", path="/usr/bin:/bin") or shutil.which("bash")) is None:
         raise MissingInput("a script needs bash, and there is none on PATH. Give Megatron-LM's arguments after --.")
     with tempfile.TemporaryDirectory(prefix="isthmus-") as temporary:
         folder = Path(temporary).resolve()
-        environment = _stand_ins(folder, restricted=restricted)
-        shell = [bash, "--restricted"] if restricted else [bash]
+        variables = restricted_script.script_environment(script, os.environ) if restricted else os.environ
+        environment = _stand_ins(folder, variables, restricted=restricted)
+        command = [bash, *(["--restricted"] if restricted else []), str(script), *arguments]
+        before = restricted_script.restriction(script, folder) if restricted else None
+        limit_s = time_limit_s or (restricted_script.TIME_LIMIT_S if restricted else TIME_LIMIT_S)
         try:
-            ended, output = _run([*shell, str(script), *arguments], environment, time_limit_s)
+            ended, output = _run(command, environment, limit_s, before)
         except OSError as error:
             raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
         recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
         last = folder / "last"
         if last.is_file():
             ended += f" after {_shortened(' '.join(last.read_text(encoding='utf-8', errors='replace').split()))}"
+    if restricted:
+        restricted_script.check_limits(script, ended, output)
     if restricted and (refused := _REFUSED.search(output)):
         raise UsageError(
             f"{script} does more than set variables and start one training, and only this is done without --run:\n  "
@@ -89,8 +92,8 @@ def record_script(
     return _training_command(script, recorded, environment, ended, output)
 
 
-def _stand_ins(folder: Path, *, restricted: bool) -> dict[str, str]:
-    """Write the stand-ins into ``folder``; returns the environment in which they, or only they, are found."""
+def _stand_ins(folder: Path, variables: Mapping[str, str], *, restricted: bool) -> dict[str, str]:
+    """Write the stand-ins into ``folder``; returns ``variables`` with those by which they, or only they, are found."""
     source = Path(stand_in.__file__)
     (folder / "site").mkdir()
     program = Path(shutil.copyfile(source, folder / "site" / "sitecustomize.py"))
@@ -101,20 +104,22 @@ def _stand_ins(folder: Path, *, restricted: bool) -> dict[str, str]:
         (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o700)
     (folder / "hook.sh").write_text(_SAFE_HOOK if restricted else _HOOK, encoding="utf-8")
-    path, python_path = os.environ.get("PATH", os.defpath), os.environ.get("PYTHONPATH")
-    language = {"LC_ALL": "C"} if restricted else {}  # of the messages that _REFUSED matches
+    path, python_path = os.environ.get("PATH", os.defpath), variables.get("PYTHONPATH")
+    forced = {"LC_ALL": "C", "TMPDIR": str(folder)} if restricted else {}  # the language of messages; here-documents
     return {
-        **os.environ,
-        **language,
+        **variables,
+        **forced,
         "PATH": os.pathsep.join([str(folder), str(folder / "none") if restricted else path]),
         "PYTHONPATH": os.pathsep.join([str(program.parent), *([python_path] if python_path else [])]),
         "BASH_ENV": str(folder / "hook.sh"),
-        "ISTHMUS_USER_BASH_ENV": os.environ.get("BASH_ENV", ""),
+        "ISTHMUS_USER_BASH_ENV": variables.get("BASH_ENV", ""),
         stand_in.STAND_INS: str(folder),
     }
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: float) -> tuple[str, str]:
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], time_limit_s: float, before: Callable[[], None] | None
+) -> tuple[str, str]:
     """The exit status, as the end of a sentence, and the output. All processes of the command are killed at the end."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -124,6 +129,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], time_limit_s: f
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            preexec_fn=before,
         )
         try:
             ended = f"ended with exit code {process.wait(time_limit_s)}"
@@ -178,7 +184,4 @@ def _exported(recorded: Mapping[str, str], before: Mapping[str, str]) -> dict[st
         for name, value in recorded.items()
         if before.get(name) != value and name not in _SHELL_VARIABLES and not name.startswith(_PROGRAM_PREFIXES)
     }
-    return {
-        name: "..." if _SECRET_NAME.search(name) or _SECRET_URL.search(value) else value
-        for name, value in changed.items()
-    }
+    return {name: "..." if restricted_script.is_secret(name, value) else value for name, value in changed.items()}
