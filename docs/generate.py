@@ -25,6 +25,7 @@ from isthmus.cli.main import app
 from isthmus.cli.verb_help import EXAMPLES
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import PREFIX, Kind, about, config_path, opening_lines, preset_names
+from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DataConfig
 from isthmus.config.setting_errors import trainers
@@ -61,7 +62,28 @@ def config_page() -> str:
     for group, entry in groups.items():
         model = schema["$defs"][entry["$ref"].rpartition("/")[2]]
         lines += _table(f"`{group}`", f"{group}.", model["properties"], model)
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *_learning_rates()]).rstrip() + "\n"
+
+
+def _learning_rates() -> list[str]:
+    rows = []
+    for name, recipe in RECIPE_SETTINGS.items():
+        rates = {"all weights": recipe.full, "adapters": recipe.adapters, "random weights": recipe.from_scratch}
+        rows += [
+            f"| {name} | {what} | `{rate.lr:g}` | `{rate.warmup_fraction:g}` | {rate.source} |"
+            for what, rate in rates.items()
+            if rate is not None
+        ]
+    return [
+        "## Learning rates",
+        "",
+        "Defaults of `optim.lr` and `optim.warmup_fraction`. They are printed when a run starts. The best learning rate",
+        "depends on model and data; these are where others begin.",
+        "",
+        "| recipe | trained | `optim.lr` | `optim.warmup_fraction` | source |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+    ]
 
 
 def _table(title: str, prefix: str, settings: dict[str, Any], schema: dict[str, Any]) -> list[str]:

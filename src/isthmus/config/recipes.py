@@ -9,6 +9,22 @@ from typing import Literal
 RecipeName = Literal["sft", "dpo", "kto", "reward", "distill", "pretrain"]
 
 
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Defaults of ``optim.lr`` and ``optim.warmup_fraction``."""
+
+    lr: float
+    warmup_fraction: float
+    source: str
+    """Where these values are used, for the log."""
+
+
+_FULL = LearningRate(2e-5, 0.03, "as in Stanford Alpaca; also the default of TRL")
+_ADAPTERS = LearningRate(2e-4, 0.03, "as in QLoRA (arXiv 2305.14314), ten times the one of full fine-tuning")
+_ALIGNMENT = LearningRate(5e-7, 0.1, "as in Zephyr-7B of the alignment-handbook")
+_ALIGNMENT_ADAPTERS = LearningRate(5e-6, 0.1, "as in Zephyr-7B (QLoRA) of the alignment-handbook")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeSettings:
     """Which settings a recipe has. A section of its name, such as ``dpo``, belongs to it alone."""
@@ -31,6 +47,17 @@ class RecipeSettings:
     """Trains a language model, which can answer ``eval.prompts``."""
     required: tuple[str, ...] = ()
     """Settings without a default, ``section.setting``."""
+    full: LearningRate = _FULL
+    """For the training of all weights."""
+    adapters: LearningRate = _ADAPTERS
+    from_scratch: LearningRate | None = None
+    """For random weights; None: ``full``."""
+
+    def learning_rate(self, *, adapters: bool, random_weights: bool) -> LearningRate:
+        """The default learning rate of a run with or without adapters."""
+        if adapters:
+            return self.adapters
+        return self.from_scratch if random_weights and self.from_scratch is not None else self.full
 
 
 RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
@@ -45,12 +72,16 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
         help="Train a model on preference pairs (chosen and rejected answers) with direct preference optimization.",
         answers="preference pairs",
         packed="pairs",
+        full=_ALIGNMENT,
+        adapters=_ALIGNMENT_ADAPTERS,
     ),
     "kto": RecipeSettings(
         short_help="Train a model on answers with labels.",
         help="Train a model on answers that are labelled as desirable or not, or on preference pairs.",
         answers="answers with labels",
         packed="answers by length",
+        full=LearningRate(1e-6, 0.1, "the default of TRL and the most that it recommends for kto.beta=0.1"),
+        adapters=LearningRate(5e-6, 0.1, "the upper end of the range that TRL recommends"),
     ),
     "distill": RecipeSettings(
         short_help="Train a model on the probabilities of a teacher.",
@@ -64,12 +95,17 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
         answers="preference pairs",
         packed="pairs",
         generates=False,
+        full=LearningRate(1e-5, 0.03, "as in the example of TRL for reward models"),
+        adapters=LearningRate(1e-4, 0.03, "as in the example of TRL for reward models with adapters"),
     ),
     "pretrain": RecipeSettings(
         short_help="Train a model on text.",
         help="Train a model on text. The loss is on every token.",
         takes_documents=True,
         smooths_labels=True,
+        full=LearningRate(2e-5, 0.01, "that of fine-tuning, so that trained weights keep what they have learned"),
+        adapters=LearningRate(2e-4, 0.01, "as in QLoRA (arXiv 2305.14314), ten times the one of full fine-tuning"),
+        from_scratch=LearningRate(3e-4, 0.01, "as in Llama 2 7B; the warm-up is that of Megatron-LM's examples"),
     ),
 }
 """The recipes in the order of the command line."""

@@ -344,3 +344,34 @@ def test_consequences_of_an_error_are_not_reported(tmp_path: Path) -> None:
         *("train.precision", "train.recompute_layers", "train.epochs", "optim.min_lr", "optim.warmup_steps"),
     }
     assert all(line.split()[0].startswith("sft.yaml:") or "is missing" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "full", "adapters"),
+    [
+        ("sft", (2e-5, 0.03), (2e-4, 0.03)),
+        ("distill", (2e-5, 0.03), (2e-4, 0.03)),
+        ("dpo", (5e-7, 0.1), (5e-6, 0.1)),
+        ("kto", (1e-6, 0.1), (5e-6, 0.1)),
+        ("reward", (1e-5, 0.03), (1e-4, 0.03)),
+        ("pretrain", (2e-5, 0.01), (2e-4, 0.01)),
+    ],
+)
+def test_learning_rate_and_warmup_are_those_of_the_recipe(
+    recipe: str, full: tuple[float, float], adapters: tuple[float, float]
+) -> None:
+    base = ["distill.teacher=t"] if recipe == "distill" else []
+
+    def optim(*overrides: str) -> tuple[float, float]:
+        config = load_config(recipe, None, [*base, *overrides], FLAGS)
+        assert load_config(recipe, None, [], replaced=config.model_dump(mode="json")) == config
+        return config.optim.lr, config.optim.warmup_fraction
+
+    assert optim() == full and optim("lora.rank=8") == optim("lora.path=a") == adapters
+    scratch = optim("model.init=random")
+    assert scratch == ((3e-4, 0.01) if recipe == "pretrain" else full)
+    assert optim("optim.lr=1", "lora.rank=8") == (1, adapters[1])  # each is independent of the other
+    assert optim("optim.warmup_steps=0") == (full[0], 0) and optim("optim.warmup_fraction=0.5") == (full[0], 0.5)
+    assert optim("optim.schedule=inverse_sqrt", "optim.warmup_steps=3")[1] == 0
+    assert optim("optim.schedule=wsd", "optim.decay_steps=3")[1] == 0
+    assert optim("optim.lr=null") == full

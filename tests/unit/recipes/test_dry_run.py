@@ -44,6 +44,19 @@ def test_sizes_are_exact_without_tokenizing(model: Path) -> None:
         lines_of(model, {"mock": True, "valid_fraction": 0.0}, {"steps": 3, "eval_every": 1, "early_stopping": 1})
 
 
+def test_the_learning_rate_and_its_reason_are_said(model: Path) -> None:
+    def line(**sections: Any) -> str:
+        lines = lines_of(model, {"mock": True}, {"steps": 3}, **sections)
+        return next(line for line in lines if line.startswith("learning rate"))
+
+    assert line().startswith("learning rate 2e-05, warm-up of 0.03 of the steps: the defaults of sft of all weights, as")
+    assert line(lora={"rank": 2}).startswith("learning rate 0.0002, warm-up of 0.03 of the steps: the defaults of sft with")
+    given = line(lora={"rank": 2}, optim={"lr": 1e-3, "warmup_steps": 2})
+    assert given == (
+        "learning rate 0.001, warm-up of 2 steps: as given; the defaults of sft with adapters are 0.0002 and 0.03"
+    )
+
+
 def test_many_epochs_are_said_before_the_data_is_tokenized(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "chats.json"
     data.write_text(json.dumps(CHATS))

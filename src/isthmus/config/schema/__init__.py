@@ -6,11 +6,11 @@ Paths are taken relative to the working directory; ``~`` is the home folder.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
+from isthmus.config.recipes import RECIPE_SETTINGS, LearningRate, RecipeName
 from isthmus.config.schema.chats import ChatConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.distillation import DistillConfig
@@ -56,6 +56,30 @@ class RunConfig(Section):
     """Your own code at the events of the run: module:Class, subclasses of isthmus.Callback."""
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"
     """Hardware to run on; auto: GPUs if there are any, else the CPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _learning_rate_of_the_recipe(cls, values: Any) -> Any:
+        """Fill in ``optim.lr`` and the warm-up; whatever is invalid has an error of its own."""
+        optim, lora, model = (values.get(name) or {} for name in ("optim", "lora", "model"))
+        if not all(isinstance(section, dict) for section in (optim, lora, model)):
+            return values
+        recipe = RECIPE_SETTINGS.get(values.get("recipe"))
+        if recipe is None:
+            return values
+        adapters = lora.get("rank") is not None or lora.get("path") is not None
+        default = recipe.learning_rate(adapters=adapters, random_weights=model.get("init") == "random")
+        given = {name for name, value in optim.items() if value is not None}
+        filled = {} if "lr" in given else {"lr": default.lr}
+        if not given & {"warmup_steps", "warmup_fraction"} and optim.get("schedule") not in ("wsd", "inverse_sqrt"):
+            filled["warmup_fraction"] = default.warmup_fraction
+        return values | {"optim": optim | filled}
+
+    @property
+    def default_learning_rate(self) -> LearningRate:
+        """What ``optim.lr`` and the warm-up are if they are not given."""
+        recipe, random_weights = RECIPE_SETTINGS[self.recipe], self.model.init == "random"
+        return recipe.learning_rate(adapters=self.lora.enabled, random_weights=random_weights)
 
     @model_validator(mode="after")
     def _schedule_fits_steps(self) -> RunConfig:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from isthmus.config.schema.section import Count, Section, refuse
+
+
+def _of_recipe(schema: dict[str, Any]) -> None:
+    """:class:`isthmus.config.schema.RunConfig` sets the default."""
+    del schema["default"]
 
 
 class OptimConfig(Section):
@@ -17,8 +22,8 @@ class OptimConfig(Section):
     """adamw_8bit: AdamW of bitsandbytes with moments of 8 bits, 2 bytes per parameter instead of 8.
     muon: Muon for the weight matrices of the layers, each Hugging Face matrix and expert by itself, and AdamW for
     embeddings, output layer, norms, biases and routers."""
-    lr: float = Field(default=2e-5, gt=0)
-    """Peak learning rate."""
+    lr: float = Field(default=2e-5, gt=0, json_schema_extra=_of_recipe)
+    """Peak learning rate. Default: that of the recipe, for all weights or for adapters; see Learning rates."""
     lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Learning rates of tensors relative to lr, by patterns of their Hugging Face names, such as
     {model.embed_tokens.*: 0.1}; the first matching pattern counts."""
@@ -35,8 +40,9 @@ class OptimConfig(Section):
     """cosine_with_restarts: number of cosine decays from lr, of equal length."""
     warmup_steps: int = Field(default=0, ge=0, le=2**31 - 1)
     """Steps over which the learning rate rises from 0 to lr."""
-    warmup_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Instead of warmup_steps: share of the run's steps, rounded down."""
+    warmup_fraction: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=_of_recipe)
+    """Instead of warmup_steps: share of the run's steps, rounded down. Default, unless warmup_steps is given: that of
+    the recipe; schedules wsd and inverse_sqrt have none."""
     schedule_steps: Count | None = None
     """cosine, linear, polynomial, cosine_with_restarts: step of the run at which lr reaches min_lr; null: the last."""
     decay_steps: Count | None = None

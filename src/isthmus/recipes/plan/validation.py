@@ -111,8 +111,20 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         *teacher_messages(config, plan, precision),
         check_memory(plan, config, platform, precision, ranks_here=ranks_here),
         f"precision {precision}: {reason}",
+        learning_rate_message(config),
     )
     return RunContext(config, run_dir, resume, plan, tokenizer, prompts, platform, shape, precision, messages)
+
+
+def learning_rate_message(config: RunConfig) -> str:
+    """Learning rate and warm-up of the run, and where they come from."""
+    optim, default = config.optim, config.default_learning_rate
+    warmup = f"{optim.warmup_steps} steps" if optim.warmup_steps else f"{optim.warmup_fraction:.3g} of the steps"
+    text = f"learning rate {optim.lr:g}, warm-up of {warmup}"
+    kind = f"{config.recipe} {'with adapters' if config.lora.enabled else 'of all weights'}"
+    if (optim.lr, optim.warmup_steps, optim.warmup_fraction) == (default.lr, 0, default.warmup_fraction):
+        return f"{text}: the defaults of {kind}, {default.source}; optim.lr changes it"
+    return f"{text}: as given; the defaults of {kind} are {default.lr:g} and {default.warmup_fraction:g}"
 
 
 def _check_weights(config: RunConfig, plan: ModelPlan) -> None:

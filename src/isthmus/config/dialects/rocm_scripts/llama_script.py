@@ -146,6 +146,7 @@ def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
         "min_lr": 1e-5,
         "schedule": "cosine",
         "schedule_steps": 320000,
+        "warmup_steps": 0,
         "weight_decay": 0.1,
         "clip_grad": 1.0,
         "beta1": 0.9,
@@ -154,6 +155,7 @@ def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
     words = {
         "schedule": "--lr-decay-style cosine",
         "schedule_steps": "--lr-decay-iters 320000",
+        "warmup_steps": "--lr-warmup-iters 0",
         "beta1": "--adam-beta1 0.9",
         "beta2": "--adam-beta2 0.95",
     }

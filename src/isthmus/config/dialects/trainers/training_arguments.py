@@ -95,6 +95,7 @@ def put_learning_rate(keys: TrainerConfig) -> None:
     keys.put("optim.schedule", _SCHEDULES[name], "lr_scheduler_type")
     _put_schedule_options(keys, name, options, lr or 0.0)
     if name == "constant":
+        keys.put("optim.warmup_steps", 0, "lr_scheduler_type")
         for warmup in ("warmup_steps", "warmup_ratio"):
             keys.ignore(warmup, "The schedule constant has no warm-up; constant_with_warmup has one.")
     else:
@@ -127,10 +128,10 @@ def _put_warmup(keys: TrainerConfig) -> None:
         share, steps, source = steps, 0, "warmup_steps"
     else:
         source = "warmup_ratio"
-    if steps:
-        keys.put("optim.warmup_steps", int(steps), "warmup_steps")
-    elif share:
+    if share and not steps:
         keys.put("optim.warmup_fraction", float(share), source)
+    else:
+        keys.put("optim.warmup_steps", int(steps), "warmup_steps")
 
 
 def _put_optimizer(keys: TrainerConfig) -> None:
