@@ -77,8 +77,8 @@ def _learning_rates() -> list[str]:
     return [
         "## Learning rates",
         "",
-        "Defaults of `optim.lr` and `optim.warmup_fraction`. They are printed when a run starts. The best learning rate",
-        "depends on model and data; these are where others begin.",
+        "Defaults of `optim.lr` and `optim.warmup_fraction`, which a run prints when it starts. The best learning rate",
+        "depends on the model and the data.",
         "",
         "| recipe | trained | `optim.lr` | `optim.warmup_fraction` | source |",
         "| --- | --- | --- | --- | --- |",

@@ -25,6 +25,24 @@ STEP_KEYS = {
 }
 
 
+def test_few_records_make_the_default_batch_smaller_also_after_a_resume(
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
+) -> None:
+    args = [word for word in sft_args if not word.startswith("train.")] + ["data.packing=false", "train.epochs=0.5"]
+    first = isthmus(*args, "checkpoint.every=8")
+    assert "train.global_batch_size=1 instead of 16, so that 63 sequences of training data are" in first.stderr
+    assert first.result["steps"] == 32
+    out = tmp_path / "out"
+    assert load_config("sft", out / "config.yaml").train.global_batch_size == 1
+    assert [row["consumed_sequences"] for row in rows(out) if "loss" in row][:2] == [1, 2]
+    saved = out / "checkpoints" / "iter_0000024"
+    assert json.loads((saved / "run_record.json").read_text())["settings"]["train.global_batch_size"] == 1
+    resumed = isthmus(*args, "--out", tmp_path / "resumed", f"checkpoint.resume={saved}")
+    assert resumed.result["steps"] == 32 and resumed.result["loss"] == first.result["loss"]
+    other = isthmus(*args, "--out", tmp_path / "x", f"checkpoint.resume={saved}", "train.global_batch_size=4")
+    assert "train.global_batch_size 1 -> 4" in other.error(2)
+
+
 def test_files_and_metrics_of_a_run(isthmus: ForkServer, sft_args: list[str], model: Path, tmp_path: Path) -> None:
     more = ["train.eval_every=2", "checkpoint.every=2", "data.test_fraction=0.1"]
     result = isthmus(*sft_args, *more).result
@@ -85,6 +103,7 @@ def test_stderr_has_only_isthmus_messages(sft_args: list[str], tmp_path: Path) -
         "platform ",
         "layout: ",
         "precision ",
+        "learning rate ",
         "memory, estimated: ",
     )
     prefixes = (*settings, "isthmus ", "data: ", "training: ", "step ", "saved ", "exported ", "TensorBoard")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from isthmus.config.load import dump
@@ -22,6 +23,7 @@ from isthmus.errors import UsageError
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint, load_corpus, pads_to_one_length
 from isthmus.recipes.data.data_notes import data_notes
 from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
+from isthmus.recipes.data.default_batch import default_batch_size, total_steps, with_batch_size
 from isthmus.recipes.data.first_records import check_first_records
 from isthmus.recipes.exports import Exports
 from isthmus.recipes.model.model_source import answer_end
@@ -56,6 +58,11 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
     with checks:
         with trace_region("data preparation"):
             data = load_data(context, position, reporter, stop)
+        if data.train.global_batch_size != config.train.global_batch_size:
+            config = with_batch_size(config, data.train.global_batch_size)
+            context = replace(context, config=config)
+            if main:
+                record["settings"]["train.global_batch_size"] = data.train.global_batch_size
         check_schedule(config, data.steps)
         check_best(config, has_validation=data.valid is not None)
         with trace_region("loading the model"):
@@ -141,11 +148,20 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
     device_type = context.platform.device_type
     end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.head.score_head else None
-    train, valid, test = corpus.batches(config, position, dp, eod=eod, device_type=device_type, end=end)
+    make = partial(corpus.batches, position=position, dp=dp, eod=eod, device_type=device_type, end=end)
+    train, valid, test = make(config)
+    size = default_batch_size(config, train.sequences_per_epoch, dp)
+    if size != config.train.global_batch_size:
+        report(
+            f"train.global_batch_size={size} instead of {config.train.global_batch_size}, so that "
+            f"{train.sequences_per_epoch:,} sequences of training data are more steps; the setting changes it"
+        )
+        config = with_batch_size(config, size)
+        train, valid, test = make(config)
     if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
         why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
         report(f"pipeline: stages exchange the length of each micro batch, because {why}")
-    steps = config.train.steps or math.ceil((config.train.epochs or 1) * train.steps_per_epoch)
+    steps = total_steps(config, train.sequences_per_epoch, size)
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
         report(f"epochs of each set in {steps} steps: {epochs}")

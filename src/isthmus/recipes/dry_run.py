@@ -15,8 +15,9 @@ from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
-from isthmus.recipes.data.data_notes import epoch_count, epochs_note
+from isthmus.recipes.data.data_notes import epoch_count, epochs_note, few_steps_note
 from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
+from isthmus.recipes.data.default_batch import default_batch_size, total_steps
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.plan.resume_check import checked_record
@@ -71,19 +72,21 @@ def _size(context: RunContext, report: Report) -> str:
         check_best(config, has_validation=data.valid is not None)
         check_profiled_steps(config, data.steps)
         return f"{describe(context, data)}; {data.steps * data.train.tokens_per_step:,.0f} tokens in all"
-    estimate, batch = estimate_data(config, tokenizer, report), config.train.global_batch_size
+    estimate = estimate_data(config, tokenizer, report)
     parameters, steps_setting = describe_parameters(context.plan), config.train.steps
     if estimate is None:
         steps_known = "steps as many as the data has" if steps_setting is None else f"{steps_setting} steps"
         return f"training: {steps_known}; {parameters}; the tokens of this data are known when it is tokenized"
-    epoch = math.ceil(estimate.sequences / batch)
-    steps = steps_setting or math.ceil((config.train.epochs or 1) * epoch)
+    batch = default_batch_size(config, estimate.sequences, config.parallel.dp(context.plan.world_size))
+    epoch, steps = math.ceil(estimate.sequences / batch), total_steps(config, estimate.sequences, batch)
     for check in (check_schedule, check_profiled_steps):
         try:
             check(config, steps)
         except UsageError as error:
             report(f"the run may fail after it has tokenized the data: {error}")
-    for note in epochs_note(config, steps / epoch):
+    if batch != config.train.global_batch_size:
+        report(f"train.global_batch_size is about {batch}, so that few records are more steps")
+    for note in [*epochs_note(config, steps / epoch), *few_steps_note(config, steps, batch, round(estimate.sequences))]:
         report(f"note: {note}")
     tokens_per_step = estimate.tokens / estimate.sequences * batch
     return (

@@ -49,12 +49,12 @@ def test_the_learning_rate_and_its_reason_are_said(model: Path) -> None:
         lines = lines_of(model, {"mock": True}, {"steps": 3}, **sections)
         return next(line for line in lines if line.startswith("learning rate"))
 
-    assert line().startswith("learning rate 2e-05, warm-up of 0.03 of the steps: the defaults of sft of all weights, as")
-    assert line(lora={"rank": 2}).startswith("learning rate 0.0002, warm-up of 0.03 of the steps: the defaults of sft with")
-    given = line(lora={"rank": 2}, optim={"lr": 1e-3, "warmup_steps": 2})
-    assert given == (
-        "learning rate 0.001, warm-up of 2 steps: as given; the defaults of sft with adapters are 0.0002 and 0.03"
+    assert line().startswith("learning rate 2e-05, 3% warm-up: the default of sft of all weights, as")
+    assert line(lora={"rank": 2}).startswith(
+        "learning rate 0.0002, 3% warm-up: the default of sft with adapters, as in"
     )
+    given = line(lora={"rank": 2}, optim={"lr": 1e-3, "warmup_steps": 2})
+    assert given == "learning rate 0.001, 2 steps of warm-up (default of sft with adapters: 0.0002, 3%)"
 
 
 def test_many_epochs_are_said_before_the_data_is_tokenized(model: Path, tmp_path: Path) -> None:
@@ -85,3 +85,23 @@ def test_weights_of_the_hub_are_not_downloaded(model: Path, tmp_path: Path, monk
     assert lines[0].startswith("org/name: its weights are not in the Hub cache") and expected == [False, False]
     with pytest.raises(MissingInput, match="has no safetensors weights"):  # a folder of the user
         lines_of(cached, {"files": [str(data)]}, {"steps": 2})
+
+
+def test_the_default_batch_is_smaller_for_few_records(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chats.json"
+    data.write_text(json.dumps(CHATS))
+
+    def lines(train: dict[str, Any], seq_length: int = 64) -> list[str]:
+        values = {"recipe": "sft", "out": "absent", "model": {"path": str(model)}, "platform": "cpu"}
+        section = {"files": [str(data)], "seq_length": seq_length, "packing": False}
+        config = RunConfig.model_validate(values | {"data": section, "train": train})
+        reported: list[str] = []
+        dry_run.dry_run(config, world_size=1, ranks_here=1, report=reported.append)
+        return reported
+
+    few = lines({})
+    assert "train.global_batch_size is about 2, so that few records are more steps" in few
+    assert "about 32 steps" in few[-1] and not any("HARDLY" in line for line in few)
+    given = lines({"global_batch_size": 16})
+    assert "about 4 steps" in given[-1]
+    assert any("4 steps HARDLY TRAIN the model: the data has 63 sequences and train.global" in line for line in given)

@@ -33,7 +33,8 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the training data, also fractions; 1 if steps is not given."""
     global_batch_size: Sequences = 16
-    """Sequences (dpo, reward: pairs; kto: answers) per optimizer step, over all ranks."""
+    """Sequences (dpo, reward: pairs; kto: answers) per optimizer step, over all ranks. Not given: halved, also several
+    times, while train.epochs are less than 20 steps; not for the loss kto."""
     micro_batch_size: Sequences = 1
     """Sequences (dpo, reward: pairs; kto: answers) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None

@@ -9,6 +9,7 @@ import numpy as np
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
 from isthmus.families.architecture import Architecture
+from isthmus.recipes.data.default_batch import ENOUGH_STEPS
 from isthmus.recipes.registry import recipe_of
 
 _MOST_EPOCHS = 10
@@ -31,13 +32,20 @@ def data_notes(config: RunConfig, architecture: Architecture, train: Batches, st
             "Lower data.seq_length (data.overlong handles longer samples), or extend the positions with "
             "model.config.rope_scaling"
         )
-    if steps == 1:
-        notes.append(
-            f"this run has one step, with {train.sequences_per_epoch:,} sequences of training data and "
-            f"train.global_batch_size={train.global_batch_size}, so the learning rate has no schedule. Lower the batch "
-            "size, or raise train.epochs or train.steps"
-        )
+    notes += few_steps_note(config, steps, train.global_batch_size, train.sequences_per_epoch)
     return notes
+
+
+def few_steps_note(config: RunConfig, steps: int, batch_size: int, sequences: int) -> list[str]:
+    """Whether a run has too few steps to change the model, in one line. ``train.steps`` may be a short trial."""
+    if steps >= ENOUGH_STEPS or (config.train.steps is not None and steps > 1):
+        return []
+    smaller = "Lower the batch size or data.seq_length" if batch_size > 1 else "Lower data.seq_length"
+    count = "1 step HARDLY TRAINS" if steps == 1 else f"{steps} steps HARDLY TRAIN"
+    return [
+        f"{count} the model: the data has {sequences:,} sequences and train.global_batch_size={batch_size}. "
+        f"{smaller}, or raise train.epochs or train.steps"
+    ]
 
 
 def epochs_note(config: RunConfig, epochs: float, of_set: str = "") -> list[str]:

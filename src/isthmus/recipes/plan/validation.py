@@ -16,6 +16,7 @@ from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform, RunShape
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
+from isthmus.recipes.data.default_batch import with_batch_size
 from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
 from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.teacher_model import check_teacher, teacher_messages
@@ -30,7 +31,7 @@ from isthmus.recipes.plan.model_plan import (
     plan_model,
 )
 from isthmus.recipes.plan.step_matmuls import tuning_messages
-from isthmus.recipes.run_dir import RunDir
+from isthmus.recipes.run_dir import RunDir, read_record
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
 
@@ -70,6 +71,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
+    config = _with_recorded_batch_size(config, resume)
     plan = plan_model(open_run_model(config), config, world_size=world_size)
     check_training(config, plan)
     check_files(config)
@@ -119,12 +121,21 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
 def learning_rate_message(config: RunConfig) -> str:
     """Learning rate and warm-up of the run, and where they come from."""
     optim, default = config.optim, config.default_learning_rate
-    warmup = f"{optim.warmup_steps} steps" if optim.warmup_steps else f"{optim.warmup_fraction:.3g} of the steps"
-    text = f"learning rate {optim.lr:g}, warm-up of {warmup}"
+    warmup = f"{optim.warmup_steps} steps of" if optim.warmup_steps else f"{100 * optim.warmup_fraction:.3g}%"
+    text = f"learning rate {optim.lr:g}, {warmup} warm-up"
     kind = f"{config.recipe} {'with adapters' if config.lora.enabled else 'of all weights'}"
     if (optim.lr, optim.warmup_steps, optim.warmup_fraction) == (default.lr, 0, default.warmup_fraction):
-        return f"{text}: the defaults of {kind}, {default.source}; optim.lr changes it"
-    return f"{text}: as given; the defaults of {kind} are {default.lr:g} and {default.warmup_fraction:g}"
+        return f"{text}: the default of {kind}, {default.source}; optim.lr changes it"
+    return f"{text} (default of {kind}: {default.lr:g}, {100 * default.warmup_fraction:.3g}%)"
+
+
+def _with_recorded_batch_size(config: RunConfig, resume: Path | None) -> RunConfig:
+    """A default batch size may depend on the data, and that of a resumed run is in its checkpoint."""
+    if resume is None or "global_batch_size" in config.train.model_fields_set:
+        return config
+    settings = (read_record(resume) or {}).get("settings")
+    size = settings.get("train.global_batch_size") if isinstance(settings, dict) else None
+    return with_batch_size(config, size) if isinstance(size, int) else config
 
 
 def _check_weights(config: RunConfig, plan: ModelPlan) -> None:

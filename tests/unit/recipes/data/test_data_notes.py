@@ -14,6 +14,7 @@ from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.architecture import from_settings
 from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.recipes.data.data_notes import data_notes, epoch_count, model_positions
+from isthmus.recipes.data.default_batch import default_batch_size
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "num_query_groups": 1}
 MODEL = from_settings(
@@ -57,8 +58,8 @@ def test_positions_of_scaled_rope(kind, original, positions):
 
 
 def test_repeated_sequences_are_counted():
-    assert notes([5] * 8, 2, epochs=1) == []
-    (note,) = notes([5] * 10, 9, epochs=3)
+    assert notes([5] * 80, 20, epochs=1) == []
+    note, *_ = notes([5] * 10, 9, epochs=3)
     assert note.startswith("6 of 36 sequences are repeated: 9 steps of 4 take more than the 30 of train.epochs=3")
     assert notes([5] * 10, 9, steps=9) == []
 
@@ -67,7 +68,7 @@ def test_more_than_ten_epochs_of_fine_tuning_are_reported():
     (note,) = notes([5] * 60, 1000, batch=60, steps=1000)
     assert note.startswith("train.steps=1000 takes each sample 1,000 times, and more than 10 epochs of fine-tuning")
     assert notes([5] * 60, 10, batch=60, steps=10) == []
-    (note,) = notes([5] * 60, 11, batch=60, epochs=11)
+    note, *_ = notes([5] * 60, 11, batch=60, epochs=11)
     assert note.startswith("train.epochs=11 takes each sample 11 times")
     assert notes([5] * 60, 1000, batch=60, recipe="pretrain", steps=1000) == []
 
@@ -84,6 +85,33 @@ def test_large_numbers_of_epochs_have_all_digits(epochs, text):
     assert epoch_count(epochs) == text
 
 
-def test_one_step_is_reported():
+def test_few_steps_are_reported():
     (note,) = notes([5] * 4, 1, epochs=1)
-    assert note.startswith("this run has one step, with 4 sequences of training data and train.global_batch_size=4")
+    assert note.startswith(
+        "1 step HARDLY TRAINS the model: the data has 4 sequences and train.global_batch_size=4. Lower"
+    )
+    (note,) = notes([5] * 76, 19, epochs=1)
+    assert note.startswith("19 steps HARDLY TRAIN the model")
+    assert notes([5] * 80, 20, epochs=1) == [] == notes([5] * 76, 19, steps=19)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sequences", "dp", "size"),
+    [
+        ({}, 320, 1, 16),
+        ({}, 319, 1, 16),  # 20 steps, the last one reaches into the next epoch
+        ({}, 304, 1, 8),
+        ({}, 91, 1, 4),
+        ({}, 6, 1, 1),  # 6 steps are too few, and no batch is smaller
+        ({}, 6, 4, 4),
+        ({"train": {"epochs": 3}}, 91, 1, 8),
+        ({"train": {"micro_batch_size": 2}, "parallel": {"pp": 2, "vpp": 2}}, 6, 2, 8),
+        ({"train": {"global_batch_size": 16}}, 6, 1, 16),
+        ({"train": {"steps": 5}}, 6, 1, 16),
+        ({"recipe": "kto"}, 6, 1, 16),  # the KL divergence is estimated from the batch
+        ({"recipe": "kto", "kto": {"loss": "apo_zero_unpaired"}}, 6, 1, 1),
+    ],
+)
+def test_the_default_batch_has_enough_steps(settings, sequences, dp, size):
+    values = {"recipe": "sft", "out": "o", "model": {"path": "m"}, "data": {"files": ["f"]}} | settings
+    assert default_batch_size(RunConfig.model_validate(values), sequences, dp) == size

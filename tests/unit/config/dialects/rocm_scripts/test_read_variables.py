@@ -25,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "model.init": "random", "data.mock": True, "data.valid_fraction": 0.0, "parallel.tp": 1, "parallel.pp": 1,
     "parallel.cp": 1, "parallel.timeout_s": 7200.0, "train.precision": "bf16", "optim.lr": 1e-4, "optim.min_lr": 1e-5,
     "optim.schedule": "cosine", "optim.schedule_steps": 320000, "optim.weight_decay": 0.1, "optim.clip_grad": 1.0,
+    "optim.warmup_steps": 0,
     "optim.beta1": 0.9, "optim.beta2": 0.95, "tokenizer.type": "NullTokenizer", "checkpoint.save_final": False,
     "checkpoint.export_final": False, "logging.every": 1, "logging.style": "megatron",
 }  # fmt: skip
