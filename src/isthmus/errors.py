@@ -156,6 +156,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), _CREDENTIALS.sub("***@", text))
 
 
+def counted(number: int | float, noun: str) -> str:
+    """A number with its noun: 1 step, 1,000 steps."""
+    return f"{number:,.10g} {noun}" if number == 1 else f"{number:,.10g} {noun}s"
+
+
 def is_lost_rank(error: BaseException | None) -> bool:
     """Whether a collective failed with ``error`` because another rank ended or does not answer."""
     is_dist_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch.distributed

@@ -116,15 +116,15 @@ def test_beginning_of_a_run(isthmus: ForkServer, sft_args: list[str], model: Pat
     epoch = [*sft_args, "data.packing=false", "train.global_batch_size=3", "train.steps=null", "train.epochs=1"]
     shown = isthmus(*epoch).stderr
     first, *others = shown.splitlines()
-    assert first.startswith("isthmus ") and f"  model {model}  data {sft_args[4]}  1 epochs  1 rank" in first
+    assert first.startswith("isthmus ") and f"  model {model}  data {sft_args[4]}  1 epoch  1 rank" in first
     (line,) = [line for line in others if line.startswith("training: ")]
     tokens = [row["num_tokens"] for row in rows(tmp_path / "out") if "loss" in row]
     parameters = sum(math.prod(info.shape) for info in ModelFolder.open(model).tensors.values())
     assert line == (
-        f"training: {len(tokens)} steps, 1 epochs, {sum(tokens) / len(tokens):,.0f} tokens per step; "
+        f"training: {len(tokens)} steps, 1 epoch, {sum(tokens) / len(tokens):,.0f} tokens per step; "
         f"{parameters:,} parameters, {parameters:,} trainable"
     )
-    assert max(len(line) for line in others if line.startswith("step ")) <= 100
+    assert max(len(line) for line in others if line.startswith("step ")) <= 80
     assert "allocator" not in shown and "oneDNN" not in shown
     assert "memory allocator: " in isthmus(*epoch, "--debug").stderr
 
@@ -192,7 +192,7 @@ def test_dry_run_prints_a_loadable_config_and_writes_nothing(
     printed = isthmus(*args, "--dry-run", "parallel.tp=2", "--nproc", "2")
     assert printed.returncode == 0 and not list(tmp_path.iterdir()), printed
     for line in (
-        "layout: tp=2 +sp pp=1 dp=1", "data: 1 files, the first records: 64 records -> 64 samples",
+        "layout: tp=2 +sp pp=1 dp=1", "data: 1 file, the first records: 64 records -> 64 samples",
         "training: 4 steps, about ", "estimated from the first records", "no run was started",
     ):  # fmt: skip
         assert line in printed.stderr

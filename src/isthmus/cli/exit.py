@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isthmus.errors import IOFailure, IsthmusError, explain, printable
+from isthmus.train.terminal_lines import width_of, wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def print_error(status: ExitStatus, *, debug: bool) -> None:
         if debug and status.traceback:
             print(printable(status.traceback), file=sys.stderr)
         if status.message:
-            print(f"isthmus: {printable(status.message)}", file=sys.stderr, flush=True)
+            text = wrapped(f"isthmus: {printable(status.message)}", width_of(sys.stderr))
+            print(text, file=sys.stderr, flush=True)
 
 
 def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:

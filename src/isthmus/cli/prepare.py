@@ -122,8 +122,11 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
     if as_json:
         show(result, as_json=True)
         return
+    from isthmus.data.tokenize.record_kinds import RECORD_KINDS
+
     stats = result.stats
-    for line in [f"{result.out}: {result.kind}, {stats.summary()}, {result.time_s:.1f} s", *stats.notes]:
+    summary = stats.summary(RECORD_KINDS[result.kind])
+    for line in [f"{result.out}: {result.kind}, {summary}, {result.time_s:.1f} s", *stats.notes]:
         print(_with_options(line), flush=True)
     for reason in stats.skipped.reasons:
         print(f"skipped: {_with_options(reason)}", file=sys.stderr, flush=True)

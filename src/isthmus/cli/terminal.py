@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from isthmus.train.terminal_lines import width_of, wrapped
+
 
 def show(result: Any, *, as_json: bool) -> None:
     """Print a result (with ``as_dict``) to stdout, as JSON or one value per line."""
@@ -22,17 +24,27 @@ def show(result: Any, *, as_json: bool) -> None:
             continue
         label = name.replace("_", " ")
         for item in value if isinstance(value, list) else [value]:
-            sys.stdout.write(f"{label:<{width}}  {_text(item)}\n")
+            sys.stdout.write(f"{label:<{width}}  {_text(item, name)}\n")
             label = ""
     sys.stdout.flush()
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, name: str) -> str:
+    """``value`` as people read it; the unit in its ``name`` decides how it is rounded."""
     if isinstance(value, tuple):
-        return ", ".join(map(_text, value))
+        return ", ".join(_text(item, name) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    digits = ".2f" if name.endswith("_gib") else ".0f" if name.endswith("_per_s") else ".6g"
+    return f"{value:,{digits}}"
+
+
+def note(text: str) -> None:
+    """Print to stderr, with line ends between words on a terminal; a closed one does not matter."""
+    with contextlib.suppress(OSError):
+        print(wrapped(text, width_of(sys.stderr)), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json as json_module
 import logging
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,9 +16,10 @@ import typer
 from isthmus import __version__
 from isthmus.cli.completion import complete_word
 from isthmus.cli.options import Debug, Json, Public, Push, Trust, verb
+from isthmus.cli.terminal import note, show
 from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.data.readers.data_names import describe_sources
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import Preempted, UsageError, counted
 
 if TYPE_CHECKING:
     from isthmus.config.schema import RunConfig
@@ -131,7 +130,6 @@ def train(
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.terminal import show
     from isthmus.config.load import dump, load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
@@ -153,8 +151,7 @@ def train(
             _check_only(config, joined=joined, nproc=nproc)
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
-        with suppress(OSError):  # nobody reads it
-            print(_run_line(config, world_size() if joined else nproc), file=sys.stderr, flush=True)
+        note(_run_line(config, world_size() if joined else nproc))
     if not joined and nproc > 1:
         return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
@@ -169,6 +166,8 @@ def train(
     result = run_recipe(config)
     if rank() == 0:
         show(result, as_json=json)
+        if not json:
+            note("\n  ".join(["next:", *result.next_commands(config)]))
     return 0
 
 
@@ -178,9 +177,9 @@ def _check_only(config: RunConfig, *, joined: bool, nproc: int) -> None:
     from isthmus.recipes.dry_run import dry_run
 
     ranks, here = (world_size(), local_world_size()) if joined else (nproc, nproc)
-    print(_run_line(config, ranks), file=sys.stderr, flush=True)
-    dry_run(config, world_size=ranks, ranks_here=here, report=lambda line: print(line, file=sys.stderr, flush=True))
-    print("no run was started (--dry-run)", file=sys.stderr, flush=True)
+    note(_run_line(config, ranks))
+    dry_run(config, world_size=ranks, ranks_here=here, report=note)
+    note("no run was started (--dry-run)")
 
 
 def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
@@ -213,7 +212,7 @@ def _rehearsal(config: RunConfig, ranks: int) -> RunConfig:
             "rehearsal, not the run: a small model with random weights on CPUs; loss and speed do not predict the run's"
         )
         lines = [f"{what}. Settings that differ:"]
-        print("\n  ".join([*lines, *changes]), file=sys.stderr, flush=True)
+        note("\n  ".join([*lines, *changes]))
     return config
 
 
@@ -222,10 +221,10 @@ def _run_line(config: RunConfig, ranks: int) -> str:
     data, train = config.data, config.train
     files = [*data.files, *data.sets] or ["random tokens"]
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    length = f"{train.steps} steps" if train.steps is not None else f"{train.epochs:,.10g} epochs"
+    length = counted(train.epochs or 1, "epoch") if train.steps is None else counted(train.steps, "step")
     return (
         f"isthmus {__version__}  {config.recipe}  model {config.model.path or 'from model.config'}  "
-        f"data {', '.join(files[:3])}{more}  {length}  {ranks} {'rank' if ranks == 1 else 'ranks'}  out {config.out}"
+        f"data {', '.join(files[:3])}{more}  {length}  {counted(ranks, 'rank')}  out {config.out}"
     )
 
 

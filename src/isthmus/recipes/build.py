@@ -19,9 +19,9 @@ from isthmus.engine.parallel.live_parameters import live_tensors
 from isthmus.engine.parallel.process_groups import Position, agree, gather_objects, on_rank_0
 from isthmus.engine.step import Stepper
 from isthmus.engine.trace_region import trace_region
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, counted
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint, load_corpus, pads_to_one_length
-from isthmus.recipes.data.data_notes import data_notes
+from isthmus.recipes.data.data_notes import data_notes, split_note
 from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
 from isthmus.recipes.data.default_batch import default_batch_size, total_steps, with_batch_size
 from isthmus.recipes.data.first_records import check_first_records
@@ -158,13 +158,15 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
         )
         config = with_batch_size(config, size)
         train, valid, test = make(config)
+    if not config.data.mock and (valid or test):
+        report(split_note(config, corpus))
     if config.parallel.pp > 1 and device_type == "cuda" and not pads_to_one_length(config, device_type):
         why = "data.packing=false" if not config.data.packing else "moe.capacity_factor is set"
         report(f"pipeline: stages exchange the length of each micro batch, because {why}")
     steps = total_steps(config, train.sequences_per_epoch, size)
     if corpus.mixture:
         epochs = ", ".join(f"{name} {epochs:.2f}" for name, epochs in train.epochs(steps).items())
-        report(f"epochs of each set in {steps} steps: {epochs}")
+        report(f"epochs of each set in {counted(steps, 'step')}: {epochs}")
     for note in data_notes(config, plan.architecture, train, steps):
         report(f"note: {note}")
     return RunData(train, valid, test, steps, corpus.fingerprint(config))

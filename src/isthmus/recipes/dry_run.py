@@ -9,13 +9,13 @@ from typing import Literal
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
 from isthmus.engine.parallel.process_groups import FIRST_RANK
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, counted
 from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
-from isthmus.recipes.data.data_notes import epoch_count, epochs_note, few_steps_note
+from isthmus.recipes.data.data_notes import epochs_note, epochs_text, few_steps_note
 from isthmus.recipes.data.data_sources import Report, data_settings, find_data_sources
 from isthmus.recipes.data.default_batch import default_batch_size, total_steps
 from isthmus.recipes.data.first_records import estimate_data, known_corpus
@@ -75,7 +75,7 @@ def _size(context: RunContext, report: Report) -> str:
     estimate = estimate_data(config, tokenizer, report)
     parameters, steps_setting = describe_parameters(context.plan), config.train.steps
     if estimate is None:
-        steps_known = "steps as many as the data has" if steps_setting is None else f"{steps_setting} steps"
+        steps_known = "steps as many as the data has" if steps_setting is None else counted(steps_setting, "step")
         return f"training: {steps_known}; {parameters}; the tokens of this data are known when it is tokenized"
     batch = default_batch_size(config, estimate.sequences, config.parallel.dp(context.plan.world_size))
     epoch, steps = math.ceil(estimate.sequences / batch), total_steps(config, estimate.sequences, batch)
@@ -90,9 +90,9 @@ def _size(context: RunContext, report: Report) -> str:
         report(f"note: {note}")
     tokens_per_step = estimate.tokens / estimate.sequences * batch
     return (
-        f"training: {'' if steps_setting else 'about '}{steps} steps, about {epoch_count(steps / epoch)} epochs, about "
-        f"{tokens_per_step:,.0f} tokens per step and {steps * tokens_per_step:,.0f} in all, estimated from the first "
-        f"records; {parameters}"
+        f"training: {'' if steps_setting else 'about '}{counted(steps, 'step')}, about "
+        f"{epochs_text(config, steps / epoch)}, about {tokens_per_step:,.0f} tokens per step and "
+        f"{steps * tokens_per_step:,.0f} in all, estimated from the first records; {parameters}"
     )
 
 

@@ -13,6 +13,8 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import write_mapping
 from isthmus.data.batching.batches import Batches
 from isthmus.data.readers.data_names import HUB
+from isthmus.data.tokenize.record_kinds import RecordKind
+from isthmus.errors import counted
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
 from isthmus.recipes.data.data_notes import epoch_count
@@ -59,7 +61,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         "## Loss",
         _losses(metrics, step),
         "## Data",
-        _data(data, step),
+        _data(recipe.records, data, step),
         "## Settings",
         "Settings that differ from the defaults:",
         f"```yaml\n{write_mapping(_changed_settings(config))}```",
@@ -99,14 +101,18 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and abs(value) < 1e300 else "not finite"
 
 
-def _data(data: Batches, step: int) -> str:
+def _data(records: RecordKind, data: Batches, step: int) -> str:
     sequences = step * data.global_batch_size
     per_sequence = data.tokens_per_step / data.global_batch_size
-    lines = ["| data set | samples | epochs |", "| --- | --- | --- |"]
+    lines = ["| data set | size | epochs |", "| --- | --- | --- |"]
     epochs = data.epochs(step) if step else dict.fromkeys((share.name for share in data.shares), 0.0)
-    lines += [f"| {share.name} | {share.samples:,} | {epoch_count(epochs[share.name])} |" for share in data.shares]
+    lines += [
+        f"| {share.name} | {records.counted(share.samples)} | {epoch_count(epochs[share.name])} |"
+        for share in data.shares
+    ]
     return (
-        "\n".join(lines) + f"\n\n{step:,} steps of {data.global_batch_size} sequences: {sequences:,} sequences, about "
+        "\n".join(lines)
+        + f"\n\n{counted(step, 'step')} of {data.global_batch_size} sequences: {sequences:,} sequences, about "
         f"{sequences * per_sequence:,.0f} tokens."
     )
 

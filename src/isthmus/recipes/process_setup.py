@@ -10,7 +10,7 @@ import torch
 
 from isthmus.config.load import load_config
 from isthmus.engine.linear.tuned_matmuls import tuned_threads
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, counted
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu_threads import cores, cores_in_use
 from isthmus.platforms.deterministic import use_deterministic_algorithms
@@ -64,12 +64,13 @@ def prepare_process(context: RunContext) -> list[str]:
         if threads > (most := max(_MAX_THREADS, 4 * (os.cpu_count() or 1))):  # OpenMP ends a process that has too many
             raise UsageError(f"train.threads={threads} is more than the {most} that are sensible here. Lower it.")
         torch.set_num_threads(threads)
-        messages.append(f"{threads} threads a rank (train.threads)")
+        messages.append(f"{counted(threads, 'thread')} a rank (train.threads)")
     elif platform.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         available = cores()
         threads = max(1, available // local_ranks)
         torch.set_num_threads(threads)
-        messages.append(f"{threads} threads a rank ({local_ranks} ranks on this machine's {available} cores)")
+        on_cores = f"{counted(local_ranks, 'rank')} on this machine's {counted(available, 'core')}"
+        messages.append(f"{counted(threads, 'thread')} a rank ({on_cores})")
     details = platform.prepare_process()
     for detail in () if on_gpu else (*details, *environment):
         _logger.debug(detail)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
-from isthmus.recipes.data.data_notes import epoch_count
+from isthmus.errors import counted
+from isthmus.recipes.data.data_notes import epochs_text
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.parameter_counts import num_parameters
 from isthmus.recipes.plan.validation import RunContext
+from isthmus.recipes.registry import recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,24 @@ class RunResult:
         """All fields by name."""
         return asdict(self)
 
+    def next_commands(self, config: RunConfig) -> list[str]:
+        """What to type after the run: commands for its folder."""
+        out = shlex.quote(self.out)
+        commands = [f"isthmus report {out}"]
+        if self.model is not None and not recipe_of(config).trains_scores:
+            return [f"isthmus chat {out}", *commands, f"isthmus eval {out} --tasks hellaswag"]
+        if self.model is None and self.adapter is not None and config.model.path is not None:
+            base, adapter = shlex.quote(config.model.path), shlex.quote(self.adapter)
+            commands.append(f"isthmus merge {base} {adapter} {shlex.quote(self.out.rstrip('/') + '-merged')}")
+        return commands
+
 
 def describe(context: RunContext, data: RunData) -> str:
     """Steps, epochs, tokens of a step and parameters."""
-    epochs = f"{epoch_count(data.steps * data.train.global_batch_size / data.train.sequences_per_epoch)} epochs"
+    epochs = data.steps * data.train.global_batch_size / data.train.sequences_per_epoch
+    passes = "random tokens" if context.config.data.mock else epochs_text(context.config, epochs)
     return (
-        f"training: {data.steps} steps, {'random tokens' if context.config.data.mock else epochs}, "
+        f"training: {counted(data.steps, 'step')}, {passes}, "
         f"{data.train.tokens_per_step:,.0f} tokens per step; {describe_parameters(context.plan)}"
     )
 

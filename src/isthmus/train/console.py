@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from isthmus.engine.trace_region import current_region
 from isthmus.train.metrics import StepMetrics, duration, step_cell
+from isthmus.train.terminal_lines import width_of, wrapped
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -21,6 +22,8 @@ _CLOSED = (OSError, ValueError)
 _SHORTEST_BAR = 10
 """Columns."""
 _REFRESHES_PER_S = 4.0
+_CTRL_C = len("^C") + 1
+"""Columns right of the bar for what a terminal echoes: on the next line, it would leave the bar on the screen."""
 
 
 class Console:
@@ -38,6 +41,7 @@ class Console:
         if self._style == "lines" or (self._style == "auto" and not _can_redraw()):
             return
         from rich.console import Console as RichConsole
+        from rich.console import ConsoleDimensions
         from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
         from rich.table import Column
         from rich.text import Text
@@ -48,6 +52,11 @@ class Console:
                 return Text(task.description if region.startswith("step") else region or task.description)
 
         class Terminal(RichConsole):
+            @property  # type: ignore[misc]  # nobody sets it
+            def size(self) -> ConsoleDimensions:
+                width, height = super().size
+                return ConsoleDimensions(max(1, width - _CTRL_C), height)
+
             def show_cursor(self, show: bool = True) -> bool:
                 """No-op: it would stay hidden after a kill, which no process can handle."""
                 return False
@@ -74,9 +83,10 @@ class Console:
     def print(self, text: str) -> None:
         with suppress(*_CLOSED):
             if self._bar is None:
-                print(text, file=sys.stderr, flush=True)
+                print(wrapped(text, width_of(sys.stderr)), file=sys.stderr, flush=True)
             else:
-                self._bar[0].console.print(text, markup=False, soft_wrap=True)
+                console = self._bar[0].console
+                console.print(wrapped(text, console.width + _CTRL_C), markup=False, soft_wrap=True)
 
     def advance(self, metrics: StepMetrics, total_steps: int, left_s: float | None) -> None:
         """Show a step; ``left_s`` is the remaining time in seconds."""

@@ -10,9 +10,9 @@ from typing import Any
 _ONLY_IF_KNOWN = ("loss_scale", "skipped", "memory_used")
 _PRINTED = {
     "perplexity": "ppl",
-    "mean_token_accuracy": "accuracy",
+    "mean_token_accuracy": "acc",
     "rewards/margins": "margin",
-    "rewards/accuracies": "accuracy",
+    "rewards/accuracies": "acc",
     "sft_loss": "sft",
 }
 """Printed metrics of the objective, and their printed names."""
@@ -87,9 +87,9 @@ class StepMetrics:
         return row
 
 
-WIDTH = 100
-"""Columns of a printed line, at most."""
-_DISPENSABLE = ("left", "GiB", "MFU", "TFLOP/s", "lr")
+WIDTH = 80
+"""Columns of the line of a step, at most."""
+_DISPENSABLE = ("GiB", "left", "lr", "MFU", "TFLOP/s", "tok/s")
 """Cells without which a wide line still makes sense, in this order; metrics.jsonl has them."""
 
 
@@ -121,7 +121,8 @@ def step_cell(step: int, total_steps: int) -> str:
 
 def printed(objective: Mapping[str, float]) -> dict[str, str]:
     """The printed metrics of the objective by name."""
-    return {name: f"{name} {objective[key]:6.3f}" for key, name in _PRINTED.items() if key in objective}
+    widths = {name: 5 if name == "acc" else 6 for name in _PRINTED.values()}
+    return {name: f"{name} {objective[key]:{widths[name]}.3f}" for key, name in _PRINTED.items() if key in objective}
 
 
 def shortened(text: str, width: int) -> str:

@@ -186,7 +186,8 @@ class Reporter:
             self._trackers.log_answers(answers, step)
         text = " ".join(f"{answers[0][0]} -> {answers[0][1]}".split())
         cell = step_cell(step, self._total_steps)
-        self._console.print(f"{cell}  {shortened(text, WIDTH - 20)}  ({self._samples_path})")
+        file = f"  ({self._samples_path.name})"
+        self._console.print(f"{cell}  {shortened(text, WIDTH - len(cell) - 2 - len(file))}{file}")
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._metrics is not None, "begin() comes first"

@@ -44,7 +44,8 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     def run(config: RunConfig) -> Any:
         calls.append(config)
-        return SimpleNamespace(as_dict=lambda: {"loss": 1.25, "model": "o/hf", "valid_loss": None})
+        values = {"loss": 1.25, "model": "o/hf", "valid_loss": None, "memory_gib": 0.41316, "tokens_per_s": 6665.81}
+        return SimpleNamespace(as_dict=lambda: values, next_commands=lambda config: [f"isthmus chat {config.out}"])
 
     stand_in = ModuleType("isthmus.recipes.run")
     stand_in.run_recipe = run  # type: ignore[attr-defined]
@@ -65,9 +66,14 @@ def test_options_file_and_settings_reach_the_recipe(recipe: list[RunConfig], tmp
 
 def test_result_as_text_and_as_json(recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(RUN) == 0
-    assert capsys.readouterr().out == "loss        1.25\nmodel       o/hf\n"
+    printed = capsys.readouterr()
+    assert printed.out.split("\n") == [
+        "loss          1.25", "model         o/hf", "memory gib    0.41", "tokens per s  6,666", ""
+    ]  # fmt: skip
+    assert printed.err.endswith("next:\n  isthmus chat o\n")
     assert main([*RUN, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"loss": 1.25, "model": "o/hf", "valid_loss": None}
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["memory_gib"] == 0.41316 and "next:" not in printed.err
 
 
 def test_dry_run_prints_the_config_and_the_first_error(
@@ -168,7 +174,7 @@ def test_first_line_comes_before_torch() -> None:
     done = subprocess.run([sys.executable, "-c", main_only], env=environment, capture_output=True, text=True)
     assert not done.stdout
     line, error = done.stderr.splitlines()
-    assert line == f"isthmus {isthmus.__version__}  sft  model m  data d.json  1 epochs  1 rank  out o"
+    assert line == f"isthmus {isthmus.__version__}  sft  model m  data d.json  1 epoch  1 rank  out o"
     assert error.startswith("isthmus: ") and "torch" in error
 
 

@@ -40,7 +40,7 @@ def test_prepare_prints_its_result(files, tokenizer, capsys):
     words[3] += "2"
     assert main([*words, "--workers", "1"]) == 0
     printed = capsys.readouterr()
-    assert "out2: text, 4 records -> 1 samples, " in printed.out
+    assert "out2: text, 4 records -> 1 sample, " in printed.out
     assert "skipped: " in printed.err
 
 

@@ -57,7 +57,7 @@ def test_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
         "| validation | 2 | 3.25 | mean_token_accuracy 0.5 |",
         "| test | 2 | not finite | perplexity not finite |",
         "| training | 2 | 3.5 |  |",
-        "| data | 8 | 1 |",
+        "| data | 8 samples | 1 |",
         "2 steps of 4 sequences: 8 sequences, about 40 tokens.",
         "  lr: 0.0003",
         "- hf:org/chats/en:train",

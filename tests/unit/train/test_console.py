@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -15,6 +16,7 @@ import pytest
 
 from isthmus.train.console import Console, ProgressStyle, live_figures
 from isthmus.train.metrics import StepMetrics
+from isthmus.train.terminal_lines import wrapped
 
 
 def metrics(step: int) -> StepMetrics:
@@ -113,6 +115,40 @@ def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
         console.print("a line")
         console.close()
         assert ("training" in capsys.readouterr().err) == has_bar
+
+
+def test_prose_breaks_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/runs/" + "long" * 20
+    prose = f"data.seq_length=2048 is more than the 1,024 positions of this model, see {path} for all of its settings"
+    step = "x" * 80
+    with terminal(monkeypatch, width=80) as written:
+        console = Console()
+        console.print(prose)
+        console.show_progress(10)
+        console.print(prose)
+        console.print(step)
+        console.close()
+    lines = shown(written[0])
+    expected = [
+        "data.seq_length=2048 is more than the 1,024 positions of this model, see",
+        f"  {path}",
+        "  for all of its settings",
+    ]
+    assert lines[:3] == expected and expected[2] in lines[3:] and step in lines
+    assert wrapped(prose, 0) == prose
+
+
+def test_an_echoed_ctrl_c_fits_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the next line of the terminal, the bar above could not be erased."""
+    with terminal(monkeypatch, width=80) as written:
+        console = Console()
+        console.show_progress(10)
+        console.advance(metrics(2), 10, 12.0)
+        console.close()
+    bars = [
+        line for line in re.split(r"\r|\n", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written[0])) if "training" in line
+    ]
+    assert bars and max(map(len, bars)) <= 80 - len("^C")
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])

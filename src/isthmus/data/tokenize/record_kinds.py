@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from isthmus.data.chat.chat_records import Conversation, Kind, LabelledRecord, PreferenceRecord, parse_chat
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import Record
+from isthmus.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,10 @@ class RecordKind:
     @property
     def is_text(self) -> bool:
         return self.parse is None
+
+    def counted(self, sequences: int) -> str:
+        """So many sequences as users count them: those of a pair are one."""
+        return counted(sequences // len(self.roles), "pair") if self.roles else counted(sequences, "sample")
 
 
 _KINDS = (

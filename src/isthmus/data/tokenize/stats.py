@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from isthmus.data.readers.chunks import SkippedRecords
+from isthmus.errors import counted
+
+if TYPE_CHECKING:
+    from isthmus.data.tokenize.record_kinds import RecordKind
 
 Overlong = Literal["drop", "truncate", "split", "error"]
 """Handling of samples of more than seq_length + 1 tokens."""
@@ -81,10 +85,11 @@ class TokenizeStats:
         powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
         self.lengths.update({1 << power: int(count) for power, count in enumerate(np.bincount(powers)) if count})
 
-    def summary(self) -> str:
-        """One line; counts of zero are omitted."""
-        samples = f"{self.records} records -> {self.samples} samples"
-        return ", ".join([samples, f"{self.tokens} tokens", f"{self.loss_tokens} with loss", *self.changes()])
+    def summary(self, kind: RecordKind) -> str:
+        """One line for records of ``kind``; counts of zero are omitted."""
+        samples = f"{counted(self.records, 'record')} -> {kind.counted(self.samples)}"
+        tokens = f"{counted(self.tokens, 'token')}, {self.loss_tokens:,} with loss"
+        return ", ".join([samples, tokens, *self.changes()])
 
     def changes(self) -> list[str]:
         """The counts above zero of split, cut, dropped and skipped samples."""
@@ -96,7 +101,7 @@ class TokenizeStats:
             "dropped without loss tokens": self.dropped_without_loss,
             "bad records skipped": self.skipped.count,
         }
-        return [f"{count} {what}" for what, count in counts.items() if count]
+        return [f"{count:,} {what}" for what, count in counts.items() if count]
 
     def as_dict(self) -> dict[str, Any]:
         """All counts, for a manifest."""

@@ -8,7 +8,9 @@ import numpy as np
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
+from isthmus.errors import counted
 from isthmus.families.architecture import Architecture
+from isthmus.recipes.data.corpus import Corpus
 from isthmus.recipes.data.default_batch import ENOUGH_STEPS
 from isthmus.recipes.registry import recipe_of
 
@@ -43,7 +45,7 @@ def few_steps_note(config: RunConfig, steps: int, batch_size: int, sequences: in
     smaller = "Lower the batch size or data.seq_length" if batch_size > 1 else "Lower data.seq_length"
     count = "1 step HARDLY TRAINS" if steps == 1 else f"{steps} steps HARDLY TRAIN"
     return [
-        f"{count} the model: the data has {sequences:,} sequences and train.global_batch_size={batch_size}. "
+        f"{count} the model: the data has {counted(sequences, 'sequence')} and train.global_batch_size={batch_size}. "
         f"{smaller}, or raise train.epochs or train.steps"
     ]
 
@@ -60,9 +62,31 @@ def epochs_note(config: RunConfig, epochs: float, of_set: str = "") -> list[str]
     ]
 
 
+def split_note(config: RunConfig, corpus: Corpus) -> str:
+    """How many samples the run trains on, and how many are for validation and test."""
+    data, records = config.data, recipe_of(config).records
+    parts = [f"{records.counted(len(corpus.train))} to train on"]
+    uses = (("valid", "validation", corpus.valid), ("test", "test", corpus.test))
+    for name, purpose, samples in uses:
+        if samples is not None:
+            files, fraction = getattr(data, f"{name}_files"), getattr(data, f"{name}_fraction")
+            setting = f"data.{name}_files" if files else f"data.{name}_fraction={fraction:g}"
+            parts.append(f"{records.counted(len(samples))} for {purpose} ({setting})")
+    return f"data: {', '.join(parts)}"
+
+
 def epoch_count(epochs: float) -> str:
     """Three digits, and all digits of large numbers: 0.25, 12.5, 1,000."""
     return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
+
+
+def epochs_text(config: RunConfig, epochs: float) -> str:
+    """Epochs of a run, and the reason if they are not those of ``train.epochs``."""
+    text, requested = epoch_count(epochs), config.train.epochs or 1
+    why = ""
+    if config.train.steps is None and text != epoch_count(requested):
+        why = f" (train.epochs={requested:g}, and the last step is filled up)"
+    return f"{text} {'epoch' if text == '1' else 'epochs'}{why}"
 
 
 def model_positions(architecture: Architecture) -> int:
@@ -83,7 +107,8 @@ def _repeats(config: RunConfig, train: Batches, steps: int) -> list[str]:
     if more < 1:
         return []
     return [
-        f"{more:,} of {sequences:,} sequences are repeated: {steps:,} steps of {train.global_batch_size} take more "
-        f"than the {requested:,.0f} of train.epochs={config.train.epochs or 1:g}, since the last step of an epoch is "
+        f"{more:,} of {sequences:,} sequences are repeated: {counted(steps, 'step')} of {train.global_batch_size} "
+        f"{'takes' if steps == 1 else 'take'} more than the {requested:,.0f} of "
+        f"train.epochs={config.train.epochs or 1:g}, since the last step of an epoch is "
         "filled up with sequences of the next"
     ]

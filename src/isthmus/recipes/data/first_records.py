@@ -24,7 +24,7 @@ from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.readers.json_chunks import JsonArrayChunk, JsonLinesChunk
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer
-from isthmus.errors import DataError
+from isthmus.errors import DataError, counted
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.corpus import (
     Corpus,
@@ -166,9 +166,10 @@ def _size(
     if not_opened := [name for name in find_sources(source.files).names if name.startswith(HUB)]:
         report(f"{source.name}: {', '.join(not_opened)} is not checked here: the run downloads it")
     if names:
-        report(f"{source.name}: {len(names)} files, the first records: {stats.summary()}")
+        records = recipe_of(config).records
+        report(f"{source.name}: {counted(len(names), 'file')}, the first records: {stats.summary(records)}")
     if is_complete:
-        check_not_empty(stats, names, tokenize.options.seq_length)
+        check_not_empty(stats, names, tokenize.options)
     if not known or not sequences:
         return None
     share = sum(map(_num_bytes, names)) / seen_bytes

@@ -161,7 +161,7 @@ def tokenize_files(
                     output.add(chunk)
                     on_progress(output.stats)
             output.flush()
-            check_not_empty(output.stats, files.names, options.seq_length)
+            check_not_empty(output.stats, files.names, options)
             report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
             output.assemble(token_dtype(tokenizer.vocab_size), not is_text, {**inputs, "report": report})
         output.publish()
@@ -221,8 +221,9 @@ def _inputs(
     }
 
 
-def check_not_empty(stats: TokenizeStats, names: Sequence[str], seq_length: int | None) -> None:
+def check_not_empty(stats: TokenizeStats, names: Sequence[str], options: TokenizeOptions) -> None:
     if not stats.samples:
         reason = f" First: {stats.skipped.reasons[0]}" if stats.skipped.reasons else ""
-        limit = "" if seq_length is None else f" (seq_length={seq_length})"
-        raise DataError(f"{first_names(names)}: no sample is left to train on{limit}: {stats.summary()}.{reason}")
+        limit = "" if options.seq_length is None else f" (seq_length={options.seq_length})"
+        summary = stats.summary(RECORD_KINDS[options.kind])
+        raise DataError(f"{first_names(names)}: no sample is left to train on{limit}: {summary}.{reason}")

@@ -13,7 +13,7 @@ from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, ope
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
 from isthmus.data.tokenize.stats import TokenizeStats
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError, UsageError, counted
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.data_sources import DataSettings, DataSource, Report, tokenizer_record
 
@@ -27,18 +27,18 @@ def open_sources(
     report: Report,
     tokenized: dict[str, TokenizeStats],
 ) -> list[SampleStore]:
-    stores = []
+    stores, records = [], settings.recipe.records
     for source in sources:
         store, fit = open_samples(source, settings, tokenizer, folder)
         lines: list[str] = []
         if stats := tokenized.get(source.key):
-            if settings.recipe.records.is_text:  # documents become samples of at most seq_length + 1 tokens here
+            if records.is_text:  # documents become samples of at most seq_length + 1 tokens here
                 loss_tokens = store.num_tokens - len(store)
                 stats = replace(stats, samples=len(store), tokens=store.num_tokens, loss_tokens=loss_tokens)
-            lines = [stats.summary(), *stats.notes]
+            lines = [stats.summary(records), *stats.notes]
         elif source.prepared:
-            counts = f"{len(source.files)} prepared -> {len(store)} samples, {store.num_tokens} tokens"
-            lines = [", ".join([counts, *fit.changes()])]
+            samples = f"{counted(len(source.files), 'prepared file')} -> {records.counted(len(store))}"
+            lines = [", ".join([samples, counted(store.num_tokens, "token"), *fit.changes()])]
         for line in lines:
             report(f"{source.name}: {line}")
         if not len(store):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.data.batching.batches import Batches, BatchSettings
+from isthmus.data.tokenize.record_kinds import CHAT, PREFERENCE
+from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +38,14 @@ def test_chats_become_samples(tmp_path, tokenizer):
         num_loss_tokens(store),
     )
     assert stats.notes == []
-    assert stats.summary().startswith("3 records -> 3 samples, ")
+    assert stats.summary(CHAT).startswith("3 records -> 3 samples, ")
+
+
+def test_pairs_are_counted_as_pairs():
+    stats = TokenizeStats(records=300, samples=598, tokens=123456, loss_tokens=1, dropped_overlong=1)
+    expected = "300 records -> 299 pairs, 123,456 tokens, 1 with loss, 1 dropped as too long"
+    assert stats.summary(PREFERENCE) == expected
+    assert TokenizeStats(records=1, samples=1, tokens=1).summary(CHAT) == "1 record -> 1 sample, 1 token, 0 with loss"
 
 
 def test_long_samples_are_truncated_or_dropped(tmp_path, tokenizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from isthmus.config.schema import RunConfig
@@ -13,7 +14,14 @@ from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.families.architecture import from_settings
 from isthmus.families.blocks.rotary import RopeScaling
-from isthmus.recipes.data.data_notes import data_notes, epoch_count, model_positions
+from isthmus.recipes.data.corpus import Corpus
+from isthmus.recipes.data.data_notes import (
+    data_notes,
+    epoch_count,
+    epochs_text,
+    model_positions,
+    split_note,
+)
 from isthmus.recipes.data.default_batch import default_batch_size
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "num_query_groups": 1}
@@ -83,6 +91,29 @@ def test_the_most_repeated_set_is_reported():
 @pytest.mark.parametrize(("epochs", "text"), [(0.25, "0.25"), (12.34, "12.3"), (99.4, "99.4"), (1000, "1,000")])
 def test_large_numbers_of_epochs_have_all_digits(epochs, text):
     assert epoch_count(epochs) == text
+
+
+def config_of(recipe: str, data: dict[str, Any], **train: Any) -> RunConfig:
+    data = {"files": ["f"], **data}
+    return RunConfig.model_validate(
+        {"recipe": recipe, "out": "o", "model": {"path": "m"}, "data": data, "train": train}
+    )
+
+
+def test_epochs_beyond_the_requested_ones_have_a_reason():
+    config = config_of("sft", {}, epochs=1)
+    assert epochs_text(config, 4.0) == "4 epochs (train.epochs=1, and the last step is filled up)"
+    assert epochs_text(config, 1.0001) == "1 epoch"
+    assert epochs_text(config_of("sft", {}, steps=9), 4.0) == "4 epochs"
+
+
+def test_the_split_is_announced():
+    samples = SampleStore.from_samples([([1, 2], [1, 1])] * 40)
+    parts = samples.select(np.arange(2)), samples.select(np.arange(4))
+    config = config_of("dpo", {"valid_fraction": 0.05, "test_files": ["t"]})
+    first, valid, test = split_note(config, Corpus(samples, *parts)).split(", ")
+    assert first == "data: 20 pairs to train on" and valid == "1 pair for validation (data.valid_fraction=0.05)"
+    assert test == "2 pairs for test (data.test_files)"
 
 
 def test_few_steps_are_reported():

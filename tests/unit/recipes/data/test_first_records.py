@@ -70,7 +70,7 @@ def test_an_estimate_of_raw_files_and_the_size_of_prepared_ones(tokenizer: Token
     assert estimate_data(config([packed]), tokenizer, messages.append) is None
     assert estimate_data(config([lines, "hf:org/name"]), tokenizer, messages.append) is None
     assert messages[-2] == "data: hf:org/name is not checked here: the run downloads it"
-    assert messages[-1].startswith("data: 1 files, the first records: ")
+    assert messages[-1].startswith("data: 1 file, the first records: ")
 
 
 def test_text_is_not_read_as_a_whole(tokenizer: Tokenizer, tmp_path: Path) -> None:

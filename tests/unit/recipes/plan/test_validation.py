@@ -65,6 +65,7 @@ def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
     context = validate(config, world_size=1, ranks_here=1)
     dry_run(config, world_size=1, ranks_here=1, report=lines.append)
     assert tuple(lines[: len(context.messages)]) == context.messages and not (tmp_path / "out").exists()
-    *_, first, size = lines
-    assert first.startswith("data: 1 files, the first records: 1 records -> 1 samples")
-    assert size.startswith("training: 1 steps, about 1 epochs, about ") and "parameters" in size
+    assert any(line.startswith("data: 1 file, the first records: 1 record -> 1 sample,") for line in lines)
+    *_, few, size = lines
+    assert "the data has 1 sequence and train.global_batch_size=" in few
+    assert size.startswith("training: 1 step, about ") and "parameters" in size
