@@ -9,17 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, too_large
+from isthmus.data.readers.chunks import (
+    CHUNK_BYTES,
+    RECORD_BYTES,
+    Record,
+    expands_too_much,
+    expansion_limit,
+    too_large,
+)
 from isthmus.data.readers.data_names import HUB
-from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
+from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
 
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of a dataset without records."""
 _MOST_ROWS = 4096
 _READ_BYTES = 1 << 20
+_SMALL_FILE, _SHORT_TEXT = 4 << 20, 64
+"""Bytes of a file, and of a mean text: below them, dictionaries are expanded here, which is slower than by Arrow."""
+_ELEMENT_BYTES = 8
+"""Of a number or an offset in a list, which a file can store in less than a bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +54,37 @@ class ArrowChunk:
 
 
 def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
-    """The rows of a parquet file; no row group is loaded as a whole."""
+    """The rows of a parquet file; no row group is loaded as a whole.
+
+    Raises UnsafeInput if the file expands beyond all measure.
+    """
     library = _pyarrow(path)
     try:
-        with library.parquet.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
-            groups = [file.metadata.row_group(k) for k in range(file.metadata.num_row_groups)]
-            num_rows = file.metadata.num_rows
-            size = sum(group.total_byte_size for group in groups)
-            yield from row_chunks(path, file.iter_batches(batch_size=rows_at_once(num_rows, size)))
+        metadata = library.parquet.read_metadata(path)
+        groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
+        limit, size = expansion_limit(path), sum(group.total_byte_size for group in groups)
+        rows = rows_at_once(metadata.num_rows, size)
+        is_small = Path(path).stat().st_size <= _SMALL_FILE
+        dictionaries: set[str] = set()
+        prefixed: set[str] = set()
+        for number in range(metadata.num_columns):
+            is_list = metadata.schema.column(number).max_repetition_level > 0
+            for column in (group.column(number) for group in groups):
+                size += _ELEMENT_BYTES * column.num_values * is_list
+                is_cheap = is_small or column.total_uncompressed_size < _SHORT_TEXT * column.num_values
+                if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in name for name in column.encodings):
+                    dictionaries |= {column.path_in_schema} if is_cheap else set()
+                if any(name.startswith("DELTA") for name in column.encodings):
+                    prefixed.add(column.path_in_schema)  # each text may have a part of the one before it
+                    rows = min(rows, max(1, limit // max(1, column.total_uncompressed_size)))
+        if size > limit:
+            raise expands_too_much(path)
+        texts = sorted(dictionaries - prefixed)  # a dictionary is small until it is expanded
+        options = {"buffer_size": _READ_BYTES, "pre_buffer": False, "read_dictionary": texts}
+        with library.parquet.ParquetFile(path, **options) as file:
+            # Arrow does not read lists from two dictionaries, which row groups have, into one batch.
+            batches = (file.iter_batches(batch_size=rows, row_groups=[group]) for group in range(len(groups)))
+            yield from row_chunks(path, _expanded(path, chain.from_iterable(batches), limit))
     except FileNotFoundError as error:
         raise MissingInput(f"{path}: no such data file.") from error
     except (library.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -59,6 +94,53 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
         raise DataError(
             f"{path}: damaged or truncated, not a complete parquet file: {reason}. Download or create it again."
         ) from error
+
+
+def _expanded(path: str, batches: Iterable[Any], limit: int) -> Iterator[Any]:
+    """Batches with texts in place of dictionaries; UnsafeInput before they have more than ``limit`` bytes in total."""
+    library = _pyarrow(path)
+    for batch in batches:
+        batch.validate(full=True)
+        sizes = [_expanded_bytes(library, column) for column in batch.columns]
+        limit -= sum(sizes)
+        if limit < 0:
+            raise expands_too_much(path)
+        if sum(sizes) > RECORD_BYTES * min(batch.num_rows, 16):
+            raise too_large(f"{path}: one of {batch.num_rows} rows")
+        fields = [field.with_type(_expanded_type(library, field.type)) for field in batch.schema]
+        table = library.Table.from_batches([batch])
+        yield from table.cast(library.schema(fields)).combine_chunks().to_batches()
+
+
+def _expanded_bytes(library: Any, array: Any) -> int:
+    kinds = library.types
+    if kinds.is_dictionary(array.type):
+        if kinds.is_primitive(array.type.value_type):
+            return int(array.nbytes)
+        lengths = library.compute.binary_length(array.dictionary)
+        return library.compute.sum(library.compute.take(lengths, array.indices)).as_py() or 0
+    if kinds.is_struct(array.type):
+        return sum(_expanded_bytes(library, field) for field in array.flatten())
+    if kinds.is_map(array.type):
+        return _expanded_bytes(library, array.keys) + _expanded_bytes(library, array.items)
+    if kinds.is_nested(array.type):
+        return _expanded_bytes(library, array.flatten())
+    return int(array.nbytes)
+
+
+def _expanded_type(library: Any, kind: Any) -> Any:
+    kinds = library.types
+    if kinds.is_dictionary(kind):
+        return kind.value_type
+    if kinds.is_struct(kind):
+        return library.struct([field.with_type(_expanded_type(library, field.type)) for field in kind])
+    if kinds.is_map(kind):
+        return library.map_(_expanded_type(library, kind.key_type), _expanded_type(library, kind.item_type))
+    if kinds.is_large_list(kind):
+        return library.large_list(kind.value_field.with_type(_expanded_type(library, kind.value_type)))
+    if kinds.is_list(kind):
+        return library.list_(kind.value_field.with_type(_expanded_type(library, kind.value_type)))
+    return kind
 
 
 def row_chunks(path: str, batches: Iterable[Any]) -> Iterator[ArrowChunk]:
@@ -95,6 +177,7 @@ def rows_at_once(num_rows: int, num_bytes: int) -> int:
 def _pyarrow(path: str) -> Any:
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
@@ -130,7 +213,7 @@ def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
         dataset.data.table.validate()  # the sizes of buffers; row_chunks validates their content
         size = rows_at_once(len(dataset), dataset.data.nbytes)
         yield from row_chunks(name, dataset.with_format("arrow").iter(batch_size=size))
-    except DataError:
+    except IsthmusError:
         raise
     except Exception as error:  # of Arrow or datasets
         raise DataError(f"{name}: damaged data set: {_sentence(error)} Write it again with save_to_disk.") from error

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
-from isthmus.errors import DataError
+from isthmus.errors import DataError, UnsafeInput
 
 OnError = Literal["stop", "skip"]
 CHUNK_BYTES = 1 << 18
 """Approximate size of a chunk; one record may be larger."""
-RECORD_BYTES = 1 << 28
-"""Largest record, and longest line."""
+RECORD_BYTES = 1 << 25
+"""Largest record, and longest line: what a chat template may make of one conversation."""
+EXPANDED_BYTES, EXPANDED_RATIO = 1 << 28, 200
+"""A file may expand to the larger of both: bytes, or times its size. Text compresses 3 to 20 times."""
 
 
 @dataclass(slots=True)
@@ -51,13 +54,28 @@ class RecordChunk(Protocol):
         """Its records in order, a bad one as its error; raises DataError if the rest cannot be read."""
 
 
-def read_line(file: BinaryIO, path: str) -> bytes:
-    """The next line, or the rest of it; empty at the end."""
+def read_line(file: BinaryIO, path: str, line: int) -> bytes:
+    """The next line, number ``line``, or the rest of it; empty at the end."""
     raw = file.readline(RECORD_BYTES + 1)
     if len(raw) > RECORD_BYTES:
-        raise too_large(path)
+        raise too_large(f"{path}:{line}")
     return raw
 
 
-def too_large(where: str) -> DataError:
-    return DataError(f"{where}: a record of more than {RECORD_BYTES >> 20} MiB. Is the file damaged? Else split it.")
+def too_large(where: str) -> UnsafeInput:
+    limit = f"{RECORD_BYTES / 2**20:g} MiB"
+    return UnsafeInput(
+        f"{where}: this record or line has more than {limit}, the limit. Is the file damaged? Else split the record."
+    )
+
+
+def expansion_limit(path: Path | str) -> int:
+    """Bytes that the content of a compressed file may have."""
+    return max(EXPANDED_BYTES, EXPANDED_RATIO * Path(path).stat().st_size)
+
+
+def expands_too_much(path: Path | str) -> UnsafeInput:
+    return UnsafeInput(
+        f"{path}: expands to more than {EXPANDED_RATIO} times its size and {EXPANDED_BYTES / 2**20:g} MiB, as no text "
+        "does. If it is data, write it without compression, as JSON Lines."
+    )

@@ -6,8 +6,7 @@ import csv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from itertools import chain, count, takewhile
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, read_line
 from isthmus.data.readers.decompress import open_decompressed
@@ -41,8 +40,8 @@ def table_chunks(path: str, *, tabs: bool) -> Iterator[CsvChunk]:
     """
     csv.field_size_limit(RECORD_BYTES)  # a longer cell has an unclosed quote
     with open_decompressed(path) as file:
-        raw_lines = iter(partial(read_line, file, path), b"")
-        lines = (decode_utf8(raw, path, number) for number, raw in enumerate(raw_lines, start=1))
+        numbered = ((number, read_line(file, path, number)) for number in count(1))
+        lines = (decode_utf8(raw, path, number) for number, raw in takewhile(lambda line: line[1], numbered))
         first, blank = next(lines, "").removeprefix("\ufeff"), 0
         while first and not first.strip():
             first, blank = next(lines, ""), blank + 1

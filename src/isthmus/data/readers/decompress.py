@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from isthmus.data.readers.chunks import expands_too_much, expansion_limit
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
 _GZIP = (b"\x1f\x8b",)
@@ -24,15 +25,13 @@ _UNSUPPORTED = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 _BUFFER_BYTES = 1 << 17
-_MOST_BYTES, _MOST_RATIO = 1 << 28, 200
-"""A file may expand to the larger of both: bytes, or times its size. Text compresses 3 to 20 times."""
 
 
 @contextmanager
 def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
     """Open a file that is uncompressed, or compressed with gzip or Zstandard, as a stream.
 
-    A damaged or truncated file raises DataError while it is read, and so does one that expands beyond all measure.
+    A damaged or truncated file raises DataError while it is read, one that expands beyond all measure UnsafeInput.
     """
     damaged: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error)
     try:
@@ -62,7 +61,7 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 class _Expanded(io.RawIOBase):
     def __init__(self, inner: Any, path: Path | str) -> None:
         self._inner, self._path = inner, path
-        self.remaining_bytes = max(_MOST_BYTES, _MOST_RATIO * Path(path).stat().st_size)
+        self.remaining_bytes = expansion_limit(path)
 
     def readable(self) -> bool:
         return True
@@ -71,10 +70,7 @@ class _Expanded(io.RawIOBase):
         count: int = self._inner.readinto(buffer)
         self.remaining_bytes -= count
         if self.remaining_bytes < 0:
-            raise DataError(
-                f"{self._path}: expands to more than {_MOST_RATIO} times its size, as no text does. If it is data, "
-                "decompress it first."
-            )
+            raise expands_too_much(self._path)
         return count
 
 

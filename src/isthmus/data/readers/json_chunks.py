@@ -15,7 +15,6 @@ from isthmus.files.input_files import parse_json
 
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"
-_SINGLE_BYTES = 1 << 26  # the longest file that may be one object on several lines
 _LONGEST_TOKEN = 16  # of JSON besides strings and numbers: -Infinity, or an escaped surrogate pair
 
 
@@ -67,7 +66,7 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
     with open_decompressed(path) as file:
         line = 1
         while raw := file.read(CHUNK_BYTES):
-            raw += read_line(file, path)
+            raw += read_line(file, path, line + raw.count(b"\n"))
             yield JsonLinesChunk(path, line, raw)
             line += raw.count(b"\n")
 
@@ -75,13 +74,14 @@ def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
 def _single_object(path: str) -> JsonArrayChunk | None:
     """The object of a file if it is a single one on several lines."""
     with open_decompressed(path) as file:
-        raw, line = read_line(file, path).removeprefix(_BOM), 1
+        raw, line = read_line(file, path, 1).removeprefix(_BOM), 1
         while not raw.strip():
-            raw, line = read_line(file, path), line + 1
+            line += 1
+            raw = read_line(file, path, line)
         try:
             json.loads(raw)
         except (ValueError, RecursionError):
-            raw += file.read(_SINGLE_BYTES)
+            raw += file.read(RECORD_BYTES)
             try:
                 return JsonArrayChunk(path, [(line, raw.decode())]) if isinstance(json.loads(raw), dict) else None
             except (ValueError, RecursionError):

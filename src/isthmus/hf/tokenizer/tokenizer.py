@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from isthmus.data.chat.message_normalization import Messages, Tools
 from isthmus.data.chat.template_capabilities import default_template
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UnsafeInput, UsageError, disk_errors
 from isthmus.hf.model_folder import check_small_files, read_json, tokenizer_files
+from isthmus.hf.tokenizer.bounded_encoding import within_limits
 from isthmus.hf.tokenizer.bounded_template import render_jinja_template, template_errors
 from isthmus.hf.tokenizer.byte_lengths import ByteLengths, tokens_of
 from isthmus.hf.tokenizer.sentencepiece_model import read_sentencepiece
@@ -100,9 +101,8 @@ class Tokenizer:
         self.inner = inner
         self.folder = folder
         if (last := max(backend.get_vocab().values(), default=0)) >= MAX_TOKEN_ID:
-            where = "the tokenizer" if folder is None else f"the tokenizer of {folder}"
             raise DataError(
-                f"{where} has the token id {last}, expected less than {MAX_TOKEN_ID}. Copy its files again."
+                f"{self._origin} has the token id {last}, expected less than {MAX_TOKEN_ID}. Copy its files again."
             )
         self._backend = Backend.from_str(backend.to_str())
         # Byte-level tokenizers may trim spaces from offsets; a mask needs every character.
@@ -112,7 +112,7 @@ class Tokenizer:
         added = inner.added_tokens_decoder.values()
         specials = {token.content for token in added if token.special} | set(inner.all_special_tokens)
         self.special_tokens: tuple[str, ...] = tuple(sorted(specials, key=lambda token: (-len(token), token)))
-        first = inner.encode("", add_special_tokens=True) or inner.encode("0", add_special_tokens=True)[:1]
+        first = self._first_ids("") or self._first_ids("0")[:1]
         self.eos_id: int | None = inner.eos_token_id
         self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
         """The token that this tokenizer adds before a text; None if it adds none."""
@@ -127,10 +127,19 @@ class Tokenizer:
             if name == "plain" and inner.eos_token is None:
                 raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
             self.template_source = name
+            self.template_origin = f"the default chat template ({name})"
         self.differs_from_files = differs_from_files
         self.turn_end_id: int | None = None
         """The token that ends an assistant turn of a chat template that was chosen, if it has one."""
         self._set_template(template)
+
+    @property
+    def _origin(self) -> str:
+        """The tokenizer in messages."""
+        return "the tokenizer" if self.folder is None else f"the tokenizer of {self.folder}"
+
+    def _first_ids(self, text: str) -> list[int]:
+        return list(within_limits(partial(self.inner.encode, text, add_special_tokens=True), len(text), self._origin))
 
     def _set_template(self, template: str) -> None:
         self.chat_template = template
@@ -209,8 +218,11 @@ class Tokenizer:
 
     def _encoded(self, texts: Sequence[str], *, offsets: bool = True) -> list[Encoding]:
         encode = self._backend.encode_batch if offsets else self._backend.encode_batch_fast
+        call = partial(encode, list(texts), add_special_tokens=False)
         try:
-            return encode(list(texts), add_special_tokens=False)
+            return within_limits(call, sum(map(len, texts)), self._origin)
+        except UnsafeInput:
+            raise
         except Exception as error:  # the library raises bare exceptions
             raise DataError(f"{self.folder or 'the tokenizer'}: the tokenizer fails on a text: {error}.") from error
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from isthmus.data.readers import chunks, csv_reader, decompress, json_chunks
+from isthmus.data.readers import chunks, csv_reader, json_chunks
 from isthmus.data.readers.chunks import SkippedRecords
-from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.errors import DataError, MissingInput, UnsafeInput, UsageError
 from unit.data.records import read_records
 
 
@@ -106,12 +109,55 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz", "a.txt.gz"])
 def test_a_bomb_is_not_decompressed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompress, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(chunks, "EXPANDED_BYTES", 1 << 20)
     path = tmp_path / name
     start = {"csv": b"text\n", "json": b'[{"text": "'}.get(name.split(".")[1], b'{"text": "')
     path.write_bytes(gzip.compress(start + b"a" * (3 << 20)))
-    with pytest.raises(DataError, match=r"expands to more than 200 times its size"):
+    with pytest.raises(UnsafeInput, match=r"expands to more than 200 times its size and 1 MiB"):
         list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        (["a" * 10_000] * 3000, {}),
+        ([[{"role": "user", "content": "a" * 10_000}] * 3000], {}),
+        (["a" * 1_000_000 + str(number) for number in range(30)], {"use_dictionary": False}),
+        (
+            ["a" * 1_000_000 + str(number) for number in range(30)],
+            {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"},
+        ),
+        ([[1] * 3_000_000], {}),
+    ],
+    ids=["dictionary", "dictionary in a list", "compression", "prefixes", "a list"],
+)
+def test_a_parquet_bomb_is_not_expanded(
+    tmp_path: Path, column: list[Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "EXPANDED_BYTES", 1 << 20)
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd", **options)
+    assert path.stat().st_size < 100_000
+    before = pyarrow.total_allocated_bytes()
+    with pytest.raises(UnsafeInput, match=r"a\.parquet: expands to more than 200 times its size and 1 MiB"):
+        list(read_records(path))
+    assert pyarrow.total_allocated_bytes() - before < 16 << 20
+
+
+def test_repeated_values_of_a_parquet_file_are_read(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Answer in one sentence. " * 100}
+    column = [[system, {"role": "user", "content": str(number)}] for number in range(2000)]
+    tags = [{"a": number % 3, "b": ["x", None]} for number in range(2000)]
+    table = pyarrow.table({"messages": column, "tags": tags, "kind": pyarrow.array(["k"] * 2000).dictionary_encode()})
+    pages = {
+        "row_group_size": 700,
+        "dictionary_pagesize_limit": 3000,
+        "data_page_size": 1000,
+    }  # not all in dictionaries
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **pages)
+    records = [record.value for record in read_records(tmp_path / "a.parquet")]
+    assert [record["messages"] for record in records] == column and records[4]["tags"] == {"a": 1, "b": ["x", None]}
+    assert records[-1]["kind"] == "k"
 
 
 @pytest.mark.parametrize("start", [b'{"text": "', b'[{"text": "', b"text\n"])
@@ -120,7 +166,10 @@ def test_a_record_has_a_largest_size(tmp_path: Path, start: bytes, monkeypatch: 
         monkeypatch.setattr(module, "RECORD_BYTES", 1 << 20)
     path = tmp_path / ("a.csv" if start == b"text\n" else "a.json")
     path.write_bytes(start + b"a" * (3 << 20))
-    with pytest.raises(DataError, match="a record of more than"):
+    line = 2 if path.suffix == ".csv" else 1
+    with pytest.raises(
+        UnsafeInput, match=rf"a\{path.suffix}:{line}: this record or line has more than 1 MiB, the limit"
+    ):
         list(read_records(path))
 
 

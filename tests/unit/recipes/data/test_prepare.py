@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions
-from isthmus.errors import DataError, MissingInput, OutputExists, UsageError
+from isthmus.errors import DataError, MissingInput, OutputExists, UnsafeInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
+from isthmus.hf.tokenizer import bounded_encoding
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import prepare_resume, prepare_workers
 from isthmus.recipes.data.prepare import prepare
@@ -214,6 +216,31 @@ def test_invalid_data_or_settings_leave_no_output(tmp_path, tokenizer, records, 
     with pytest.raises(error, match=message):
         prepare([file], tmp_path / "out", tokenizer, workers=2, **settings)
     assert not list(tmp_path.glob("out*"))
+
+
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+GROWING = [{"type": "Replace", "pattern": {"Regex": "a"}, "content": "aaaaaaaa"}] * 16
+
+
+@pytest.mark.parametrize(
+    ("part", "hostile", "message"),
+    [
+        ("pre_tokenizer", [BACKTRACKING], "it fails on a text: .*Does a regular expression of it backtrack"),
+        ("normalizer", GROWING, r"it takes more than (0 s|2\.0 GiB of memory) for 45 characters"),
+    ],
+)
+def test_a_tokenizer_without_end_is_refused(tmp_path, tokenizer, monkeypatch, part, hostile, message):
+    if part == "normalizer":
+        monkeypatch.setattr(bounded_encoding, "TIME_S", 0.2)
+    folder = Path(shutil.copytree(tokenizer, tmp_path / "tokenizer"))
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    sequence = [*hostile, settings[part]] if settings[part] else hostile
+    settings[part] = {"type": "Sequence", f"{part}s".replace("pre_t", "pret"): sequence}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    file = write(tmp_path / "a.jsonl", [{"text": "a" * 40 + "b sea"}])
+    with pytest.raises(UnsafeInput, match=f"the tokenizer of {folder} is refused: {message}"):
+        prepare([file], tmp_path / "out", folder, workers=2, start_method="fork")
+    assert not list(tmp_path.glob("out.[bij]*"))
 
 
 def test_message_without_samples_names_three_files(tmp_path, tokenizer):
