@@ -53,7 +53,7 @@ def config_page() -> str:
         "Settings come from the YAML file, from options such as `--model`, and from overrides `group.key=value` on the",
         "command line. Overrides win over options, and options win over the file. An unknown key, a value of the wrong",
         "type or a duplicate key is an error with file, line and column. The run folder contains all resolved settings",
-        "as `config.yaml`, which is a valid config file. `--dry-run` prints and checks them.",
+        "as `config.yaml`, which is a valid config file. `--dry-run` checks them, and with `--json` prints them.",
         "",
         "Values are YAML 1.2: `1e-5` is a number, `no` is a string, `null` means that the setting is not given.",
         "",

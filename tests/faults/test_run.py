@@ -189,7 +189,7 @@ def test_dry_run_prints_a_loadable_config_and_writes_nothing(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:
     args = [arg for arg in sft_args if arg != "--json"]
-    printed = isthmus(*args, "--dry-run", "parallel.tp=2", "--nproc", "2")
+    printed = isthmus(*args, "--dry-run", "--json", "parallel.tp=2", "--nproc", "2")
     assert printed.returncode == 0 and not list(tmp_path.iterdir()), printed
     for line in (
         "layout: tp=2 +sp pp=1 dp=1", "data: 1 file, the first records: 64 records -> 64 samples",
@@ -197,7 +197,7 @@ def test_dry_run_prints_a_loadable_config_and_writes_nothing(
     ):  # fmt: skip
         assert line in printed.stderr
     (tmp_path / "run.yaml").write_text(printed.stdout)
-    again = isthmus("sft", tmp_path / "run.yaml", "--dry-run", "--nproc", "2")
+    again = isthmus("sft", tmp_path / "run.yaml", "--dry-run", "--json", "--nproc", "2")
     assert again.stdout == printed.stdout
     refusals = {
         (2, "tp=3"): ["parallel.tp=3", "--nproc", "3"],

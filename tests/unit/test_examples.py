@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -55,8 +56,8 @@ def test_shell_is_shell_and_the_command_is_one(
     for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(train_verbs, "_check_only", lambda *_, **__: None)  # of models of the user
-    assert parse_and_run([*words, "--dry-run"]) == 0
-    assert "tp: 8" in capsys.readouterr().out
+    assert parse_and_run([*words, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parallel"]["tp"] == 8
 
 
 def test_the_job_gives_its_first_pod_the_name_that_it_uses() -> None:

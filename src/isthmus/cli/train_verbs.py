@@ -23,6 +23,7 @@ from isthmus.errors import Preempted, UsageError, counted
 
 if TYPE_CHECKING:
     from isthmus.config.schema import RunConfig
+    from isthmus.tools.planner.planned_gpus import PlannedGpus
 
 Words = Annotated[
     list[str] | None,
@@ -66,8 +67,13 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Print the complete config, check all that is known without training, and print the size of the run.",
+        help="Check all that is known without training, and print the decisions and the size of the run; with --json "
+        "also the complete config.",
     ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="NxNAME", help="With --dry-run: check against a machine with these GPUs, such as 8xMI300X."),
 ]
 
 
@@ -85,6 +91,7 @@ class TrainOptions:
     trust: Trust = False
     rehearse: Rehearse = False
     dry_run: DryRun = False
+    gpus: Gpus = None
     debug: Debug = False
     json: Json = False
 
@@ -105,6 +112,7 @@ def train_verb(recipe: RecipeName) -> Callable[..., int]:
             nproc=options.nproc,
             rehearse=options.rehearse,
             dry_run=options.dry_run,
+            gpus=options.gpus,
             debug=options.debug,
             json=options.json,
         )
@@ -121,6 +129,7 @@ def train(
     nproc: int,
     rehearse: bool = False,
     dry_run: bool = False,
+    gpus: str | None = None,
     debug: bool = False,
     json: bool = False,
 ) -> int:
@@ -130,12 +139,16 @@ def train(
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.config.load import dump, load_config
+    from isthmus.config.load import load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
     if debug:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("isthmus").setLevel(logging.DEBUG)
+    if gpus is not None and not dry_run:
+        raise UsageError(
+            "--gpus is for --dry-run; a run uses the GPUs of this machine. Leave it out, or add --dry-run."
+        )
     file, overrides = config_and_overrides(words)
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
     config = load_config(recipe, file, overrides, flags)
@@ -146,9 +159,9 @@ def train(
         config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
         if rank() == 0:
-            text = json_module.dumps(config.model_dump(mode="json"), indent=2) if json else dump(config)
-            print(text.rstrip("\n"), flush=True)
-            _check_only(config, joined=joined, nproc=nproc)
+            if json:
+                print(json_module.dumps(config.model_dump(mode="json"), indent=2), flush=True)
+            _check_only(config, gpus, joined=joined, nproc=nproc)
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         note(_run_line(config, world_size() if joined else nproc))
@@ -171,15 +184,37 @@ def train(
     return 0
 
 
-def _check_only(config: RunConfig, *, joined: bool, nproc: int) -> None:
+def _check_only(config: RunConfig, gpus: str | None, *, joined: bool, nproc: int) -> None:
     """The checks of a run, and their findings on stderr; raises the first error."""
     from isthmus.platforms.rank_env import local_world_size, world_size
-    from isthmus.recipes.dry_run import dry_run
 
     ranks, here = (world_size(), local_world_size()) if joined else (nproc, nproc)
+    planned = None if gpus is None else _planned(gpus)
+    if planned is not None and not joined:  # all its GPUs, unless --nproc is given
+        here = nproc if nproc > 1 else planned.gpus_per_node
+        ranks = here * planned.nodes
+    if planned is not None and here > planned.gpus_per_node:
+        raise UsageError(
+            f"{here} ranks of a machine need one GPU each, and --gpus {gpus} has {planned.gpus_per_node}. Use --nproc "
+            f"{planned.gpus_per_node}."
+        )
     note(_run_line(config, ranks))
-    dry_run(config, world_size=ranks, ranks_here=here, report=note)
-    note("no run was started (--dry-run)")
+    from isthmus.platforms.described import described_platform
+    from isthmus.recipes.dry_run import dry_run
+
+    machine = None
+    if planned is not None and planned.part is not None:
+        machine = described_platform(planned.part, planned.gpus_per_node, planned.memory_bytes, config.platform)
+    dry_run(config, world_size=ranks, ranks_here=here, report=note, machine=machine, runs_here=False)
+    note("no run was started (--dry-run; --json prints the complete config)")
+
+
+def _planned(gpus: str) -> PlannedGpus:
+    from isthmus.tools.planner.planned_gpus import parse_machine
+
+    if gpus.strip().isdigit():
+        raise UsageError(f"--gpus {gpus} does not name a GPU. Give --gpus {gpus.strip()}xH100.")
+    return parse_machine(gpus, None, None)
 
 
 def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:  # isthmus doctor --quick does not import it
     import torch
 
+from isthmus.platforms.free_memory import free_bytes
 from isthmus.platforms.gpu_sensors import GpuSensors
 
 EnvDefaults = Mapping[str, tuple[str, str]]
@@ -85,6 +86,10 @@ class Platform(ABC):
     @abstractmethod
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
         """Memory of the rank's device; on a CPU, free memory divided by ``ranks_here``."""
+
+    def free_host_bytes(self) -> int:
+        """Free memory of the machine outside of its GPUs."""
+        return free_bytes()
 
     @abstractmethod
     def device_count(self) -> int | None:

@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from isthmus.platforms.base import EnvDefaults, Platform
-from isthmus.platforms.free_memory import free_bytes
 from isthmus.platforms.torch_features import CPU_CAPABILITIES
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -74,7 +73,7 @@ class CpuPlatform(Platform):
         return 1.0 - float(memory.available) / float(memory.total)
 
     def memory_for_rank_bytes(self, ranks_here: int = 1) -> int:
-        return free_bytes() // ranks_here
+        return self.free_host_bytes() // ranks_here
 
     def device_count(self) -> int | None:
         return None

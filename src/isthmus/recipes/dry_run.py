@@ -13,6 +13,7 @@ from isthmus.errors import UsageError, counted
 from isthmus.files.checked_files import trusting
 from isthmus.hf.hub import check_access, fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder
+from isthmus.platforms.base import Platform
 from isthmus.recipes.build import run_data
 from isthmus.recipes.data.corpus import compare_data
 from isthmus.recipes.data.data_notes import epochs_note, epochs_text, few_steps_note
@@ -25,7 +26,15 @@ from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.run_result import describe, describe_parameters
 
 
-def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Report) -> None:
+def dry_run(
+    config: RunConfig,
+    *,
+    world_size: int,
+    ranks_here: int,
+    report: Report,
+    machine: Platform | None = None,
+    runs_here: bool = True,
+) -> None:
     """Check a run and report its size: parameters, memory, steps and tokens.
 
     Steps and tokens are exact for prepared data, mock data and ``train.steps``, else estimated from the first records.
@@ -35,15 +44,22 @@ def dry_run(config: RunConfig, *, world_size: int, ranks_here: int, report: Repo
         world_size: ranks of the run.
         ranks_here: how many of them run on this machine.
         report: is called with each line.
+        machine: on which the run is to be, if it is another one.
+        runs_here: what this machine lacks is an error; False: if it has no GPU, such as a login machine, a warning.
 
     Raises:
         IsthmusError: the first error of the run, with its exit code.
     """
     with trusting(config.checkpoint.skip_checksums):
         here = _without_downloads(config, report)
-        context = validate(here, world_size=world_size, ranks_here=ranks_here)
+        unmet: list[str] | None = None if runs_here or machine or config.platform == "cpu" else []
+        context = validate(here, world_size=world_size, ranks_here=ranks_here, machine=machine, unmet=unmet)
         for message in context.messages:
             report(message)
+        for error in unmet or ():
+            report(f"warning: would fail on this machine, which has no GPU: {error}")
+        if unmet:
+            report("warning: --gpus, such as --gpus 8xMI300X, checks the run against the machine that it is for")
         if here.model.init == config.model.init:
             for message in checked_record(context)[1]:
                 report(message)

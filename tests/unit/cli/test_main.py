@@ -76,14 +76,41 @@ def test_result_as_text_and_as_json(recipe: list[RunConfig], capsys: pytest.Capt
     assert json.loads(printed.out)["memory_gib"] == 0.41316 and "next:" not in printed.err
 
 
-def test_dry_run_prints_the_config_and_the_first_error(
+def test_dry_run_prints_the_first_error_and_the_config_only_as_json(
     recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*RUN, "--dry-run", "--nproc", "4", "parallel.tp=4"]) == 66
     printed, errors = capsys.readouterr()
-    assert "tp: 4" in printed and not recipe and "isthmus: m does not exist" in errors and "4 ranks" in errors
+    assert not printed and not recipe and "isthmus: m does not exist" in errors and "4 ranks" in errors
     assert main([*RUN, "--dry-run", "--json"]) == 66
     assert json.loads(capsys.readouterr().out)["model"]["path"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [(["--gpus", "8xMI300X"], 8), (["--gpus", "16xMI300X"], 16), (["--gpus", "16xH100", "--nproc", "4"], 8)],
+)
+def test_dry_run_for_another_machine(
+    words: list[str], ranks: int, recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*RUN, "--dry-run", *words]) == 66
+    assert f"  {ranks} ranks  " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "8xH100"], "--gpus is for --dry-run"),
+        (["--dry-run", "--gpus", "8"], "does not name a GPU. Give --gpus 8xH100"),
+        (["--dry-run", "--gpus", "4xH100", "--nproc", "8"], "has 4. Use --nproc 4"),
+        (["--dry-run", "--gpus", "8xH100", "platform=rocm"], "H100 is a GPU of cuda"),
+    ],
+)
+def test_machines_that_are_refused(
+    words: list[str], message: str, recipe: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*RUN, *words]) == 2
+    assert message in capsys.readouterr().err and not recipe
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import pytest
 from isthmus.config.schema import RunConfig
 from isthmus.errors import MissingInput, UsageError
 from isthmus.hf.tiny_model import build_tiny_qwen3
+from isthmus.platforms.base import Platform
+from isthmus.platforms.described import described_platform
+from isthmus.platforms.parts import part_named
 from isthmus.recipes import dry_run
 
 CHATS = [{"prompt": f"Say {number}.", "completion": f"It is {number}."} for number in range(64)]
@@ -26,14 +29,62 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def lines_of(model: Path | str, data: dict[str, Any], train: dict[str, Any], **sections: Any) -> list[str]:
+def lines_of(
+    model: Path | str,
+    data: dict[str, Any],
+    train: dict[str, Any],
+    *,
+    machine: Platform | None = None,
+    runs_here: bool = True,
+    **sections: Any,
+) -> list[str]:
     values = {"recipe": "sft", "out": "absent", "model": {"path": str(model)}, "data": {"seq_length": 64} | data}
     config = RunConfig.model_validate(
         values | {"train": {"global_batch_size": 4} | train, "platform": "cpu"} | sections
     )
     lines: list[str] = []
-    dry_run.dry_run(config, world_size=1, ranks_here=1, report=lines.append)
+    dry_run.dry_run(config, world_size=1, ranks_here=1, report=lines.append, machine=machine, runs_here=runs_here)
     return lines
+
+
+def test_what_a_login_machine_lacks_is_a_warning(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for train, more, message in (
+        ({"precision": "fp8"}, {"platform": "auto"}, "CPUs have no fp8 matmuls"),
+        ({}, {"platform": "auto", "optim": {"offload": True}}, "out of GPU memory"),
+        ({}, {"platform": "rocm"}, "platform=rocm"),
+    ):
+        lines = lines_of(model, {"mock": True}, {"steps": 3} | train, runs_here=False, **more)
+        (warning,) = [line for line in lines if line.startswith("warning: would fail on this machine")]
+        assert message in warning and any("--gpus 8xMI300X" in line for line in lines)
+        assert lines[-1].startswith("training: 3 steps")
+        with pytest.raises(UsageError, match=re.escape(message)):
+            lines_of(model, {"mock": True}, {"steps": 3} | train, **more)
+    with pytest.raises(UsageError, match="fp8"):  # the run is to be on a CPU
+        lines_of(model, {"mock": True}, {"steps": 3, "precision": "fp8"}, runs_here=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UsageError, match="offload"):
+        sections: dict[str, Any] = {"platform": "cpu", "optim": {"offload": True}}
+        lines_of(model, {"mock": True}, {"steps": 3}, runs_here=False, **sections)
+
+
+def test_a_run_is_checked_against_another_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(gpu: str, memory_gib: float = 64, **train: Any) -> list[str]:
+        machine = described_platform(part_named(gpu), 8, int(memory_gib * 2**30))
+        return lines_of(
+            model, {"mock": True}, {"steps": 3} | train, machine=machine, platform="auto", optim={"offload": True}
+        )
+
+    monkeypatch.setattr("isthmus.platforms.base.free_bytes", lambda: 0)  # of this machine
+    assert {"platform rocm: 8 x MI300X, from its data sheet", "precision bf16: gfx942 has bf16 matrix cores"} <= set(
+        lines("MI300X")
+    )
+    assert "precision fp8: train.precision" in lines("H100", precision="fp8")
+    assert "precision fp32: sm_70 has no bf16 matrix cores" in lines("V100")
+    with pytest.raises(UsageError, match="gfx90a has no fp8 matrix cores"):
+        lines("MI250X", precision="fp8")
+    with pytest.raises(UsageError, match=r"A GPU is 0\.000 GiB"):
+        lines("H100", 1e-4)
 
 
 def test_sizes_are_exact_without_tokenizing(model: Path) -> None:

@@ -10,7 +10,6 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
-from isthmus.platforms.free_memory import free_bytes
 from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.model.teacher_model import teacher_precision
 from isthmus.recipes.plan.activation_estimate import activations, micro_batches, temporary_bytes
@@ -206,7 +205,7 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
     on_gpu = platform.device_type == "cuda"
     estimate = estimate_memory(plan, config, precision, gpu_bytes=memory if on_gpu else None)
     owner = "a GPU" if on_gpu else "a rank's share of the free memory of this machine"
-    if estimate.offloaded > (free := free_bytes() // ranks_here):
+    if estimate.offloaded > (free := platform.free_host_bytes() // ranks_here):
         raise UsageError(
             f"{_users_of_host_memory(config)} {_gib(estimate.offloaded)} GiB of each rank into host memory, and a "
             f"rank's share of the free host memory is {_gib(free)} GiB. Start more ranks on more machines, or leave it "

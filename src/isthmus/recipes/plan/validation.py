@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.convert.coverage import check_coverage
+from isthmus.errors import UsageError
 from isthmus.hf.hub import check_name
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform, RunShape
+from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.data.default_batch import with_batch_size
@@ -54,7 +59,14 @@ class RunContext:
     """Platform, layout, memory estimate and precision with their reasons, for the log."""
 
 
-def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: int) -> RunContext:
+def validate(
+    config: RunConfig,
+    *,
+    world_size: int | None = None,
+    ranks_here: int,
+    machine: Platform | None = None,
+    unmet: list[str] | None = None,
+) -> RunContext:
     """Check a run before its ranks join. Errors are reported in this order:
 
     1. run folder and checkpoint to resume from,
@@ -68,6 +80,10 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
     Rank 0 then compares the run with its checkpoint (:mod:`isthmus.recipes.plan.resume_check`) and renders the first
     records (:mod:`isthmus.recipes.data.first_records`), before anything is written. Checks that need all samples are in
     :mod:`isthmus.recipes.build`.
+
+    Args:
+        machine: to check 6. and 7. against; None: this one.
+        unmet: gets the errors of 6. and 7. if this machine has no GPU, in place of raising them.
     """
     run_dir = RunDir(Path(config.out))
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
@@ -90,20 +106,31 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         gemm_tuning_file=str(run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,
         deterministic=config.train.deterministic,
     )
-    platform = detect(config.platform, shape)
+    here = partial(_errors_of_this_machine, unmet)
+    platform: Platform = machine or CpuPlatform(reason=f"platform={config.platform} is not on this machine")
+    with here():
+        platform = machine or detect(config.platform, shape)
     chosen = config.train.precision
     reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
-    check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
+    with here():
+        check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     check_teacher(config, plan, tokenizer, platform)
-    check_offload(config.optim, config.parallel, platform.device_type)
-    check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
-    if config.train.attention != "auto":
-        from isthmus.recipes.model.rank_model import select_attention  # imports the engine
-
-        select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
+    with here():
+        check_offload(config.optim, config.parallel, platform.device_type)
+    with here():
+        check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
+    tuned: tuple[str, ...] = ()
+    if machine is None:  # else the GPU is not here
+        with here():
+            _check_attention(config, plan, platform, precision)
+        with here():
+            tuned = tuning_messages(config, plan, platform, precision)
+    memory: list[str] = []
+    with here():
+        memory.append(check_memory(plan, config, platform, precision, ranks_here=ranks_here))
     messages = (
-        *tuning_messages(config, plan, platform, precision),
+        *tuned,
         *check_trackers(config.logging),
         f"platform {platform.name}: {platform.reason}",
         f"layout: {config.parallel.describe(plan.world_size)}",
@@ -111,7 +138,7 @@ def validate(config: RunConfig, *, world_size: int | None = None, ranks_here: in
         *dropout_messages(plan),
         *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
         *teacher_messages(config, plan, precision),
-        check_memory(plan, config, platform, precision, ranks_here=ranks_here),
+        *memory,
         f"precision {precision}: {reason}",
         learning_rate_message(config),
     )
@@ -136,6 +163,24 @@ def _with_recorded_batch_size(config: RunConfig, resume: Path | None) -> RunConf
     settings = (read_record(resume) or {}).get("settings")
     size = settings.get("train.global_batch_size") if isinstance(settings, dict) else None
     return with_batch_size(config, size) if isinstance(size, int) else config
+
+
+@contextmanager
+def _errors_of_this_machine(unmet: list[str] | None) -> Iterator[None]:
+    """Add an error of the block to ``unmet``, if this machine has no GPU."""
+    try:
+        yield
+    except UsageError as error:
+        if unmet is None or torch.cuda.is_available():
+            raise
+        unmet.append(str(error))
+
+
+def _check_attention(config: RunConfig, plan: ModelPlan, platform: Platform, precision: str) -> None:
+    if config.train.attention != "auto":
+        from isthmus.recipes.model.rank_model import select_attention  # imports the engine
+
+        select_attention(config, plan, torch.device(platform.device_type), precision, verified=False)
 
 
 def _check_weights(config: RunConfig, plan: ModelPlan) -> None:

@@ -151,7 +151,7 @@ def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatc
     here, there = (estimate_memory(plan, item, "bf16") for item in (plain, offload))
     assert there.offloaded == here.optimizer - there.optimizer > 0 and "of host memory" in str(there)
     for free, refused in ((8 * there.offloaded, False), (8 * there.offloaded - 1, True)):
-        monkeypatch.setattr("isthmus.recipes.plan.memory_estimate.free_bytes", lambda free=free: free)
+        monkeypatch.setattr("isthmus.platforms.base.free_bytes", lambda free=free: free)
         with pytest.raises(UsageError, match=r"puts .* into host memory") if refused else nullcontext():
             check_memory(plan, offload, Memory(str(2**50)), "bf16", ranks_here=8)
     pairs = estimate_memory(plan, plain.model_copy(update={"recipe": "dpo"}), "bf16")
