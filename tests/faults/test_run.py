@@ -447,3 +447,21 @@ def test_fp16_run_without_an_update(isthmus: ForkServer, sft_args: list[str], tm
     assert not (tmp_path / "out" / "hf").exists()
     done = isthmus(*run, "train.steps=30", "--out", str(tmp_path / "longer"))
     assert 8 < done.result["steps"] and rows(tmp_path / "longer")[-2]["skipped"] < 30
+
+
+def test_a_run_without_out_has_a_new_folder_and_never_resumes(
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
+) -> None:
+    at = sft_args.index("--out")
+    args = [*sft_args[:at], *sft_args[at + 2 :], "train.steps=2"]
+    first, second = (isthmus(*args, cwd=tmp_path) for _ in range(2))
+    assert (first.result["out"], second.result["out"]) == ("runs/sft-tiny-1", "runs/sft-tiny-2")
+    assert "out runs/sft-tiny-1, as --out is not given; add --out runs/sft-tiny-1 to resume this run" in first.stderr
+    assert "resumed" not in second.stderr
+    resumed = isthmus(*args, "--out", "runs/sft-tiny-1", "train.steps=3", cwd=tmp_path)
+    assert "resumed from runs/sft-tiny-1/checkpoints/iter_0000002" in resumed.stderr
+    ranks = finished(start(*args, "--nproc", "2", cwd=tmp_path))
+    assert ranks.result["out"] == "runs/sft-tiny-3" and len(list((tmp_path / "runs").iterdir())) == 3
+    environment = json.loads((tmp_path / "runs" / "sft-tiny-3" / "environment.json").read_text())
+    assert "--out" not in environment["command"]
+    assert "need one run folder" in isthmus.start(*args, cwd=tmp_path, RANK="0", WORLD_SIZE="2").result().error(2)

@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from isthmus.cli.default_out import naming_folder
 from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
 from isthmus.errors import Preempted, UsageError
 from isthmus.platforms import rank_env
@@ -16,9 +18,16 @@ argv: list[str] = []
 """The arguments after ``isthmus``."""
 run_folder: Path | None = None
 """Set once the config is known."""
+default_out: str | None = None
+"""Set if the command has no ``--out``."""
 started_by_isthmus = False
 parse: Callable[[Sequence[str]], int]
 """Runs a command line; of the last call of :func:`run_alone`."""
+
+
+def naming_default_out(message: str) -> str:
+    """The message of a run, which the same command does not resume if it has no ``--out``."""
+    return message if default_out is None else naming_folder(message, default_out)
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
@@ -29,6 +38,7 @@ def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     status = exit_status_of(lambda: run(words))
     if status.exit_code == 0:
         return 0
+    status = replace(status, message=naming_default_out(status.message))
     try:
         is_rank = rank_env.world_size() > 1 and rank_env.rank() >= 0
     except UsageError:  # the variables of a rank are invalid

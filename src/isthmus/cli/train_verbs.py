@@ -46,7 +46,11 @@ Data = Annotated[
     ),
 ]
 Out = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Run folder: metrics, checkpoints and the exported model.")
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Run folder: metrics, checkpoints and the exported model. Default: runs/RECIPE-MODEL-N, a new one.",
+    ),
 ]
 Nproc = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Number of ranks to start on this machine.")]
 HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
@@ -139,6 +143,7 @@ def train(
     """
     from isthmus.cli import process
     from isthmus.cli.cli_args import config_and_overrides
+    from isthmus.cli.default_out import default_out, hand_to_ranks
     from isthmus.config.load import load_config
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
@@ -151,10 +156,17 @@ def train(
         )
     file, overrides = config_and_overrides(words)
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
-    config = load_config(recipe, file, overrides, flags)
+    chosen: list[str] = []
+
+    def choose_out(settings: Mapping[str, Any]) -> str:
+        chosen.append(default_out(settings, is_rank=joined and not process.started_by_isthmus))
+        return chosen[0]
+
+    config = load_config(recipe, file, overrides, flags, default_out=choose_out)
     if rehearse:
         config = config.model_copy(update={"out": f"{config.out.rstrip('/')}-rehearsal"})
     process.run_folder = Path(config.out)
+    process.default_out = chosen[0] if chosen and not process.started_by_isthmus else None
     if rehearse and (joined or nproc == 1 or dry_run):
         config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
@@ -165,7 +177,11 @@ def train(
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         note(_run_line(config, world_size() if joined else nproc))
+        if (chosen_out := process.default_out) is not None:
+            note(f"out {chosen_out}, as --out is not given; add --out {chosen_out} to resume this run")
     if not joined and nproc > 1:
+        if chosen:
+            hand_to_ranks(chosen[0])
         return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
@@ -226,11 +242,11 @@ def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
     failure = launch(process.argv, nproc, debug=debug, script=script)
     if failure is None:
         return 0
-    message = failure.message
+    message = process.naming_default_out(failure.message)
     if failure.exit_code == 130 and process.run_folder is not None:
         from isthmus.recipes.run_dir import RunDir
 
-        message = RunDir(process.run_folder).interrupted()
+        message = process.naming_default_out(RunDir(process.run_folder).interrupted())
     status = ExitStatus(failure.exit_code, message, failure.traceback)
     print_error(save_traceback(status, process.run_folder), debug=debug)
     return status.exit_code

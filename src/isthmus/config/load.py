@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     origins: Mapping[str, str] | None = None,
     replaced: Mapping[str, Any] | None = None,
+    default_out: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> RunConfig:
     """Load and validate the settings of a run.
 
@@ -60,11 +61,12 @@ def load_config(
             None: the option is not given.
         origins: for messages, where flags with a dotted name come from, if not from the command line.
         replaced: settings and whole sections, by dotted name, that replace the given ones; None: the default.
+        default_out: makes ``out`` of the other settings if it is not given; None: it is required.
 
     Raises:
         UsageError: contains all errors, each with its file and line, setting, reason and a hint.
     """
-    config = load_settings(recipe, file, overrides, flags, origins, replaced=replaced).config
+    config = load_settings(recipe, file, overrides, flags, origins, replaced=replaced, default_out=default_out).config
     assert config is not None
     return config
 
@@ -79,6 +81,7 @@ def load_settings(
     check: bool = True,
     kind: Kind = "train",
     replaced: Mapping[str, Any] | None = None,
+    default_out: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> LoadedSettings:
     """Like :func:`load_config`, with the origin of each setting.
 
@@ -96,6 +99,8 @@ def load_settings(
         draft.add_override(override)
     for name, value in (replaced or {}).items():
         draft.replace(name, value)
+    if default_out is not None and draft.values.get("out") is None:
+        draft.put(("out",), default_out({"recipe": recipe, **draft.values}), "default")
     if not check:
         draft.raise_errors()
         return LoadedSettings(draft.values, draft.origins, None)
