@@ -365,12 +365,17 @@ def test_preferences(tmp_path: Path) -> None:
     assert distill.settings["distill.beta"] == 0.5
 
 
+def test_first_samples_of_llama_factory(tmp_path: Path) -> None:
+    settings = translated("LLaMA-Factory", {**SMALLEST["LLaMA-Factory"], "max_samples": 1000}, tmp_path).settings
+    assert settings["data.max_samples"] == 1000
+
+
 def test_warm_up_of_axolotl(tmp_path: Path) -> None:
     """Without a key it is 3% of the steps."""
     config = {**SMALLEST["axolotl"], "learning_rate": 1e-4}
     for keys, setting in (
         ({}, {"optim.warmup_fraction": 0.03}),
-        ({"warmup_steps": 0}, {}),
+        ({"warmup_steps": 0}, {"optim.warmup_steps": 0}),
         ({"warmup_steps": 10}, {"optim.warmup_steps": 10}),
         ({"warmup_steps": 0.1}, {"optim.warmup_fraction": 0.1}),
         ({"warmup_ratio": 0.2}, {"optim.warmup_fraction": 0.2}),

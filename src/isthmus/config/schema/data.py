@@ -31,6 +31,9 @@ class DataConfig(Section):
     """Instead of files: several named data sets, mixed by weight."""
     mock: bool = False
     """Instead of files: samples of seq_length random tokens, to test a layout or its speed; needs train.steps."""
+    max_samples: Count | None = None
+    """Only the first so many records of the training data, of each of its sets, for a trial; null: all. Validation and
+    test splits are taken from them; valid_files and test_files are complete."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Field names of the records in the files, by the names that Isthmus uses, such as text: body."""
     valid_files: Paths = ()
@@ -91,7 +94,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _mock_data_has_no_files(self) -> DataConfig:
-        for name in ("valid_files", "test_files", "columns", "loss_on", "overlong", "on_error") if self.mock else ():
+        for name in (
+            ("valid_files", "test_files", "max_samples", "columns", "loss_on", "overlong", "on_error")
+            if self.mock
+            else ()
+        ):
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 refuse(name, f"{name} is for data files, and mock=true reads none; leave it out")
         return self

@@ -11,11 +11,11 @@ ResumeRule = Literal["fixed", "content", "ask", "noted", "free"]
 _TABLE: Mapping[ResumeRule, str] = {
     # The state of a checkpoint, or the meaning of its step, depends on these.
     "fixed": """
-        recipe data.mock data.columns data.valid_fraction data.test_fraction data.seq_length data.packing
-        data.reset_attention_mask data.reset_position_ids data.eod_mask_loss data.seed data.loss_on data.overlong
-        data.on_error chat.system chat.override_system chat.reasoning chat.split_turns train.global_batch_size
-        train.freeze optim.optimizer kto.loss lora.rank lora.alpha lora.targets lora.modules_to_save lora.init
-        lora.dora lora.rslora
+        recipe data.mock data.max_samples data.columns data.valid_fraction data.test_fraction data.seq_length
+        data.packing data.reset_attention_mask data.reset_position_ids data.eod_mask_loss data.seed data.loss_on
+        data.overlong data.on_error chat.system chat.override_system chat.reasoning chat.split_turns
+        train.global_batch_size train.freeze optim.optimizer kto.loss lora.rank lora.alpha lora.targets
+        lora.modules_to_save lora.init lora.dora lora.rslora
     """,
     # Names of files, whose content is compared instead.
     "content": """

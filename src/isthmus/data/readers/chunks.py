@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -52,6 +53,30 @@ class RecordChunk(Protocol):
 
     def parse(self) -> Iterator[Record | DataError]:
         """Its records in order, a bad one as its error; raises DataError if the rest cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRecords:
+    """The first ``count`` records of a chunk."""
+
+    chunk: RecordChunk
+    count: int
+
+    def parse(self) -> Iterator[Record | DataError]:
+        return islice(self.chunk.parse(), self.count)
+
+
+def first_records(chunks: Iterable[RecordChunk], most: int | None) -> Iterator[RecordChunk]:
+    """The chunks with the first ``most`` records, all for None."""
+    if most is None:
+        yield from chunks
+        return
+    for chunk in chunks:
+        count = sum(1 for _ in islice(chunk.parse(), most))
+        yield FirstRecords(chunk, count)
+        most -= count
+        if not most:
+            return
 
 
 def read_line(file: BinaryIO, path: str, line: int) -> bytes:

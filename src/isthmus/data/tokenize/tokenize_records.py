@@ -45,6 +45,8 @@ class TokenizeOptions:
     on_error: OnError = "stop"
     columns: Mapping[str, str] = field(default_factory=dict)
     chat: ChatSettings = UNCHANGED
+    max_records: int | None = None
+    """Only the first records of all files; None: all."""
 
     @property
     def record_kind(self) -> RecordKind:

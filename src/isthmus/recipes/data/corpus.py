@@ -217,7 +217,9 @@ def _tokenize_sources(
             if write_missing_manifests(source, folder):
                 report(f"{source.name}: read once, since it has no manifest")
         elif not indexed_file(folder / source.key, ".json").is_file():
-            tokenized[source.key] = _tokenize_source(options, source, folder, tokenizer, stop, digests)
+            most = settings.data.max_samples if source.use == "train" else None
+            limited = replace(options, max_records=most)
+            tokenized[source.key] = _tokenize_source(limited, source, folder, tokenizer, stop, digests)
         else:  # an interrupted run may have left the parts
             shutil.rmtree(indexed_file(folder / source.key, PARTIAL), ignore_errors=True)
     if same and not tokenized:

@@ -149,7 +149,7 @@ def _size(
     tokenize, names = RecordTokenizer(tokenizer, tokenize_options(data_settings(config))), _local_names(source)
     stats, known = TokenizeStats(), len(names) == len(find_sources(source.files).names)
     is_complete = known and len(names) <= _MOST_CHUNKS
-    sequences = tokens = seen_bytes = 0.0
+    sequences = tokens = num_records = seen_bytes = 0.0
     for number, name in enumerate(names[:_MOST_FILES]):
         first, *more = islice(read_chunks([name]), 2)
         done = tokenize(_start_of(first, CHUNK_BYTES) if number < _MOST_CHUNKS else _FirstRecords(first))
@@ -162,6 +162,7 @@ def _size(
         inputs = np.maximum(done.lengths - 1, 0)
         sequences += _num_sequences(config, inputs) * (chunks or 0)
         tokens += float(inputs.sum()) * (chunks or 0)
+        num_records += done.stats.records * (chunks or 0)
         seen_bytes += _num_bytes(name)
     if not_opened := [name for name in find_sources(source.files).names if name.startswith(HUB)]:
         report(f"{source.name}: {', '.join(not_opened)} is not checked here: the run downloads it")
@@ -173,6 +174,8 @@ def _size(
     if not known or not sequences:
         return None
     share = sum(map(_num_bytes, names)) / seen_bytes
+    if source.use == "train" and config.data.max_samples is not None:
+        share *= min(1.0, config.data.max_samples / (num_records * share))
     return sequences * share, tokens * share
 
 

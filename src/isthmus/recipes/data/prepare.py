@@ -17,7 +17,7 @@ import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.readers.chunks import OnError
+from isthmus.data.readers.chunks import OnError, first_records
 from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
 from isthmus.data.store.indexed_dataset import token_dtype
@@ -155,7 +155,8 @@ def tokenize_files(
     inputs = _inputs(options, tokenizer, files.names, known_digests or {})
     with output.opened(inputs) as complete:
         if not complete:
-            chunks = islice(read_chunks(files.names), output.chunks, None)
+            limited = first_records(read_chunks(files.names), options.max_records)
+            chunks = islice(limited, output.chunks, None)
             with closing(tokenize_chunks(record_tokenizer, chunks, workers or cores(), method)) as tokenized:
                 for chunk in tokenized:
                     output.add(chunk)
@@ -205,8 +206,9 @@ def _inputs(
     """Everything that the output depends on; the first keys of the manifest."""
     files = [(path, file_record(path, known_digests)) for name in names for path in files_below(name)]
     settings = asdict(options)
-    if options.chat == UNCHANGED:
-        del settings["chat"]
+    for name, unchanged in (("chat", UNCHANGED), ("max_records", None)):
+        if getattr(options, name) == unchanged:
+            del settings[name]
     return {
         "isthmus": isthmus.__version__,
         "kind": settings.pop("kind"),

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_sources import first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
@@ -61,6 +63,7 @@ def open_samples(
     records, tokenizer_hashes = settings.recipe.records, tokenizer_record(tokenizer)
     data, seq_length = settings.data, settings.most_targets
     stores, total = [], TokenizeStats()
+    most = data.max_samples if source.prepared and source.use == "train" else None
     for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
         manifest = _manifest_path(source, number, folder)
         indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
@@ -71,9 +74,19 @@ def open_samples(
             store, fit = preference_samples(indexed, seq_length, data.overlong)
         else:
             store, fit = chat_samples(indexed, seq_length, data.overlong)
+        if most is not None:
+            store, most = _of_first_documents(store, indexed, most), max(0, most - len(indexed.documents) + 1)
         stores.append(store)
         total.add(fit)
     return SampleStore.concatenated(stores), total
+
+
+def _of_first_documents(store: SampleStore, indexed: IndexedDataset, count: int) -> SampleStore:
+    """The samples that begin in the first ``count`` documents."""
+    if count >= len(indexed.documents) - 1:
+        return store
+    end = indexed.starts[indexed.documents[count]]
+    return store.select(np.flatnonzero(store.starts < end))
 
 
 def write_missing_manifests(source: DataSource, folder: Path) -> bool:

@@ -104,6 +104,16 @@ def test_texts_become_windows_and_chats_are_truncated(tmp_path: Path) -> None:
     assert len(open_samples(both, data_settings(config(files=["-"])), tokenizer(), tmp_path)[0]) == 4
 
 
+@pytest.mark.parametrize(("most", "samples"), [(1, [1, 3]), (2, [1, 3, 6]), (3, [1, 3, 6, 1, 3]), (9, [1, 3, 6] * 2)])
+def test_the_first_documents_of_prepared_training_data(tmp_path: Path, most: int, samples: list[int]) -> None:
+    source = only(pair(tmp_path / "t"), pair(tmp_path / "u"))
+    settings = data_settings(config(files=["-"], seq_length=2, max_samples=most))
+    store, _ = open_samples(source, settings, tokenizer(), tmp_path)
+    assert [int(store[k][0][0]) for k in range(len(store))] == samples
+    valid = find_data_sources(config(files=source.files, valid_files=source.files))[-1]
+    assert len(open_samples(valid, settings, tokenizer(), tmp_path)[0]) == 6
+
+
 @pytest.mark.parametrize(
     ("recipe", "pair_options", "tokenizer_options", "message"),
     [

@@ -67,6 +67,8 @@ def test_an_estimate_of_raw_files_and_the_size_of_prepared_ones(tokenizer: Token
         assert estimate.sequences * 256 == pytest.approx(tokens, rel=0.15)
         unpacked = estimate_data(config([file], packing=False, valid_fraction=0.5), tokenizer, messages.append)
         assert unpacked is not None and unpacked.sequences == pytest.approx(300, rel=0.1)
+        first = estimate_data(config([file], packing=False, max_samples=60), tokenizer, messages.append)
+        assert first is not None and first.sequences == pytest.approx(60, rel=0.05)
     assert estimate_data(config([packed]), tokenizer, messages.append) is None
     assert estimate_data(config([lines, "hf:org/name"]), tokenizer, messages.append) is None
     assert messages[-2] == "data: hf:org/name is not checked here: the run downloads it"

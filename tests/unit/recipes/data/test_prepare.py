@@ -11,14 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from isthmus.data.readers.file_formats import read_chunks
+from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions
-from isthmus.errors import DataError, MissingInput, OutputExists, UnsafeInput, UsageError
+from isthmus.errors import DataError, MissingInput, OutputExists, Preempted, UnsafeInput, UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer import bounded_encoding
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import prepare_resume, prepare_workers
-from isthmus.recipes.data.prepare import prepare
+from isthmus.recipes.data.prepare import prepare, tokenize_files
 from isthmus.recipes.data.prepare_workers import tokenize_chunks
 
 pytestmark = pytest.mark.processes
@@ -48,6 +49,27 @@ def chat(k: int) -> dict:
 
 def outputs(prefix: Path) -> dict[str, bytes]:
     return {path.name[len(prefix.name) :]: path.read_bytes() for path in prefix.parent.glob(f"{prefix.name}.*")}
+
+
+def test_first_records_only(tmp_path, tokenizer, small_chunks):
+    """They are counted over all files and before any record is dropped, also by a call that continues."""
+    files = find_sources([write(tmp_path / f"{name}.jsonl", [chat(k) for k in range(30)]) for name in "ab"])
+    few = find_sources([write(tmp_path / "few.jsonl", [chat(k % 30) for k in range(37)])])
+    opened = load_tokenizer(tokenizer)
+
+    def tokens(found, prefix, **options):
+        stats = tokenize_files(found, tmp_path / prefix, opened, TokenizeOptions("chat", **options), workers=2)
+        return stats.records, open_indexed(tmp_path / prefix).tokens.tolist()
+
+    assert tokens(files, "limited", max_records=37) == tokens(few, "all") == tokens(few, "more", max_records=99)
+
+    def stop(stats):
+        raise Preempted("stop")
+
+    options = TokenizeOptions("chat", max_records=37)
+    with pytest.raises(Preempted):
+        tokenize_files(files, tmp_path / "again", opened, options, workers=1, on_progress=stop)
+    assert tokens(files, "again", max_records=37) == tokens(few, "few")
 
 
 def test_output_does_not_depend_on_workers(tmp_path, tokenizer, small_chunks, monkeypatch):

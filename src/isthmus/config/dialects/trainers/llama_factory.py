@@ -160,6 +160,8 @@ def _put_data(keys: TrainerConfig, dataset_info: Path | None) -> None:
         sources = [TrainerDataSet(s.files, s.columns, p) for s, p in zip(sources, probabilities, strict=True)]
     if keys.has("mix_strategy"):
         keys.ignore("mix_strategy", "Data sets with weights are interleaved, others are concatenated and shuffled.")
+    if keys.has("max_samples"):
+        keys.put("data.max_samples", keys.integer("max_samples"), "max_samples")
     if sources:
         put_sources(keys, sources, "dataset")
     elif not names:
