@@ -142,9 +142,7 @@ def train(
     ``flags`` are options by name, as for :func:`isthmus.config.load.load_config`.
     """
     from isthmus.cli import process
-    from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.default_out import default_out, hand_to_ranks
-    from isthmus.config.load import load_config
+    from isthmus.cli.default_out import hand_to_ranks
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
     if debug:
@@ -154,19 +152,8 @@ def train(
         raise UsageError(
             "--gpus is for --dry-run; a run uses the GPUs of this machine. Leave it out, or add --dry-run."
         )
-    file, overrides = config_and_overrides(words)
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
-    chosen: list[str] = []
-
-    def choose_out(settings: Mapping[str, Any]) -> str:
-        chosen.append(default_out(settings, is_rank=joined and not process.started_by_isthmus))
-        return chosen[0]
-
-    config = load_config(recipe, file, overrides, flags, default_out=choose_out)
-    if rehearse:
-        config = config.model_copy(update={"out": f"{config.out.rstrip('/')}-rehearsal"})
-    process.run_folder = Path(config.out)
-    process.default_out = chosen[0] if chosen and not process.started_by_isthmus else None
+    config = _load(recipe, words, flags, rehearse=rehearse, is_rank=joined and not process.started_by_isthmus)
     if rehearse and (joined or nproc == 1 or dry_run):
         config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
@@ -180,8 +167,8 @@ def train(
         if (chosen_out := process.default_out) is not None:
             note(f"out {chosen_out}, as --out is not given; add --out {chosen_out} to resume this run")
     if not joined and nproc > 1:
-        if chosen:
-            hand_to_ranks(chosen[0])
+        if process.default_out is not None:
+            hand_to_ranks(process.default_out)
         return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
@@ -198,6 +185,28 @@ def train(
         if not json:
             note("\n  ".join(["next:", *result.next_commands(config)]))
     return 0
+
+
+def _load(recipe: str, words: Sequence[str], flags: Mapping[str, Any], *, rehearse: bool, is_rank: bool) -> RunConfig:
+    """The config of the command, and in ``process`` its run folder; ``is_rank``: another program started this rank."""
+    from isthmus.cli import process
+    from isthmus.cli.cli_args import config_and_overrides
+    from isthmus.cli.default_out import default_out
+    from isthmus.config.load import load_config
+
+    file, overrides = config_and_overrides(words)
+    chosen: list[str] = []
+
+    def choose_out(settings: Mapping[str, Any]) -> str:
+        chosen.append(default_out(settings, is_rank=is_rank))
+        return chosen[0]
+
+    config = load_config(recipe, file, overrides, flags, default_out=choose_out)
+    if rehearse:
+        config = config.model_copy(update={"out": f"{config.out.rstrip('/')}-rehearsal"})
+    process.run_folder = Path(config.out)
+    process.default_out = chosen[0] if chosen and not process.started_by_isthmus else None
+    return config
 
 
 def _check_only(config: RunConfig, gpus: str | None, *, joined: bool, nproc: int) -> None:
