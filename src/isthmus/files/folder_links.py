@@ -28,5 +28,5 @@ def check_links(folder: Path) -> None:
 def is_within(folder: Path, file: Path) -> bool:
     """Whether a resolved path is in the folder or, in a Hub cache with links, among its blobs."""
     real = folder.resolve()
-    blobs = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real
-    return file.is_relative_to(real) or file.parent == blobs
+    snapshot = next((path for path in (real, *real.parents) if path.parent.name == "snapshots"), None)
+    return file.is_relative_to(real) or (snapshot is not None and file.parent == snapshot.parents[1] / "blobs")

@@ -7,6 +7,7 @@ import pytest
 
 from isthmus.convert.legacy.from_legacy import LegacyFolder
 from isthmus.convert.torch_dist.from_torch_dist import TorchDistFolder
+from isthmus.data.readers.file_sources import find_sources
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.errors import UnsafeInput
 from isthmus.files.folder_links import check_links
@@ -21,6 +22,7 @@ READERS = {
     "torch_dist": TorchDistFolder,
     "legacy": LegacyFolder,
     "resumed": check_files,
+    "data": lambda folder: find_sources([folder]),
 }
 
 
@@ -70,3 +72,15 @@ def test_blobs_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     (tmp_path / "models--a--b" / "blobs" / "hash").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/hash")
     check_links(snapshot)
+
+
+def test_data_in_a_subfolder_of_a_snapshot_and_a_named_link_are_read(tmp_path: Path) -> None:
+    cache = tmp_path / "datasets--org--name"
+    data = cache / "snapshots" / "0a1b" / "data"
+    data.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "c0ffee").write_text('{"text": "a"}\n')
+    (data / "a.jsonl").symlink_to("../../../blobs/c0ffee")
+    (tmp_path / "link.jsonl").symlink_to(data / "a.jsonl")
+    assert find_sources([data]).names == [str(data / "a.jsonl")]
+    assert find_sources([tmp_path / "link.jsonl"]).names == [str(tmp_path / "link.jsonl")]

@@ -11,6 +11,7 @@ from pathlib import Path
 from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
 from isthmus.data.readers.data_names import FORMATS, HUB, PARTIAL, is_index_description, is_manifest, uncompressed_name
 from isthmus.errors import MissingInput, UsageError
+from isthmus.files.folder_links import check_links
 from isthmus.files.input_files import check_regular
 
 _SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
@@ -36,6 +37,7 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def find_sources(names: Sequence[Path | str]) -> DataFiles:
+    """The data of each name; UnsafeInput for a link out of a folder. A name may be a link itself."""
     if not names:
         raise UsageError("no data files given. Name at least one.")
     sources = DataFiles()
@@ -75,6 +77,7 @@ def _find_matches(pattern: str, sources: DataFiles) -> None:
 
 
 def _find_below(folder: Path, sources: DataFiles) -> None:
+    check_links(folder)
     names: list[str] = []
     for place, folders, files in os.walk(folder):
         if is_dataset(Path(place)):
