@@ -153,7 +153,12 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def printable(text: str) -> str:
     """A message for a terminal: control characters, as in names, are escaped, and credentials in URLs hidden."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), _CREDENTIALS.sub("***@", text))
+    return escaped(_CREDENTIALS.sub("***@", text))
+
+
+def escaped(text: str) -> str:
+    """Text for a terminal, in which control characters are escaped; names in files may have them."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def counted(number: int | float, noun: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isthmus.cli.options import ChatTemplate, Debug, Trust
+from isthmus.cli.terminal import note, say
 
 if TYPE_CHECKING:
     from isthmus.hf.chat_session import ChatSession
@@ -70,7 +71,7 @@ def chat(options: ChatOptions) -> int:
             device=detect().device_type,
             trust_remote_code=options.trust_remote_code,
         )
-    print(session.describe(), file=sys.stderr)
+    note(session.describe())
     for line in _lines():
         if line == "/exit":
             break
@@ -78,7 +79,7 @@ def chat(options: ChatOptions) -> int:
             session.reset()
         elif line:
             with _interrupt_ends_answer(session):
-                session.answer(line, lambda piece: print(piece, end="", flush=True))
+                session.answer(line, lambda piece: say(piece, end="", exact=True))
             print()
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +30,8 @@ from isthmus.cli.options import (
     VocabSize,
     Vpp,
 )
-from isthmus.cli.terminal import interruptible, progress_bar, show
-from isthmus.errors import UsageError
+from isthmus.cli.terminal import interruptible, note, progress_bar, say, show
+from isthmus.errors import UsageError, escaped
 
 if TYPE_CHECKING:
     from isthmus.families.family import Family
@@ -108,13 +107,12 @@ def convert(options: ConvertOptions) -> int:
     if family is not None and options.keep is not None:
         from isthmus.tools.learn.learn import save_family
 
-        print(f"kept as {save_family(family, options.keep)}", file=sys.stderr)
+        note(f"kept as {save_family(family, options.keep)}")
     if options.push is not None:
         from isthmus.hf.hub import push as upload
 
-        report = partial(print, file=sys.stderr)
-        address = upload({".": options.destination}, options.push, private=not options.public, report=report)
-        print(f"pushed to {address}", file=sys.stderr)
+        address = upload({".": options.destination}, options.push, private=not options.public, report=note)
+        note(f"pushed to {address}")
     return 0
 
 
@@ -189,9 +187,9 @@ def _learn(source: Path, keep: Path | None, *, quiet: bool) -> Family:
 
     console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
     with console.status("learning"):
-        family = learn(source, console.print)
+        family = learn(source, lambda line: console.print(escaped(line)))
     if keep is not None:
         family_path(family.name, keep)
     if not quiet:
-        print(write_family(family), end="", flush=True)
+        say(write_family(family), end="", exact=True)
     return family

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json as json_text
 import os
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from isthmus.cli.prepare import (
     parse_chat_settings,
     parse_columns,
 )
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, escaped
 
 if TYPE_CHECKING:
     from isthmus.recipes.data.shown_samples import ShownSample
@@ -46,8 +45,6 @@ _RECORD_OPTIONS = (
     *("split_turns", "columns"),
 )
 """Parameters that prepared data has its own values for; a run folder also for those of the tokenizer."""
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys, or that change the direction of text."""
 
 
 @app.callback()
@@ -153,16 +150,12 @@ def _print(samples: Iterable[ShownSample]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     has_colours = console.is_terminal and not console.no_color and not os.environ.get("NO_COLOR")
     for number, sample in enumerate(samples):
-        lines = Text("\n" if number else "").append(_visible(str(sample)), style="bold").append("\n")
+        lines = Text("\n" if number else "").append(escaped(str(sample)), style="bold").append("\n")
         for part in sample.parts:
-            text = _visible(part.text)
+            text = escaped(part.text)
             lines.append(f"[[{text}]]" if part.has_loss and not has_colours else text, style=_style(part.has_loss))
         console.print(lines)
 
 
 def _style(has_loss: bool) -> str:
     return "green" if has_loss else "dim"
-
-
-def _visible(text: str) -> str:
-    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.cli.options import Debug, Json
-from isthmus.cli.terminal import show
-from isthmus.errors import UsageError
+from isthmus.cli.terminal import note, show
+from isthmus.errors import UsageError, escaped
 
 if TYPE_CHECKING:
     from isthmus.tools.doctor.examination import Examination
@@ -80,7 +80,7 @@ def _compare(bench: bool) -> Examination:
 
 
 def _progress(what: str) -> None:
-    print(f"measuring: {what}", file=sys.stderr, flush=True)
+    note(f"measuring: {what}")
 
 
 def print_findings(examination: Examination) -> None:
@@ -95,7 +95,7 @@ def print_findings(examination: Examination) -> None:
         table.add_column(column, no_wrap=column != "text", overflow="fold")
     subject = ""
     for finding in examination.findings:
-        text = Text(finding.text)
+        text = Text(escaped(finding.text))
         if finding.hint:
             text.append(f"\n{finding.hint}", style="bold")
         text.append(f"\n({finding.source})" if finding.hint else f"  ({finding.source})", style="dim")

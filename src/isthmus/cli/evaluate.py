@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli.options import Debug, Json, Trust
+from isthmus.cli.terminal import say
 from isthmus.cli.train_verbs import Nproc, run_ranks
 from isthmus.errors import UsageError
 from isthmus.files.atomic_write import write_atomic
@@ -102,7 +103,7 @@ def evaluate(options: EvaluateOptions) -> int:
         return 0
     results, tables = evaluation
     text = json_module.dumps(results, indent=2, default=str, ensure_ascii=False)
-    print(text if options.json else tables, flush=True)
+    say(text if options.json else tables, exact=options.json)
     if options.out is not None:
         write_atomic(options.out, text + "\n")
     return 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from isthmus.cli.terminal import note
 from isthmus.errors import MissingInput, UsageError
 
 _HF_LOADERS = ("hf", "llama_mistral", "llama2_hf", "mixtral_hf", "qwen2_hf", "qwen3_hf", "gemma_hf")
@@ -48,7 +48,7 @@ def translate(argv: Sequence[str]) -> list[str]:
         remarks.append("--no-checking has no effect: args and tensors are always checked")
     if parsed.saver in ("megatron", "legacy"):
         remarks.append(f"--saver {parsed.saver} writes the names of Megatron-Core, like --saver mcore")
-    print("  # ".join([f"isthmus {shlex.join(command)}", *remarks]), file=sys.stderr)
+    note("  # ".join([f"isthmus {shlex.join(command)}", *remarks]))
     return [*command, *remaining]
 
 

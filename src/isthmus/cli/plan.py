@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli.options import Debug, Json
+from isthmus.cli.terminal import say
 
 Words = Annotated[
     list[str] | None,
@@ -80,5 +81,5 @@ def plan(options: PlanOptions) -> int:
         text = json_module.dumps(as_json(plans), indent=2)
     else:
         text = as_text(plans, explained=options.explain, given=rest)
-    print(text, flush=True)
+    say(text, exact=options.json)
     return 0 if plans.best else 1

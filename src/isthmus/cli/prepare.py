@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, Workers
-from isthmus.cli.terminal import show
+from isthmus.cli.terminal import note, say, show
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import IsthmusError, UsageError, error_of
 
@@ -127,9 +127,9 @@ def _print(result: PrepareResult, *, as_json: bool) -> None:
     stats = result.stats
     summary = stats.summary(RECORD_KINDS[result.kind])
     for line in [f"{result.out}: {result.kind}, {summary}, {result.time_s:.1f} s", *stats.notes]:
-        print(_with_options(line), flush=True)
+        say(_with_options(line))
     for reason in stats.skipped.reasons:
-        print(f"skipped: {_with_options(reason)}", file=sys.stderr, flush=True)
+        note(f"skipped: {_with_options(reason)}")
 
 
 @contextmanager

@@ -9,7 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from isthmus.errors import escaped, printable
 from isthmus.train.terminal_lines import width_of, wrapped
+
+
+def say(text: str, *, end: str = "\n", exact: bool = False) -> None:
+    """Print text for people to stdout; control characters, as in names of a file, are escaped.
+
+    An ``exact`` text, such as a config, is escaped on a terminal only.
+    """
+    exact_text = escaped(text) if sys.stdout.isatty() else text
+    print(exact_text if exact else printable(text), end=end, flush=True)
 
 
 def show(result: Any, *, as_json: bool) -> None:
@@ -24,9 +34,8 @@ def show(result: Any, *, as_json: bool) -> None:
             continue
         label = name.replace("_", " ")
         for item in value if isinstance(value, list) else [value]:
-            sys.stdout.write(f"{label:<{width}}  {_text(item, name)}\n")
+            say(f"{label:<{width}}  {_text(item, name)}")
             label = ""
-    sys.stdout.flush()
 
 
 def _text(value: Any, name: str) -> str:
@@ -42,9 +51,9 @@ def _text(value: Any, name: str) -> str:
 
 
 def note(text: str) -> None:
-    """Print to stderr, with line ends between words on a terminal; a closed one does not matter."""
+    """Print text like :func:`say` to stderr, with line ends between words on a terminal; it may be closed."""
     with contextlib.suppress(OSError):
-        print(wrapped(text, width_of(sys.stderr)), file=sys.stderr, flush=True)
+        print(wrapped(printable(text), width_of(sys.stderr)), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

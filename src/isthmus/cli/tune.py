@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 
 from isthmus.cli.cli_args import config_and_overrides
 from isthmus.cli.options import Debug, Json
+from isthmus.cli.terminal import note, say
 from isthmus.cli.train_verbs import Model, Words
 from isthmus.errors import UsageError
 
@@ -44,7 +44,7 @@ def tune(options: TuneOptions) -> int:
         raise UsageError("isthmus tune measures one rank of the layout on one device. Start it once, without torchrun.")
     file, overrides = config_and_overrides(options.words or [])
     config = config_to_tune(file, overrides, options.model)
-    result, path = tune_run(config, options.out, lambda line: print(line, file=sys.stderr, flush=True))
+    result, path = tune_run(config, options.out, note)
     if options.json:
         print(json_module.dumps(result.as_dict() | {"file": str(path)}), flush=True)
     else:
@@ -62,11 +62,11 @@ def _print(result: TuneResult, path: Path) -> None:
         rows.append((name, shape, ms, tflops, f"{row.gain:.2f}", row.chosen))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
-        print("  ".join(map(str.ljust, cells, widths)).rstrip())
+        say("  ".join(map(str.ljust, cells, widths)).rstrip())
     before, after = result.total_ms(tuned=False), result.total_ms(tuned=True)
-    print(f"all matmuls: {before:.4g} -> {after:.4g} ms, {before / after:.2f} times as fast")
+    say(f"all matmuls: {before:.4g} -> {after:.4g} ms, {before / after:.2f} times as fast")
     if result.threads is not None:
-        print(f"threads: {result.threads} ({result.default_threads} by default)")
-    for note in result.notes:
-        print(f"note: {note}")
-    print(f"use it: tune.file={path}")
+        say(f"threads: {result.threads} ({result.default_threads} by default)")
+    for remark in result.notes:
+        say(f"note: {remark}")
+    say(f"use it: tune.file={path}")

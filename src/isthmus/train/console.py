@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from isthmus.engine.trace_region import current_region
+from isthmus.errors import printable
 from isthmus.train.metrics import StepMetrics, duration, step_cell
 from isthmus.train.terminal_lines import width_of, wrapped
 
@@ -81,6 +82,7 @@ class Console:
                 handler.setStream(sys.stderr)
 
     def print(self, text: str) -> None:
+        text = printable(text)
         with suppress(*_CLOSED):
             if self._bar is None:
                 print(wrapped(text, width_of(sys.stderr)), file=sys.stderr, flush=True)

@@ -112,9 +112,10 @@ def test_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for style, has_bar in (("auto", False), ("bar", True)):
         console = Console(style)  # type: ignore[arg-type]
         console.show_progress(3)
-        console.print("a line")
+        console.print("a \x1b[2Jline")
         console.close()
-        assert ("training" in capsys.readouterr().err) == has_bar
+        output = capsys.readouterr().err
+        assert ("training" in output) == has_bar and r"a \x1b[2Jline" in output
 
 
 def test_prose_breaks_between_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isthmus.cli.options import verb
+from isthmus.cli.terminal import say
 from isthmus.cli.train_verbs import Data, Words
 from isthmus.errors import OutputExists, UsageError
 
@@ -56,12 +57,12 @@ def show(options: ShowOptions) -> int:
     loaded = load_settings(options.recipe, file, overrides, check=options.resolved, kind=kind)
     values = loaded.values if loaded.config is None else loaded.config.model_dump(mode="json")
     if not options.origin:
-        print(write_mapping(values).rstrip("\n"))
+        say(write_mapping(values).rstrip("\n"), exact=True)
         return 0
     rows = [(name, json.dumps(value), where) for name, value, where in origins_of(values, loaded.origins)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     for name, value, where in rows:
-        print(f"{name:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {where}")
+        say(f"{name:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {where}")
     return 0
 
 
@@ -94,7 +95,7 @@ def ls(options: ListOptions) -> int:
     for kind, title in titles.items():
         rows = [f"  {PREFIX}{name:<{width}}  {text}" for of_kind, name, text in listed if of_kind == kind]
         if rows:
-            print("\n".join([title, *rows]))
+            say("\n".join([title, *rows]))
     return 0
 
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from isthmus.cli.config.translate import print_translation, start_command
+from isthmus.cli.terminal import note, say
 from isthmus.config.dialects.rocm_scripts.read_variables import (
     SCRIPTS,
     batch_names,
@@ -56,7 +57,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     plan += [f"log file {log}{'' if run.tee else ', no output on the terminal'}", f"command: {shown}"]
     settings = {"recipe": run.translation.recipe, **run.translation.settings}
     if run.dry_run:
-        print(as_yaml(run.translation, _title(run)), end="")
+        say(as_yaml(run.translation, _title(run)), end="", exact=True)
         try:
             if batch_size_error is not None:
                 raise UsageError(f"{run.script}: {batch_size_error}.")
@@ -65,7 +66,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
         except IsthmusError as error:
             plan.append(f"this run would fail here: {error}")
             code = error.exit_code
-        print("\n".join(f"# {line}" for part in plan for line in part.splitlines()))
+        say("\n".join(f"# {line}" for part in plan for line in part.splitlines()))
         return code
     if batch_size_error is not None:
         raise UsageError(f"{run.script}: {batch_size_error}.")
@@ -73,12 +74,12 @@ def run_script(script: str, words: Sequence[str]) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(as_yaml(run.translation, _title(run)), encoding="utf-8")
     with _redirected_to(log, on_screen=run.tee):
-        print("\n".join([*map(remark_line, run.translation.remarks), *plan]), file=sys.stderr, flush=True)
+        note("\n".join([*map(remark_line, run.translation.remarks), *plan]))
         code = _train(run, nproc, command)
     if code == 0 and not run.rehearse:  # the speed of a small model is no measurement
         _summarise(run, log, ranks)
     elif not run.tee:
-        print(f"isthmus: ended with exit code {code}; the error is in {log}.", file=sys.stderr)
+        note(f"isthmus: ended with exit code {code}; the error is in {log}.")
     return code
 
 
@@ -206,6 +207,6 @@ def _summarise(run: ScriptRun, log: Path, ranks: int) -> int:
         raise DataError(f"{log} has no line of an iteration, so there are no means. Set TRAIN_LOG.")
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
-            print(line, flush=True)
+            say(line)
             file.write(line + "\n")
     return 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from isthmus.cli.cli_args import config_and_overrides
+from isthmus.cli.terminal import note, say
 from isthmus.config.dialects.megatron.translate_megatron import write_arguments
 from isthmus.config.dialects.translation import remark_line
 from isthmus.config.load import load_config
@@ -56,7 +56,7 @@ def print_arguments(words: Sequence[str], *, as_json: bool) -> int:
         print(json.dumps({"arguments": arguments, "remarks": [asdict(item) for item in written.remarks]}, indent=2))
         return 0
     for remark in written.remarks:
-        print(remark_line(remark), file=sys.stderr)
+        note(remark_line(remark))
     for words_of_flag in written.words():
-        print(shlex.join(words_of_flag))
+        say(shlex.join(words_of_flag), exact=True)
     return 0

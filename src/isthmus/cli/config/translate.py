@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from isthmus.cli.terminal import interruptible
+from isthmus.cli.terminal import interruptible, say
 from isthmus.config.dialects.megatron.model_args import rows_by_name
 from isthmus.config.dialects.megatron.record_script import record_script
 from isthmus.config.dialects.megatron.training_command import read_command
@@ -105,7 +105,7 @@ def print_translation(translation: Translation, *, as_json: bool, command: str =
     if as_json:
         print(json.dumps(translation_json(translation) | {"command": command}, indent=2))
     else:
-        print(as_yaml(translation, title or f"Start it with\n\n  {command}"), end="")
+        say(as_yaml(translation, title or f"Start it with\n\n  {command}"), end="", exact=True)
     return 0
 
 

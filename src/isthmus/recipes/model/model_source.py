@@ -14,7 +14,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.open_model import checkpoint_folder
 from isthmus.data.store.answer_views import AnswerEnd
-from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.errors import DataError, MissingInput, UsageError, escaped
 from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import family_for, language_config
 from isthmus.families.rules.rope_overlay import overlay_rotary
@@ -107,7 +107,9 @@ def local_folder(path_or_id: str, *, weights: bool, code: bool = False) -> Path:
         raise MissingInput(
             f"{path_or_id} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."
         )
-    return fetch(path_or_id, weights=weights, code=code, report=lambda line: print(line, file=sys.stderr, flush=True))
+    return fetch(
+        path_or_id, weights=weights, code=code, report=lambda line: print(escaped(line), file=sys.stderr, flush=True)
+    )
 
 
 def _check_is_model(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from isthmus.errors import UsageError
+from isthmus.errors import UsageError, escaped
 from isthmus.files.atomic_write import atomic_file
 from isthmus.tools.bench.run_bench import Row
 
@@ -33,7 +33,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         settings = [setting.partition("=")[2] for setting in row["varied"]]
         cells = [row["name"]] * several["name"] + [str(row["nproc"])] * several["nproc"] + settings
-        table.add_row(*cells, *_figures(row), *([_note(row)] if any(map(_note, rows)) else []))
+        table.add_row(*cells, *_figures(row), *([escaped(_note(row))] if any(map(_note, rows)) else []))
     return table
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from isthmus.config.load import load_config, load_settings
 from isthmus.config.presets import is_model_file, preset_of_id
 from isthmus.config.schema import ParallelConfig, RunConfig
-from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.errors import IOFailure, MissingInput, UsageError, escaped
 from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, open_run_model, plan_model
 from isthmus.recipes.plan.parameter_counts import num_parameters
 from isthmus.tools.planner.planned_gpus import PlannedGpus
@@ -142,7 +142,8 @@ def _open_or_preset(config: RunConfig, machine: PlannedGpus) -> tuple[RunConfig,
         preset = preset_of_id(config.model.path or "")
         if preset is None:
             raise
-    print(f"{config.model.path} cannot be downloaded: the plan uses {preset}", file=sys.stderr, flush=True)
+    line = f"{config.model.path} cannot be downloaded: the plan uses {preset}"
+    print(escaped(line), file=sys.stderr, flush=True)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": preset})})
     return config, _open(config, machine)
 
