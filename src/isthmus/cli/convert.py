@@ -43,7 +43,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Hugging Face folder or Megatron checkpoint.")]
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="Hugging Face folder, run folder or Megatron checkpoint.")
+    ]
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; it must not exist.")]
     to: Annotated[str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")] = (
         None
@@ -78,7 +80,10 @@ def convert(options: ConvertOptions) -> int:
     target: Any = _push_target(options.to, options.push, public=options.public)
     if options.keep is not None and not options.learn:
         raise UsageError("--keep is for the result of --learn. Add --learn, or leave it out.")
-    family = _learn(options.source, options.keep, quiet=options.json) if options.learn else None
+    from isthmus.recipes.run_dir import exported_adapter, exported_model
+
+    source = exported_model(options.source)
+    family = _learn(source, options.keep, quiet=options.json) if options.learn else None
     import torch
 
     from isthmus.convert.legacy.legacy_layout import LegacyLayout
@@ -89,7 +94,7 @@ def convert(options: ConvertOptions) -> int:
     spelling: Any = options.spelling
     with interruptible(), progress_bar("converting") as progress:
         result = run(
-            options.source,
+            source,
             options.destination,
             target,
             dtype=None if options.dtype is None else getattr(torch, DTYPES[options.dtype]),
@@ -100,7 +105,7 @@ def convert(options: ConvertOptions) -> int:
             bin=options.bin,
             vocab_size=options.vocab_size,
             family=family,
-            adapter=options.adapter,
+            adapter=None if options.adapter is None else exported_adapter(options.adapter),
             progress=progress,
         )
     show(result, as_json=options.json)
@@ -118,8 +123,8 @@ def convert(options: ConvertOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeOptions:
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, or id on the Hub.")]
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT.")]
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, run folder, or id on the Hub.")]
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT, or run folder.")]
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")]
     dtype: Dtype = None
     bin: Bin = False
@@ -133,8 +138,9 @@ class MergeOptions:
 def merge(options: MergeOptions) -> int:
     """Merge a LoRA adapter of PEFT into its base model, in float32 arithmetic and without building the model."""
     from isthmus.recipes.model.model_source import local_folder
+    from isthmus.recipes.run_dir import exported_model
 
-    folder = local_folder(options.base, weights=True)
+    folder = exported_model(local_folder(options.base, weights=True))
     return convert(
         ConvertOptions(
             source=folder,

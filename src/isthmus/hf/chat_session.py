@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from isthmus.data.chat.chat_text import ChatRenderer
 from isthmus.data.chat.message_normalization import Message
+from isthmus.data.chat.prompt_records import Prompt
 from isthmus.errors import UsageError
 from isthmus.families.family import is_scored
 from isthmus.files.checked_files import ChecksumVerifier
@@ -53,11 +54,6 @@ class ChatSession:
         self.tokenizer.use_chat_template(template)
         self.has_template = self.tokenizer.has_own_template
         self._render = ChatRenderer(self.tokenizer) if self.has_template else None
-        if system is not None and not self.has_template:
-            raise UsageError(
-                f"{folder} has no chat template, so it has no system prompt. Name one with --chat-template, or leave "
-                "--system out."
-            )
         _, network = model_classes(folder, trust_remote_code=trust_remote_code)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         ChecksumVerifier().check_folder(folder.path)
@@ -70,8 +66,10 @@ class ChatSession:
         if (end := self.tokenizer.turn_end_id) is not None:
             generation, known = self._model.generation_config, self._model.generation_config.eos_token_id
             generation.eos_token_id = [*(known if isinstance(known, list) else {known} - {None}), end]
-        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[Message] = [*self._opening]
+        self._folder = folder
+        self._opening: list[Message] = []
+        self.messages: list[Message] = []
+        self.use_system(system)
         self.stop_requested = False
         """Set it to end the answer that is being computed after its next token."""
         if sampling.seed is not None:
@@ -82,6 +80,20 @@ class ChatSession:
         kind = "chat" if self.has_template else "no chat template: it completes each text"
         return f"{type(self._model).__name__}, {parameters / 1e6:,.1f} million parameters, on {self._device}; {kind}"
 
+    def use_system(self, system: str | None) -> None:
+        """Begin a new conversation with this system prompt.
+
+        Raises:
+            UsageError: the model has no chat template.
+        """
+        if system is not None and not self.has_template:
+            raise UsageError(
+                f"{self._folder} has no chat template, so it has no system prompt. Name one with --chat-template, or "
+                "leave the system prompt out."
+            )
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
     def reset(self) -> None:
         """Forget all turns but the system prompt."""
         self.messages = [*self._opening]
@@ -90,7 +102,30 @@ class ChatSession:
         """Add the user's turn and the model's; ``show`` gets each piece of the answer when it is complete."""
         self.stop_requested = False
         turns = [*self.messages, {"role": "user", "content": text}]
-        ids = torch.tensor([self._prompt(text, turns)], device=self._device)
+        answer = self._generate(self._prompt(text, turns), show)
+        if self.has_template:
+            self.messages = [*turns, {"role": "assistant", "content": answer}]
+        return answer
+
+    def answer_alone(self, prompt: Prompt) -> str:
+        """The answer to a prompt as a conversation of its own; a system prompt of the messages replaces the session's.
+
+        Raises:
+            UsageError: the messages need a chat template, which the model does not have.
+        """
+        if isinstance(prompt.content, str):
+            turns: list[Message] = [*self._opening, {"role": "user", "content": prompt.content}]
+            return self._generate(self._prompt(prompt.content, turns), _ignore)
+        if not self.has_template:
+            raise UsageError(
+                f"{prompt.where}: {self._folder} has no chat template for messages. Name one with --chat-template, or "
+                "give the text as prompt."
+            )
+        opening = [] if prompt.content[0]["role"] == "system" else self._opening
+        return self._generate(self._prompt("", [*opening, *prompt.content]), _ignore)
+
+    def _generate(self, prompt: list[int], show: Callable[[str], None]) -> str:
+        ids = torch.tensor([prompt], device=self._device)
         stream, sampling = _Stream(self.tokenizer, show), self._sampling
         sampled = sampling.temperature > 0
         with torch.inference_mode():
@@ -106,8 +141,6 @@ class ChatSession:
                 streamer=stream,
                 stopping_criteria=StoppingCriteriaList([_Stop(self)]),
             )
-        if self.has_template:
-            self.messages = [*turns, {"role": "assistant", "content": stream.text}]
         return stream.text
 
     def _prompt(self, text: str, turns: list[Message]) -> list[int]:
@@ -115,6 +148,10 @@ class ChatSession:
             return self.tokenizer.encode(self._render.prompt(turns))
         first = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
         return first + self.tokenizer.encode(text)
+
+
+def _ignore(piece: str) -> None:
+    pass
 
 
 class _Stop(StoppingCriteria):

@@ -14,7 +14,7 @@ from isthmus.errors import DataError, Hang, IOFailure, MissingInput, OutputError
 from isthmus.files.atomic_write import TEMPORARY, write_atomic
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.folder_lock import LOCK, locked_folder
-from isthmus.hf.model_folder import read_json
+from isthmus.hf.model_folder import ADAPTER_FILE, read_json
 
 RUN_RECORD = "run_record.json"
 """What shapes the result of the run, in the run folder and in each checkpoint."""
@@ -150,6 +150,24 @@ class RunDir:
                     (self.root / name).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def exported_model(path: Path) -> Path:
+    """The exported model of a run folder; other paths as they are.
+
+    A converted checkpoint has a folder ``hf`` too, with the config only.
+    """
+    from isthmus.convert.open_model import checkpoint_folder
+
+    exported = RunDir(path).export()
+    is_run = (exported / "config.json").is_file() and not (path / "config.json").is_file()
+    return exported if is_run and checkpoint_folder(path) is None else path
+
+
+def exported_adapter(path: Path) -> Path:
+    """The exported adapter of a run folder; other paths as they are."""
+    exported = RunDir(path).adapter()
+    return exported if (exported / ADAPTER_FILE).is_file() and not (path / ADAPTER_FILE).is_file() else path
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -45,6 +45,56 @@ def test_turns_are_a_conversation(
     assert out == f"{first}\n{second}\n{first}"
 
 
+def test_commands(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(*turns: tuple[str, str]) -> str:
+        return generate(model, [[{"role": role, "content": text} for role, text in turns]], max_new_tokens=6)[0]
+
+    lines = ["/system Be brief.", "Hi", "/clear", "Hi", "/system", "Hi", "/help", "/nonsense", "/etc is what?", "/quit"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, "Hi"])))
+    assert parse_and_run(["chat", str(model), "--max-new-tokens", "6"]) == 0
+    printed = capsys.readouterr()
+    brief, plain = answer(("system", "Be brief."), ("user", "Hi")), answer(("user", "Hi"))
+    last = answer(("user", "Hi"), ("assistant", plain), ("user", "/etc is what?"))
+    assert printed.out == f"{brief}\n{brief}\n{plain}\n{last}\n"
+    assert "/system TEXT" in printed.err and "/nonsense is not a command; /help lists them" in printed.err
+
+
+def test_the_prompts_of_a_file_are_answered(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    words = ["chat", str(model), "--file", str(file), "--out", str(out), "--max-new-tokens", "6", "--system", "Short."]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße"}]
+    records = [{"id": 7, "prompt": "Hi"}, {"messages": messages}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(words) == 0
+    first = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi"}]
+    expected = generate(model, [first], max_new_tokens=6) + generate(model, [messages], max_new_tokens=6)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert rows == [record | {"answer": text} for record, text in zip(records, expected, strict=True)]
+    assert "2 answers" in capsys.readouterr().err
+    assert main(words) == 73 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"prompt": "Hi"}\n{"text": "Hi"}', "prompts.jsonl:2: expected an object with prompt or messages"),
+        ('{"prompt": "Hi", "answer": "x"}', "prompts.jsonl:1: has a field answer already"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "the last message is of the assistant"),
+        ('{"prompt": "Hi"}\n{', "prompts.jsonl:2: not JSON"),
+    ],
+)
+def test_prompts_are_checked_before_the_model_is_loaded(
+    lines: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text(lines)
+    assert main(["chat", str(tmp_path / "no-model"), "--file", str(file), "--out", str(out)]) == 65
+    assert message in capsys.readouterr().err and not out.exists()
+    assert main(["chat", "m", "--file", str(file)]) == 2 and "--file needs --out" in capsys.readouterr().err
+
+
 def test_template_and_system_prompt_of_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from isthmus.cli.main import main
 from ranks.tiny import build_model_folder
 
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
@@ -86,6 +88,35 @@ def test_differing_config_field_is_named(model: str, tmp_path: Path, capsys: pyt
     assert "not the same model: rope_scaling.factor=2.0 and 4.0." in capsys.readouterr().err
     assert main(["verify", model, str(tmp_path / "two")]) == 1
     assert "rope_scaling.factor=None and 2.0" in capsys.readouterr().err
+
+
+def test_a_run_folder_is_its_export(model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    Path(model).rename(run / "hf")
+    (run / "config.yaml").touch()
+    assert main(["convert", str(run), str(tmp_path / "dist"), "--to", "torch_dist"]) == 0
+    assert main(["verify", str(run / "hf"), str(tmp_path / "dist")]) == 0
+    # A converted checkpoint has a folder hf with its config, and is the checkpoint.
+    assert main(["convert", str(tmp_path / "dist"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert main(["verify", str(run / "hf"), str(tmp_path / "back")]) == 0
+
+
+def test_merge_takes_run_folders(model: str, tmp_path: Path) -> None:
+    base, tuned, out = tmp_path / "base", tmp_path / "tuned", tmp_path / "out"
+    base.mkdir()
+    Path(model).rename(base / "hf")
+    sizes = json.loads((base / "hf/config.json").read_text())
+    hidden, rows = sizes["hidden_size"], load_file(base / "hf/model.safetensors")[QUERY].size(0)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+    (tuned / "adapter").mkdir(parents=True)
+    (tuned / "adapter/adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"}))
+    prefix = f"base_model.model.{QUERY.removesuffix('.weight')}"
+    factors = {f"{prefix}.lora_A.weight": torch.ones(2, hidden), f"{prefix}.lora_B.weight": torch.ones(rows, 2)}
+    save_file(factors, tuned / "adapter/adapter_model.safetensors", {"format": "pt"})
+    assert main(["merge", str(base), str(tuned), str(out)]) == 0
+    before, after = (load_file(folder / "model.safetensors")[QUERY] for folder in (base / "hf", out))
+    torch.testing.assert_close(after - before, torch.full_like(before, 4.0))
 
 
 def test_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

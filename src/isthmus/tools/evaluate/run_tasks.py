@@ -25,7 +25,7 @@ from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.rank_model import join_and_build
 from isthmus.recipes.plan.layout_checks import check_fsdp_precision, check_fsdp_torch
 from isthmus.recipes.plan.model_plan import ModelPlan, check_precision, open_run_model, plan_model
-from isthmus.recipes.run_dir import RunDir
+from isthmus.recipes.run_dir import exported_model
 from isthmus.tools.evaluate.task_settings import TaskSettings
 
 _SETTINGS = ("parallel.", "tokenizer.", "model.trust_remote_code", "train.precision", "train.attention", "platform")
@@ -80,10 +80,10 @@ def plan_of(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]
     """The settings and the model; the weights of a checkpoint are read from it, without converting it."""
     check_is_folder(model)
     path = Path(model)
-    exported = RunDir(path).export()
     is_checkpoint = path.is_dir() and checkpoint_folder(path) is not None
-    folder: Path | str = exported if (exported / "config.json").is_file() else model
-    if is_checkpoint:  # a converted one has a folder hf, too
+    exported = exported_model(path)
+    folder: Path | str = model if exported == path else exported
+    if is_checkpoint:
         inner = checkpoint_config(path)
         if inner is None:
             raise MissingInput(
