@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from faults.command import environment, wait_for_step
 
-# Torch elastic loads its state with pickle from a key of a store that it serves. A port that does not answer as a store
-# does keeps the client waiting.
+# Torch elastic unpickles its state, in base64, from a key of a store that it serves. A port that does not answer
+# as a store does keeps the client waiting.
 ATTACK = """
-import os, sys, threading, time
+import base64, os, pickle, sys, threading, time
 from torch.distributed import TCPStore
 
 class Pickled:
@@ -25,16 +29,26 @@ class Pickled:
         return (open, (sys.argv[1], "w"))
 
 def attack(port):
-    import pickle
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    store.set("torch.rendezvous." + sys.argv[2], pickle.dumps(Pickled()))
+    store.set("torch.rendezvous." + sys.argv[2], base64.b64encode(pickle.dumps(Pickled())))
     print("a store answers at port", port, flush=True)
 
-for port in sys.argv[3:]:
-    threading.Thread(target=attack, args=(int(port),), daemon=True).start()
-time.sleep(6)
+threads = [threading.Thread(target=attack, args=(int(port),), daemon=True) for port in sys.argv[3:]]
+for thread in threads:
+    thread.start()
+until = time.monotonic() + 6
+for thread in threads:
+    thread.join(max(0, until - time.monotonic()))
 os._exit(0)
 """
+
+
+def attack(intruder: Path, run_id: str, ports: Iterable[str | int]) -> str:
+    """Write a pickle that creates ``intruder`` into the stores that answer at ``ports``; returns what they answered."""
+    command = [sys.executable, "-c", ATTACK, str(intruder), run_id, *map(str, ports)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result
+    return result.stdout
 
 
 @pytest.fixture
@@ -55,8 +69,8 @@ def run(sft_args: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]
 def listening(process: subprocess.Popen[bytes]) -> list[tuple[str, int]]:
     launcher = psutil.Process(process.pid)
     processes = [launcher, *launcher.children(recursive=True)]
-    sockets = [socket for process_ in processes for socket in process_.net_connections("inet")]
-    return [(socket.laddr.ip, socket.laddr.port) for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    connections = [connection for member in processes for connection in member.net_connections("inet")]
+    return [(item.laddr.ip, item.laddr.port) for item in connections if item.status == psutil.CONN_LISTEN]
 
 
 def test_run_listens_on_loopback_only_and_serves_no_store(run: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -64,11 +78,25 @@ def test_run_listens_on_loopback_only_and_serves_no_store(run: subprocess.Popen[
     sockets = listening(run)
     assert {address for address, _ in sockets} <= {"127.0.0.1"}, sockets
     intruder = tmp_path / "intruder"
-    ports = {rank["MASTER_PORT"], *(str(port) for _, port in sockets)}
-    command = [sys.executable, "-c", ATTACK, str(intruder), rank["TORCHELASTIC_RUN_ID"], *ports]
-    attack = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert attack.returncode == 0 and not attack.stdout and not intruder.exists(), attack
+    ports = {int(rank["MASTER_PORT"]), *(port for _, port in sockets)}
+    assert attack(intruder, rank["TORCHELASTIC_RUN_ID"], ports) == "" and not intruder.exists()
     assert run.poll() is None
+
+
+def test_attack_runs_code_in_the_rendezvous_of_torch_elastic(tmp_path: Path) -> None:
+    """The attack of the other test succeeds where it can: a run with torch's own rendezvous would fail that test."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = TCPStore("127.0.0.1", port, **options)
+    backend = C10dRendezvousBackend(store, "control")
+    handler = DynamicRendezvousHandler.from_backend("control", store, backend, 1, 1)
+    handler.next_rendezvous()
+    intruder = tmp_path / "intruder"
+    assert f"port {port}" in attack(intruder, "control", [port])
+    with pytest.raises(AttributeError):  # a file, in place of the state
+        handler.num_nodes_waiting()
+    assert intruder.exists()
 
 
 def test_rendezvous_of_a_run_is_a_file_that_no_other_user_can_open(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 from isthmus.errors import printable
 
 
@@ -10,3 +12,4 @@ def test_printable_message_has_no_control_characters() -> None:
 
 def test_printable_message_has_no_credentials() -> None:
     assert printable("https://user:p@ss@host/a@b and http://host/x") == "https://***@host/a@b and http://host/x"
+    assert printable(str(Path("https://user:word@host/a"))) == "https:/***@host/a"

@@ -243,3 +243,13 @@ def test_invalid_rank_variables_end_with_one_line(
     monkeypatch.setenv("RANK", "0")
     assert main(["config", "nosuch"]) == 2
     assert capsys.readouterr().err.count("isthmus: ") == 1
+
+
+@pytest.mark.parametrize("command", ["pretrain", "convert"])
+def test_password_of_a_model_is_hidden(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, out = "https://user:pass-word@127.0.0.1:9/org/name", str(tmp_path / "out")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    options = ["--model", url, "--data", str(tmp_path / "a.jsonl"), "--out", out, "train.steps=1"]
+    assert main([command, *(options if command == "pretrain" else [url, out])]) == 66
+    output = capsys.readouterr()
+    assert "***@127.0.0.1:9/org/name does not exist" in output.err and "pass-word" not in output.err + output.out

@@ -6,6 +6,7 @@ import json
 import resource
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from isthmus.cli.exit import ExitStatus, print_error
 from isthmus.config.schema.output import LoggingConfig
 from isthmus.errors import UsageError
 from isthmus.train import trackers
@@ -154,6 +156,23 @@ def test_a_tracker_that_cannot_start_is_an_error(tmp_path: Path, kinds: Callable
     assert warnings == [
         "warning: wandb failed and records nothing from here on (no API key); metrics.jsonl has all rows"
     ]
+
+
+@pytest.mark.processes
+def test_password_of_the_server_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow.tracking", reason="MLflow is not installed (extra: mlflow)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:pass-word@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UsageError, match=r"mlflow cannot start: .*pass-word") as caught:
+        run_of(tmp_path, "mlflow", losses={})
+    assert "Traceback" not in capsys.readouterr().err
+    print_error(ExitStatus(2, str(caught.value), "".join(traceback.format_exception(caught.value))), debug=True)
+    run_of(tmp_path, "mlflow", start=1, losses={})
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "warning: mlflow failed" in shown
+    assert "http://***@127.0.0.1:9" in shown and "pass-word" not in shown
 
 
 def test_broken_tensorboard_does_not_end_a_run(
