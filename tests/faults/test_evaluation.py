@@ -154,6 +154,7 @@ def test_tasks_of_lm_eval(isthmus: ForkServer, sft_args: list[str], tasks: Path,
     written = tmp_path / "results.json"
     alone = isthmus("eval", out, *args, "--out", written)
     assert alone.returncode == 0, alone.stderr
+    assert "fatal: not a git repository" not in alone.stderr
     assert "|numbers_choice|" in alone.stdout and "acc_norm" in alone.stdout
     assert numbers(json.loads(written.read_text())["results"]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     command = ["eval", out / "checkpoints", *args, "--json", "parallel.tp=2", "--batch-tokens", "64"]

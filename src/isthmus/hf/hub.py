@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -94,6 +96,25 @@ def _hub_error(repo_id: str, error: Exception) -> IsthmusError:
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"{constants.HF_HUB_CACHE}: no space left to download {repo_id}. Make room, or set HF_HOME.")
     return IOFailure(f"{here} {repo_id} cannot be downloaded from the Hub: {_joined_lines(error)[:300]}")
+
+
+def reaches_hub(seconds: float = 5.0) -> bool:
+    """Whether the Hub answers within ``seconds``; False without a request in offline mode."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(ENDPOINT, timeout=seconds)
+    except Exception:  # the HTTP library raises its own exceptions
+        return False
+    return True
+
+
+def use_cache_only() -> None:
+    """Let this process read only the caches of models and data sets; libraries repeat failed requests for a minute."""
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_EVALUATE_OFFLINE"] = "1"  # of libraries that are not imported yet
+    if datasets := sys.modules.get("datasets"):
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 def account_of_token(seconds: float = 5.0) -> str | None:

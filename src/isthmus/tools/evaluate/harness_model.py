@@ -10,9 +10,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.loggers.utils import get_commit_from_path
 from lm_eval.models.utils import (
     handle_stop_sequences,
     has_bos_prefix,
@@ -25,7 +26,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from tqdm import tqdm
 
 from isthmus.engine.inference import Decoding, Inference
-from isthmus.errors import UsageError
+from isthmus.errors import MissingInput, UsageError
+from isthmus.hf.hub import use_cache_only
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.tools.evaluate.task_settings import TaskSettings
 
@@ -35,8 +37,38 @@ _DEFAULT_ANSWER = 256
 _IGNORED = {"do_sample", "temperature", "until", "max_gen_toks", "max_length"}
 
 
+def cached_tasks(settings: TaskSettings) -> TaskManager:
+    """The tasks, whose data is local or in the cache of the Hub, which does not answer.
+
+    Raises:
+        UsageError: a task is unknown.
+        MissingInput: the data of a task is neither.
+    """
+    use_cache_only()
+    manager = _task_manager(settings)
+    for name in _known(settings.tasks, manager):
+        try:
+            with redirect_stdout(sys.stderr):
+                manager.load([name])
+        except (OSError, ValueError) as error:
+            task = name if isinstance(name, str) else name.get("task")
+            reason = " ".join(str(error).split())[:200]
+            raise MissingInput(
+                f"the data of task {task} is not in the Hub cache, and the Hub does not answer ({reason}). Run the "
+                "command once with --limit 1 on a machine with network access and the same HF_HOME, or name tasks with "
+                "local data: --include-path DIR."
+            ) from error
+    return manager
+
+
 def run_harness(
-    settings: TaskSettings, inference: Inference, tokenizer: Tokenizer, *, ends: set[int], max_length: int
+    settings: TaskSettings,
+    inference: Inference,
+    tokenizer: Tokenizer,
+    *,
+    ends: set[int],
+    max_length: int,
+    manager: TaskManager | None,
 ) -> tuple[dict[str, Any], str]:
     """Results in lm_eval's format, and its tables; on one rank.
 
@@ -45,7 +77,9 @@ def run_harness(
     """
     # Standard errors: lm_eval would fork this process, which has threads of collectives.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    manager = _task_manager(settings)
+    # It runs git, which prints an error outside of a repository.
+    evaluator.get_git_commit_hash = lambda: get_commit_from_path(os.getcwd())
+    manager = manager or _task_manager(settings)
     names = _known(settings.tasks, manager)
     model = HarnessModel(inference, tokenizer, ends, max_length)
     with redirect_stdout(sys.stderr):  # stdout is for the results

@@ -17,7 +17,9 @@ from isthmus.engine.inference import SharedInference
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.engine.step import Evaluator
 from isthmus.errors import MissingInput, UsageError
+from isthmus.hf.hub import reaches_hub
 from isthmus.launch.rendezvous import join_ranks
+from isthmus.platforms import rank_env
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.eval_prompts import end_tokens
 from isthmus.recipes.model.load_model import check_is_folder
@@ -57,6 +59,7 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
     check_fsdp_precision(config.parallel, precision)
     check_fsdp_torch(config.parallel)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
+    manager = _tasks_without_network(settings) if rank_env.rank() <= 0 else None
     limits = config.parallel
     with join_ranks(platform, join_timeout_s=limits.join_timeout_s, timeout_s=limits.timeout_s):
         model = join_and_build(config, plan, platform, precision, training=False)
@@ -71,9 +74,18 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
                 from isthmus.tools.evaluate.harness_model import run_harness
 
                 ends = end_tokens(plan.source, tokenizer)
-                results = run_harness(settings, inference, tokenizer, ends=ends, max_length=longest)
+                results = run_harness(settings, inference, tokenizer, ends=ends, max_length=longest, manager=manager)
     close_groups()
     return results
+
+
+def _tasks_without_network(settings: TaskSettings) -> Any:
+    """The task manager if the Hub does not answer: a missing data set is then found before the model is built."""
+    if reaches_hub():
+        return None
+    from isthmus.tools.evaluate.harness_model import cached_tasks  # slow
+
+    return cached_tasks(settings)
 
 
 def plan_of(model: str, overrides: Sequence[str]) -> tuple[RunConfig, ModelPlan]:
