@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from faults.command import environment, wait_for_step
+from faults.hosts import rank_variables
 
 # Torch elastic unpickles its state, in base64, from a key of a store that it serves. A port that does not answer
 # as a store does keeps the client waiting.
@@ -97,6 +98,41 @@ def test_attack_runs_code_in_the_rendezvous_of_torch_elastic(tmp_path: Path) -> 
     with pytest.raises(AttributeError):  # a file, in place of the state
         handler.num_nodes_waiting()
     assert intruder.exists()
+
+
+JOIN = """
+import psutil
+from isthmus.cli.exit import exit_status_of
+from isthmus.launch.rendezvous import join_ranks
+from isthmus.platforms.cpu import CpuPlatform
+
+def join():
+    with join_ranks(CpuPlatform("test"), join_timeout_s=30, timeout_s=30):
+        sockets = psutil.Process().net_connections("inet")
+        print("joined", {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}, flush=True)
+
+status = exit_status_of(join)
+print(status.message)
+raise SystemExit(status.exit_code)
+"""
+
+
+@pytest.mark.parametrize("other", ["a" * 16, "b" * 16, ""], ids=["same token", "another token", "no token"])
+def test_ranks_of_two_machines_check_the_token(other: str) -> None:
+    ranks = []
+    for variables, token in zip(rank_variables(2), ("a" * 16, other), strict=True):
+        variables = environment() | variables | {"LOCAL_WORLD_SIZE": "1", "ISTHMUS_RUN_TOKEN": token}
+        command = [sys.executable, "-c", JOIN]
+        ranks.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    if other == "a" * 16:
+        assert [rank.returncode for rank in ranks] == [0, 0], outputs
+        assert all(output.startswith("joined {'127.0.0.1'}") for output, _ in outputs), outputs
+    else:
+        assert [rank.returncode for rank in ranks] == [77, 77], outputs
+        assert "of a process with another token, or none" in outputs[0][0] and "joined" not in outputs[1][0], outputs
 
 
 def test_rendezvous_of_a_run_is_a_file_that_no_other_user_can_open(

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import Hang, IOFailure, IsthmusError, Preempted, error_of
+from isthmus.errors import Hang, IOFailure, IsthmusError, Preempted, UnsafeInput, error_of
 from isthmus.files.atomic_write import write_atomic
+from isthmus.launch.run_token import sealed, unsealed
 from isthmus.platforms import rank_env
 from isthmus.platforms.network_interfaces import route_to
 
@@ -76,14 +77,16 @@ class Failure:
 
     def post(self, store: Store) -> Failure:
         """Post it to the store; returns the first failure of the run."""
-        first = json.loads(store.compare_set(_FAILURE, "", json.dumps(asdict(self))))
-        store.compare_set(MEMBERS, "", "[]")
-        return Failure(**first)
+        first = store.compare_set(_FAILURE, "", sealed(_FAILURE, json.dumps(asdict(self))))
+        store.compare_set(MEMBERS, "", sealed(MEMBERS, "[]"))
+        with suppress(UnsafeInput):  # that is no failure of a rank
+            return Failure(**json.loads(unsealed(_FAILURE, first)))
+        return self
 
 
 def posted_failure(store: Store) -> Failure | None:
-    """The first failure that a rank has posted."""
-    return Failure(**json.loads(store.get(_FAILURE))) if store.check([_FAILURE]) else None
+    """The first failure that a rank has posted; UnsafeInput if another process posted it."""
+    return Failure(**json.loads(unsealed(_FAILURE, store.get(_FAILURE)))) if store.check([_FAILURE]) else None
 
 
 def reported_failures(folder: Path) -> list[Failure]:

@@ -27,10 +27,12 @@ import torch.distributed as dist
 
 from isthmus.engine.local_store import local_store
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, IsthmusError, Preempted, explain, is_lost_rank, printable
+from isthmus.errors import Hang, IsthmusError, Preempted, UnsafeInput, explain, is_lost_rank, printable
 from isthmus.launch.first_failure import Failure, posted_failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
+from isthmus.launch.run_token import sealed, unsealed
 from isthmus.platforms import rank_env
+from isthmus.platforms.network_interfaces import GLOO, NCCL, named_by
 
 GRACE_S = 3.0
 """Time for a rank to exit by itself after the failure of another rank."""
@@ -47,15 +49,35 @@ def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
     """
     store: dist.Store | None = local_store()
     if store is None:
+        address, port = rank_env.master()
+        listener = _listener(address, port) if serves else None
         store = dist.TCPStore(
-            *rank_env.master(),
+            address,
+            port,
             rank_env.world_size(),
             is_master=serves,
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
             timeout=timedelta(seconds=timeout_s),
         )
     return dist.PrefixStore(f"attempt_{rank_env.attempt()}", store)
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at the address of ``host`` only; None: the store listens on all interfaces.
+
+    Other machines may know a host name by another address: it must be an address itself, or that of the interface that
+    is chosen for the collectives. None too if this process serves the port already, whose store torch then shares.
+    """
+    with suppress(OSError):
+        addresses = {(info[0], str(info[4][0])) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        (family, address), *others = addresses
+        chosen = [interface.address for name in (GLOO, NCCL) if (interface := named_by(name)) is not None]
+        is_alone = rank_env.world_size() == rank_env.local_world_size()
+        if not others and (host == address or address in chosen or is_alone):
+            return socket.create_server((address, port), family=family)
+    return None
 
 
 class Heartbeat:
@@ -191,6 +213,8 @@ class Heartbeat:
                 return None
             reason = f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine "
             reason += "is down."
+        except UnsafeInput as error:
+            return self._post(Failure(exit_code=error.exit_code, message=str(error)))
         except RuntimeError:
             reason = self._no_store()
         return self._post(Failure(exit_code=Hang.exit_code, message=f"{reason} {_ADVICE}"))
@@ -212,10 +236,10 @@ class Heartbeat:
         """Host, count and trace region of a rank's last heartbeat."""
         key = f"heartbeat/{rank}"
         if (path := _heartbeat_file(rank)) is not None:
-            text: str | bytes = path.read_text(encoding="utf-8") if path.exists() else ""
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
         else:
             with self._lock:
-                text = self._store.get(key) if self._store.check([key]) else ""
+                text = unsealed(key, self._store.get(key)) if self._store.check([key]) else ""
         return tuple(json.loads(text)) if text else ("", -1, _FINISHED)
 
     def _send(self, region: str) -> None:
@@ -228,7 +252,8 @@ class Heartbeat:
                 new.replace(path)
             return
         with self._lock:
-            self._store.set(f"heartbeat/{self._rank}", text)
+            key = f"heartbeat/{self._rank}"
+            self._store.set(key, sealed(key, text))
 
     def _post(self, failure: Failure) -> Failure:
         with self._lock:

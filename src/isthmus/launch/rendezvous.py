@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from isthmus.engine.parallel.process_groups import init_process_group
 from isthmus.errors import Hang, IsthmusError, Preempted, UsageError
 from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_machine
 from isthmus.launch.heartbeat import Heartbeat, open_store
+from isthmus.launch.run_token import check_ranks, sealed, unsealed
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
 from isthmus.platforms.network_interfaces import GLOO, NCCL, Interface, interfaces, named_by, route_to
@@ -49,6 +51,8 @@ class Member:
     """(reason for the choice, address, port), one for each interface of its collectives."""
     device: str = ""
     """Identifies its GPU on its machine; empty on a CPU."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    """The same in no other run."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.machine[0]} ({self.machine[1]})"
@@ -77,6 +81,8 @@ def join_ranks(
                 raise Preempted(_STOPPED) from error
             raise
         init_process_group(platform, store=store, timeout_s=timeout_s)
+        if (token := rank_env.run_token()) is not None:
+            check_ranks(token, platform, store.get(MEMBERS))
         yield machines
 
 
@@ -172,7 +178,8 @@ def _register(
     """Register this rank, wait for the others, and return all members by rank."""
     if store.add(f"rendezvous/rank/{me.rank}", 1) > 1:
         raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
-    store.set(f"rendezvous/member/{me.rank}", json.dumps(asdict(me)))
+    key = _member_key(me.rank)
+    store.set(key, sealed(key, json.dumps(asdict(me))))
     store.add(_JOINED, 1)
 
     def joined() -> bool:
@@ -189,8 +196,8 @@ def _register(
             raise Preempted(_STOPPED)
         if me.rank == 0:
             members = _all_members(store, me.world_size, timeout_s)
-            store.set(MEMBERS, json.dumps([asdict(member) for member in members]))
-        return [Member(**member) for member in json.loads(store.get(MEMBERS))]
+            store.set(MEMBERS, sealed(MEMBERS, json.dumps([asdict(member) for member in members])))
+        return [Member(**member) for member in json.loads(unsealed(MEMBERS, store.get(MEMBERS)))]
     except RuntimeError as error:  # a DistError of a TCPStore
         raise Hang(
             f"{me} lost its connection to rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous."
@@ -199,8 +206,9 @@ def _register(
 
 def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
     """On rank 0: all members by rank; raises for a missing rank, another world size or a GPU with two ranks."""
-    present = [rank for rank in range(world_size) if store.check([f"rendezvous/member/{rank}"])]
-    members = [Member(**json.loads(store.get(f"rendezvous/member/{rank}"))) for rank in present]
+    keys = {rank: _member_key(rank) for rank in range(world_size)}
+    present = [rank for rank, key in keys.items() if store.check([key])]
+    members = [Member(**json.loads(unsealed(keys[rank], store.get(keys[rank])))) for rank in present]
     other = next((member for member in members if member.world_size != world_size), None)
     if other:
         raise UsageError(
@@ -217,6 +225,10 @@ def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[M
         )
     _check_devices(members)
     return members
+
+
+def _member_key(rank: int) -> str:
+    return f"rendezvous/member/{rank}"
 
 
 def _check_devices(members: Sequence[Member]) -> None:

@@ -13,6 +13,9 @@ STOP_FILE = "ISTHMUS_STOP_FILE"
 """``--nproc`` sets it to a path; the run stops when this file exists."""
 STORE_FILE = "ISTHMUS_STORE_FILE"
 """``--nproc`` sets it to the file of the rendezvous store, in a folder of which only this user may read the files."""
+RUN_TOKEN = "ISTHMUS_RUN_TOKEN"
+"""A secret of the user, the same on all ranks of a run."""
+_SHORTEST_TOKEN = 16
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
@@ -74,6 +77,17 @@ def master(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
             "to the machine of rank 0 and a free port on it, the same on every rank, or start with torchrun."
         )
     return address, int(port)
+
+
+def run_token() -> str | None:
+    """The secret that the ranks share; None if none is set."""
+    token = os.environ.get(RUN_TOKEN)
+    if token and len(token) < _SHORTEST_TOKEN:
+        raise UsageError(
+            f"{RUN_TOKEN} has {len(token)} characters, expected {_SHORTEST_TOKEN} or more. Make one for each run: "
+            "openssl rand -hex 16."
+        )
+    return token or None
 
 
 def hosts_store() -> bool:
