@@ -44,6 +44,8 @@ def translate(argv: Sequence[str]) -> list[str]:
     command = ["convert", parsed.load_dir, parsed.save_dir, *_options(parsed)]
     unused = [name for name in (*_DETECTED, *_UNUSED) if getattr(parsed, _dest(name)) is not None]
     remarks = [f"not needed: {', '.join(unused)}"] if unused else []
+    if parsed.sequence_parallel:
+        remarks.append("--sequence-parallel changes no file: it is an option of training")
     if parsed.no_checking:
         remarks.append("--no-checking has no effect: args and tensors are always checked")
     if parsed.saver in ("megatron", "legacy"):
@@ -116,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--params-dtype", dest="dtype", type=lambda word: dtypes.get(word, word))
     for name in ("--bf16", "--fp16"):
         parser.add_argument(name, dest="dtype", action="store_const", const=name.removeprefix("--"))
-    parser.add_argument("--no-checking", action="store_true")
+    for name in ("--no-checking", "--sequence-parallel"):
+        parser.add_argument(name, action="store_true")
     for name in (*_SIZES, *_DETECTED, *_UNUSED):
         parser.add_argument(name)
     return parser

@@ -14,6 +14,7 @@ import typer
 
 from isthmus.cli.options import Debug
 from isthmus.cli.train_verbs import Nproc, run_ranks
+from isthmus.config.dialects.megatron.record_script import SHELL_SUFFIXES
 from isthmus.errors import UsageError
 
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script of a Megatron-LM checkout, or your own.")]
@@ -35,6 +36,11 @@ def run(options: ScriptOptions) -> int:
 
     Options of isthmus come before SCRIPT.py. Everything that is done for the script is printed, one line each.
     """
+    if options.script.suffix in SHELL_SUFFIXES:
+        raise UsageError(
+            f"{options.script} is a shell script, and isthmus run takes the Python script that it starts. "
+            f"`isthmus config from-megatron --run {options.script}` shows its training run as a config of Isthmus."
+        )
     from isthmus.cli import process
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
 

@@ -26,6 +26,7 @@ _SHORT: dict[Key, Key] = {("model",): ("model", "path")}
 _EXCLUSIVE: Mapping[str, tuple[str, ...]] = {
     name: getattr(section.annotation, "exclusive", ()) for name, section in RunConfig.model_fields.items()
 }
+_PLACE = re.compile(r":\d+:\d+")
 _OPTIONS = {option.lstrip("-").replace("-", "_"): option for option in GIVEN_BY}
 
 
@@ -239,7 +240,7 @@ class _Draft:
             for key, error in wrong.items():
                 why = reason(error, key)
                 if key not in reported and removed.isdisjoint(re.findall(r"\w+", why)):
-                    self.errors.append(self._line(key, why))
+                    self.errors.append(self._line(key, why, missing=error["type"] in ("missing", "lacks")))
             if reported.issuperset(wrong):
                 return None
             reported |= wrong.keys()
@@ -249,9 +250,11 @@ class _Draft:
                 else:
                     removed.add(_replace(values, key, None))
 
-    def _line(self, key: Key, why: str) -> str:
+    def _line(self, key: Key, why: str, *, missing: bool = False) -> str:
         """``origin  key  reason``; the origin is that of the key, of a section around it, or the file."""
         origins = (self.origins[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.origins)
+        if missing and key not in self.origins:  # the origin of a section is that of another setting, or a place
+            origins = (origin for origin in origins if _PLACE.search(origin))
         origin = next(origins, self.file)
         return "  ".join(filter(None, [origin, dotted(key), why]))
 

@@ -32,6 +32,7 @@ from isthmus.files.checked_files import RecordedFiles, recording
 from isthmus.hf.companion_files import check_companions
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
+from isthmus.hf.special_tokens import tokens_beyond_vocabulary
 from isthmus.hf.staged_folder import StagedFolder
 from isthmus.hf.tensors.finite import check_cast
 
@@ -288,6 +289,8 @@ def _write_small_files(plan: _Plan, folder: Path) -> None:
     inner.mkdir(exist_ok=True)
     base = None if model.hf_folder is None else model.hf_folder.config
     config = model.family.to_hf_config(model.arch, base, dtype=str(plan.main_dtype).removeprefix("torch."))
+    if base is None:
+        config |= tokens_beyond_vocabulary(config)
     write_model_files(inner, model.hf_folder, config)
     if plan.format != "hf":
         (folder / TRACKER).write_text("release", encoding="utf-8")

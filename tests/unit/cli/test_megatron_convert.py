@@ -32,9 +32,11 @@ def test_from_hugging_face_to_ranks_and_back(model: Path, tmp_path: Path, capsys
     ]
     again = tmp_path / "again"
     words = f"""convert --model-type GPT --loader=mcore --saver=megatron --target-tensor-parallel-size 1
-        --target-pipeline-parallel-size 1 --saver-transformer-impl local --bf16 --load-dir {there} --save-dir {again}"""
+        --target-pipeline-parallel-size 1 --saver-transformer-impl local --sequence-parallel --bf16
+        --load-dir {there} --save-dir {again}"""
     assert main(shlex.split(words)) == 0
-    assert "--to torch --tp 1 --pp 1 --spelling local --dtype bf16  # --saver megatron" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "--to torch --tp 1 --pp 1 --spelling local --dtype bf16  # --sequence-parallel changes no file" in printed
     assert open_model(again).weights.dtype("embedding.word_embeddings.weight") == torch.bfloat16
     words = f"convert --loader mcore --saver hf --no-checking --load-dir {there} --save-dir {back} --json"
     assert main(shlex.split(words)) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from isthmus.cli.terminal import interruptible, say
 from isthmus.config.dialects.megatron.model_args import rows_by_name
-from isthmus.config.dialects.megatron.record_script import record_script
+from isthmus.config.dialects.megatron.record_script import SHELL_SUFFIXES, record_script
 from isthmus.config.dialects.megatron.training_command import read_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
@@ -22,7 +22,6 @@ from isthmus.config.schema import RunConfig
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
 
-_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
 """A comment of a shell, or text in quotes (the group), which may contain #."""
 
@@ -40,9 +39,9 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
         raise UsageError("give the arguments of pretrain_gpt.py after --, a file of arguments, or a shell script.")
     path = Path(words[0])
     is_command = words[0].startswith("-") or any(word.endswith(".py") for word in words)
-    if path.suffix in _SHELL or not is_command:
+    if path.suffix in SHELL_SUFFIXES or not is_command:
         text = _read(path)
-        if path.suffix in _SHELL or text.startswith("#!"):
+        if path.suffix in SHELL_SUFFIXES or text.startswith("#!"):
             return _from_script(path, words[1:], restricted=True)
         with _lines_of(path):
             return _with_model(translate_command(read_command(_split(path, text)), words[1:], path.stem))

@@ -20,6 +20,7 @@ from isthmus.families.registry import family_for, language_config
 from isthmus.families.rules.rope_overlay import overlay_rotary
 from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
+from isthmus.hf.special_tokens import SPECIAL_TOKENS, tokens_beyond_vocabulary
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.hf.tokenizer.tokenizer_kinds import NumberTokenizer, open_tokenizer
 from isthmus.recipes.registry import recipe_of
@@ -204,14 +205,14 @@ def _open_tokenizer(config: RunConfig, source: ModelFolder, vocab_size: int) -> 
 def with_tokens_of(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> dict[str, Any]:
     """``hf_config`` with the BOS, EOS, end-of-turn and padding tokens of ``tokenizer``, unless it has them already."""
     inner, changed = tokenizer.inner, dict(hf_config)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in SPECIAL_TOKENS:
         old, new = hf_config.get(name), getattr(inner, name)
         if new not in (old if isinstance(old, list) else [old]):
             changed[name] = new
     ends = changed["eos_token_id"] if isinstance(changed.get("eos_token_id"), list) else [changed.get("eos_token_id")]
     if tokenizer.turn_end_id not in (None, *ends):
         changed["eos_token_id"] = [*(end for end in ends if end is not None), tokenizer.turn_end_id]
-    return changed
+    return changed | tokens_beyond_vocabulary(changed)
 
 
 def answer_end(hf_config: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerEnd:

@@ -125,7 +125,7 @@ def test_settings_and_data_win_over_an_experiment(
     monkeypatch.chdir(tmp_path)
     text = experiment("llama3.1_8B", "\ndisable_wandb: false\ndisable_mlflow: true\ndisable_tensorboard: true")
     Path("first.yaml").write_text(text.replace("mock_data: true", ""))
-    with pytest.raises(UsageError, match=r"data.files  is missing: .* --data or data.files="):
+    with pytest.raises(UsageError, match=r"^data.files  is missing: .* --data or data.files="):
         parse_and_run(["config", "from-primus", "first.yaml"])
     words = ["from-primus", "first.yaml", "--data", "a.jsonl", "train.steps=3", "model.config.vocab_size=99"]
     config = config_of(capsys, *words)
@@ -224,6 +224,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             parse_and_run(["config", "from-megatron", str(tmp_path / name)])
     with pytest.raises(UsageError, match="give the arguments"):
         parse_and_run(["config", "from-megatron"])
+
+
+def test_scripts_for_other_verbs_name_the_verb() -> None:
+    convert = ["python", "tools/checkpoint/convert.py", "--loader", "core", "--load-dir", "my models"]
+    with pytest.raises(UsageError, match=r"isthmus convert --loader core --load-dir 'my models'$"):
+        parse_and_run(["config", "from-megatron", "--", *convert])
+    with pytest.raises(UsageError, match=r"`isthmus config from-megatron --run train\.sh` shows"):
+        parse_and_run(["run", "train.sh"])
 
 
 def test_a_model_without_a_family_is_refused_by_name() -> None:

@@ -140,6 +140,18 @@ def test_sft_defaults_and_data(tmp_path: Path, models: Path) -> None:
     assert "model.init" not in result.translation.settings
 
 
+def test_switches_that_are_off_are_accepted(tmp_path: Path, models: Path) -> None:
+    off = "\nfused_padded_mla_attention: false\nzzz_later_optimization: false"
+    remarks = translate_experiment(written(tmp_path, experiment("llama3_8B", off)), models).translation.remarks
+    assert [remark.option for remark in remarks if remark.status == "ignored"] == ["zzz_later_optimization: false"]
+    with pytest.raises(UsageError, match=r"overlap_grad_reduc  is not a key .*did you mean overlap_grad_reduce"):
+        translate_experiment(written(tmp_path, experiment("llama3_8B", "\noverlap_grad_reduc: false")), models)
+    on = written(tmp_path, experiment("llama3_8B", off.replace("false", "true")))
+    with pytest.raises(UsageError, match="zzz_later_optimization  is not a key") as error:
+        translate_experiment(on, models)
+    assert "fused_padded" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

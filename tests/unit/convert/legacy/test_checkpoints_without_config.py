@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.errors import CheckFailed, UsageError
+from isthmus.hf.special_tokens import SPECIAL_TOKENS
 from ranks.tiny import VOCAB, build_model_folder, without_checksums
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -45,6 +47,8 @@ def test_args_are_enough(family: str, layout: str, tmp_path: Path) -> None:
     done = convert(bare(model, tmp_path / "there", **LAYOUTS[layout]), tmp_path / "back")
     assert (done.family, len(done.notes)) == (family, 2)
     assert "by its args" in done.notes[0] and "no tokenizer" in done.notes[1]
+    config = AutoConfig.from_pretrained(tmp_path / "back")
+    assert all((getattr(config, name) or 0) < VOCAB for name in SPECIAL_TOKENS)  # not 50256, as without the setting
     compare_models(model, tmp_path / "back")
     compare_models(model, tmp_path / "there")
     compare_models(tmp_path / "there", model)

@@ -22,6 +22,7 @@ from isthmus.config.dialects.megatron import restricted_script, stand_in
 from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 TIME_LIMIT_S = 60.0
 _BACKGROUND_S = 5.0
 """How long background commands may run after the script ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,11 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
     if place is None:
         return TrainingCommand("", tuple(words), World())
+    if words[place].endswith("checkpoint/convert.py"):
+        raise UsageError(
+            f"{words[place]} converts a checkpoint and trains nothing. isthmus convert takes its options: "
+            f"isthmus convert {shlex.join(words[place + 1 :])}"
+        )
     return TrainingCommand(words[place], tuple(words[place + 1 :]), _world(words[:place]))
 
 

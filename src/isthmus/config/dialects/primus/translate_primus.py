@@ -160,6 +160,10 @@ def _set(
         tables = (_KEYS[status].values() for status in ("different", "unsupported", "refused"))
         names = [name for table in tables for patterns in table for name, _ in entries(patterns)]
         guess = near(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
+        is_typo = guess is not None and difflib.SequenceMatcher(None, key, guess).ratio() > 0.85
+        if value is False and not is_typo:
+            remarks.append(OptionRemark(source, "ignored", "Isthmus does not know this switch, and it is off."))
+            return
         args.errors.append(
             f"{key}  is not a key of Primus or Megatron-LM" + (f" (did you mean {guess}?)" if guess else "")
         )
