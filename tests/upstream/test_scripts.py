@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     converted = flags(model, "torch_dist", tmp_path / "megatron")
     words = [*converted, *training, "--save", str(tmp_path / "saved")]
     printed = run_script(megatron / "pretrain_gpt.py", *words, ranks=2)
+    assert "Stack (most recent call first)" not in printed
     assert list(tmp_path.glob("data/cache/GPTDataset_indices/*-description.txt"))
     assert find_source("train", "data", "train", [str(tmp_path / "data")]).prepared  # not the cache in folder data
     convert(tmp_path / "saved", tmp_path / "back", hf_like=model)
@@ -221,3 +223,16 @@ def test_checkpoint_of_the_converter(spelling: Any, megatron: Path, tmp_path: Pa
     run_script(megatron / "tools/checkpoint/convert.py", *words, *sizes, "--position-embedding-type", "rope")
     assert {path.parent.name for path in split.glob("*/*/*.pt")} == {"mp_rank_00_000", "mp_rank_00_001"}
     compare_models(saved, split, hf_like=model)  # raises if a tensor differs
+
+
+def test_the_loader_of_hugging_face_folders(megatron: Path, shared_data: Path, tmp_path: Path) -> None:
+    """--loader llama_mistral; it gives the model the sizes of Llama 2 that config.json does not decide."""
+    sizes = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "head_dim": 8}
+    model = build_model_folder(tmp_path / "hf", "llama", vocab_size=32000, **sizes)
+    for path in (shared_data / "llama2-tokenizer").iterdir():
+        shutil.copyfile(path, model / path.name)
+    words = ["--model-type", "GPT", "--loader", "llama_mistral", "--checkpoint-type", "hf", "--model-size", "llama2-7B"]
+    words += ["--saver", "core", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 1]
+    words += ["--tokenizer-model", model, "--load-dir", model, "--save-dir", tmp_path / "saved"]
+    run_script(megatron / "tools/checkpoint/convert.py", *words)
+    compare_models(model, tmp_path / "saved")

@@ -27,6 +27,8 @@ def install(say: Say, *, without_te: bool) -> None:
     patch_on_import("loader_base", lambda base: _patch_groups(say, base.MegatronCheckpointLoaderBase, "loader"))
     patch_on_import("loader_base", _args_of_training)
     patch_on_import("saver_base", lambda base: _patch_groups(say, base.MegatronCheckpointSaverBase, "saver"))
+    patch_on_import("loader_llama_mistral", functools.partial(_any_transformers, say))
+    patch_on_import("megatron.legacy.model.utils", _norms_without_their_argument)
     if without_te:
         patch_on_import("saver_base", functools.partial(_skip_version_check, say))
         for name in ("loader_core", "loader_llava", "saver_core", "saver_llava"):
@@ -45,6 +47,24 @@ def _provider_with_builder(say: Say, loader: Any) -> None:
 
     cls.import_model_provider = import_model_provider
     say("convert: the loader builds its model with the model builder, which it forgets")
+
+
+def _any_transformers(say: Say, loader: Any) -> None:
+    """Its check takes the minor version alone: 5.0 counts as older than 4.31."""
+    loader.verify_transformers_version = lambda: None
+    say("convert: the loader takes every version of transformers")
+
+
+def _norms_without_their_argument(utils: Any) -> None:
+    """Legacy models, which the loader builds, read ``args.apply_layernorm_1p``; core 0.16 has no such argument."""
+    read = utils.get_args
+
+    def get_args() -> Any:
+        args = read()
+        args.apply_layernorm_1p = getattr(args, "apply_layernorm_1p", False)
+        return args
+
+    utils.get_args = get_args
 
 
 def _args_of_training(base: Any) -> None:

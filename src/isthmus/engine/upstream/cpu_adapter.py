@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch.utils import _device
 
@@ -122,3 +123,4 @@ def report_gpu(is_megatron: Callable[[dict[str, Any]], bool]) -> None:
     cuda.get_device_name = lambda *_: "CPU"
     properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 36, multi_processor_count=1)
     cuda.get_device_properties = lambda *_: properties
+    cuda.mem_get_info = lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total)

@@ -5,7 +5,9 @@ Each patch applies when its module is imported, to whichever version that is, an
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -49,6 +51,7 @@ def install(platform: str, root: Path, say: Say) -> None:
     patch_on_import("megatron.core.datasets.utils", _no_build_in_checkout)
     patch_on_import("megatron.legacy.fused_kernels", functools.partial(_no_fused_kernels, say))
     patch_on_import("megatron.core.transformer.moe.moe_utils", functools.partial(_router_without_te, say))
+    patch_on_import("megatron.core.inference.data_parallel_inference_coordinator", _without_stack_traces)
     patch_on_import("megatron.training.arguments", functools.partial(_adapt_arguments, lacking, say))
     patch_on_import("megatron.core.dist_checkpointing.mapping", functools.partial(_numpy_product, say))
     patch_on_import(checkpoint_saver.MODULE, lambda module: checkpoint_saver.patch_module(module, say))
@@ -86,6 +89,12 @@ def _no_fused_kernels(say: Say, kernels: Any) -> None:
     """``load`` asks nvcc for its version, and then compiles nothing."""
     kernels.load = lambda args: None
     say("fused kernels: not loaded, which needs nvcc; Megatron-Core computes the same in PyTorch")
+
+
+def _without_stack_traces(_: Any) -> None:
+    """The module asks for a stack trace at SIGTERM and SIGINT, with which the processes of a successful run end too."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        faulthandler.unregister(number)
 
 
 def _router_without_te(say: Say, utils: Any) -> None:
