@@ -91,6 +91,22 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     assert after < before - 0.1
 
 
+def test_stages_with_different_numbers_of_layers(megatron: Path, tmp_path: Path) -> None:
+    """Megatron-LM's validation loss with the first and the last stage as the flags describe them."""
+    model = build_model_folder(tmp_path / "hf", "qwen3", vocab_size=VOCAB, num_hidden_layers=3)
+    sample = periodic_tokens(tmp_path / "data")
+    converted = flags(model, "torch", tmp_path / "megatron", layout=LegacyLayout(pp=2), spelling="local")
+    assert converted[converted.index("--decoder-first-pipeline-num-layers") + 1] == "2"
+    training = shlex.split(
+        f"--data-path {tmp_path}/data --split 80,20,0 --seq-length {SEQ_LENGTH} --tokenizer-type NullTokenizer "
+        f"--vocab-size {VOCAB - 1} --micro-batch-size 1 --global-batch-size 2 --lr 0 --train-iters 1 --log-interval 1 "
+        "--eval-iters 1 --eval-interval 1 --finetune --attention-dropout 0 --hidden-dropout 0"
+    )
+    printed = run_script(megatron / "pretrain_gpt.py", *converted, *training, ranks=2)
+    losses = re.findall(r"validation loss at iteration 1 on validation set \| lm loss value: (\S+)", printed)
+    assert abs(float(losses[0]) - hf_loss(model, sample)) < 1e-5
+
+
 @torch.no_grad()
 def hf_loss(folder: Path, sample: torch.Tensor) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

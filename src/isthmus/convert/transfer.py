@@ -319,7 +319,7 @@ def _megatron_flags(plan: _Plan, destination: Path, spelling: LiveSpelling | Non
     """The flags with which Megatron-LM loads the checkpoint."""
     flags = [f"--load {shlex.quote(str(destination))}", "--use-checkpoint-args", *required_flags(plan.model.arch)]
     if plan.format == "torch":
-        flags += plan.layout.flags()
+        flags += plan.layout.flags(plan.model.arch.num_layers)
         flags += ["--transformer-impl local"] if spelling == "local" else []
     source = plan.model.hf_folder
     if source is not None and any(path.name.startswith("tokenizer") for path in source.small_files()):

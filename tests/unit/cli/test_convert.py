@@ -56,7 +56,7 @@ def test_dtype(model: str, tmp_path: Path) -> None:
         (["--to", "onnx"], 2, "Use hf, torch_dist, torch"),
         (["--tp", "2"], 2, "torch_dist has no layout and no spelling"),
         (["--to", "torch", "--tp", "3"], 2, "tp=3 does not divide"),
-        (["--to", "torch", "--pp", "8"], 2, "pp=8 does not divide num_layers=4"),
+        (["--to", "torch", "--pp", "8"], 2, "pp=8 is more than num_layers=4"),
         (["--to", "torch", "--vpp", "2"], 2, "needs more than one pipeline stage"),
         (["--dtype", "int8"], 2, "Use fp32, bf16, fp16"),
         (["--hf-like", "MODEL"], 2, "Omit --hf-like"),

@@ -52,9 +52,14 @@ class LegacyLayout:
             raise UsageError(f"etp={self.etp} is for experts, and {arch.family} has none. Omit --etp.")
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp={self.vpp} needs more than one pipeline stage. Give --pp, or leave --vpp out.")
-        if arch.num_layers % (self.pp * self.vpp):
-            sizes = f"pp={self.pp}" + (f" times vpp={self.vpp}" if self.vpp > 1 else "")
-            raise UsageError(f"{sizes} does not divide num_layers={arch.num_layers} ({arch.family}). Use fewer.")
+        layers = f"num_layers={arch.num_layers} ({arch.family})"
+        if arch.num_layers % (self.pp * self.vpp) and self.vpp > 1:
+            raise UsageError(
+                f"pp={self.pp} times vpp={self.vpp} does not divide {layers}. Use fewer; without vpp the first and the "
+                "last stage may have other numbers of layers."
+            )
+        if arch.num_layers < self.pp:
+            raise UsageError(f"pp={self.pp} is more than {layers}. Use fewer stages.")
         self.files()
 
     def files(self) -> list[RankFile]:
@@ -79,7 +84,23 @@ class LegacyLayout:
         stage = f"_{file.pp:03d}" if self.pp > 1 else ""
         return f"mp_rank_{file.tp:02d}{stage}" + (f"_{file.ep:03d}" if self.ep > 1 else "")
 
-    def flags(self) -> list[str]:
+    def outer_stages(self, num_layers: int) -> tuple[int, int] | None:
+        """Layers of the first and the last stage; None if all stages have equally many.
+
+        Megatron-LM gives all stages between them the same number. This is the most even of these splits, with fewer
+        layers beside the embedding and the output layer if there are several.
+        """
+        if num_layers % (self.pp * self.vpp) == 0:
+            return None
+        splits = ((middle, num_layers - middle * (self.pp - 2)) for middle in range(1, num_layers))
+        _, outer = min(
+            (split for split in splits if split[1] >= 2),
+            key=lambda split: (max(split[0], -(-split[1] // 2)), -split[0]),
+        )
+        return outer - outer // 2, outer // 2
+
+    def flags(self, num_layers: int) -> list[str]:
+        first, last = self.outer_stages(num_layers) or (0, 0)
         sizes = {
             "--tensor-model-parallel-size": self.tp,
             "--pipeline-model-parallel-size": self.pp,
@@ -87,6 +108,8 @@ class LegacyLayout:
             "--expert-model-parallel-size": self.ep,
         }
         flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+        if first:
+            flags += [f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}"]
         return flags if self.expert_tp == self.tp else [*flags, f"--expert-tensor-parallel-size {self.expert_tp}"]
 
     def chunk_key(self, number: int) -> str:
@@ -94,8 +117,11 @@ class LegacyLayout:
         return "model" if self.vpp == 1 else f"model{number}"
 
     def layers_of(self, arch: Architecture) -> list[list[int]]:
-        """Number of layers in each chunk of each stage, all equal."""
-        return [[arch.num_layers // (self.pp * self.vpp)] * self.vpp for _ in range(self.pp)]
+        """Number of layers in each chunk of each stage."""
+        if (outer := self.outer_stages(arch.num_layers)) is None:
+            return [[arch.num_layers // (self.pp * self.vpp)] * self.vpp for _ in range(self.pp)]
+        middle = (arch.num_layers - sum(outer)) // max(1, self.pp - 2)
+        return [[outer[0]], *([middle] for _ in range(self.pp - 2)), [outer[1]]]
 
     def place(self, canonical: str, arch: Architecture, layers: Sequence[Sequence[int]]) -> list[tuple[int, int, str]]:
         """(stage, chunk, local name) of a tensor; empty for a tied output layer in a single stage.

@@ -150,6 +150,7 @@ def megatron_args(
     if layout is not None and arch.moe is not None:
         format_args["moe_grouped_gemm"] = spelling == "te"  # torch_dist loads with and without it
     layout = layout or LegacyLayout()
+    first, last = layout.outer_stages(arch.num_layers) or (None, None)
     return Namespace(
         **model_args(arch) | {"attention_dropout": dropout.attention, "hidden_dropout": dropout.hidden},
         **format_args,
@@ -161,6 +162,8 @@ def megatron_args(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         context_parallel_size=1,

@@ -23,6 +23,7 @@ LAYOUTS = [
     LegacyLayout(pp=2),
     LegacyLayout(tp=4),
     LegacyLayout(tp=2, pp=4),
+    LegacyLayout(pp=3),
     LegacyLayout(pp=2, vpp=2),
     LegacyLayout(tp=2, pp=2, vpp=2),
 ]

@@ -118,6 +118,22 @@ def test_chunks_of_layers_are_interleaved() -> None:
     assert layout.place("decoder.final_layernorm.weight", arch, layers)[0][:2] == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "expected"),
+    [
+        *((3, 2, [2, 1]), (5, 2, [3, 2]), (5, 3, [2, 2, 1]), (7, 3, [2, 3, 2]), (6, 4, [1, 2, 2, 1])),
+        *((7, 4, [2, 2, 2, 1]), (9, 8, [2, 1, 1, 1, 1, 1, 1, 1]), (61, 16, [3, *[4] * 14, 2])),
+    ],
+)
+def test_layers_of_stages_that_do_not_divide_them(num_layers: int, pp: int, expected: list[int]) -> None:
+    arch, layout = architecture(num_hidden_layers=num_layers), LegacyLayout(pp=pp)
+    layout.check(arch)
+    assert layout.layers_of(arch) == [[layers] for layers in expected]
+    assert sum(expected) == num_layers and len({*expected[1:-1]}) <= 1
+    first, last = layout.flags(num_layers)[1:]
+    assert (first.split()[1], last.split()[1]) == (str(expected[0]), str(expected[-1]))
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_tied_output_layer_needs_several_stages(pp: int) -> None:
     arch = architecture(tie_word_embeddings=True)
@@ -129,7 +145,7 @@ def test_tied_output_layer_needs_several_stages(pp: int) -> None:
     ("config", "sizes", "message"),
     [
         ({}, {"tp": 3}, "tp=3 does not divide num_attention_heads=8"),
-        ({}, {"pp": 3}, "pp=3 does not divide num_layers=8"),
+        ({}, {"pp": 9}, "pp=9 is more than num_layers=8"),
         ({}, {"pp": 2, "vpp": 3}, "pp=2 times vpp=3 does not divide"),
         ({}, {"vpp": 2}, "more than one pipeline stage"),
         ({}, {"ep": 2}, "has none"),
