@@ -212,6 +212,7 @@ def test_a_restricted_script_sets_variables() -> None:
     ("text", "message"),
     [
         ("while :; do :; done", r"was stopped after 0.5 s: without --run, a script has"),
+        ("f() { while :; do :; done | f; }; f", r"was stopped at 4 processes: without --run"),
         ("for x in {1..100000000}; do :; done", r"more than 1 GiB of memory, .*cannot allocate"),
         ("ARGS=$(</etc/passwd)", r"a file outside its folder.*/etc/passwd: Permission denied"),
         ("while read X; do ARGS=$X; done < .env", r"or a hidden one.*.env: Permission denied"),
@@ -226,6 +227,8 @@ def test_limits_of_a_restricted_script(
 ) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "secret")
     monkeypatch.setenv("CHAT_BOT", "secret")
+    if "| f" in text:
+        monkeypatch.setattr(restricted_script, "PROCESSES", 4)
     Path(".env").write_text("secret")
     Path("link").symlink_to("/etc/passwd")
     with pytest.raises(UnsafeInput, match=message):

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from isthmus.config.dialects.megatron import restricted_script, stand_in
 from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
 from isthmus.errors import IOFailure, MissingInput, UsageError
@@ -26,6 +28,7 @@ SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 TIME_LIMIT_S = 60.0
 _BACKGROUND_S = 5.0
 """How long background commands may run after the script ends."""
+_LOOK_S = 0.1
 _OUTPUT_LINES = 20
 _HOOK = """\
 if [ -n "$ISTHMUS_USER_BASH_ENV" ]; then . "$ISTHMUS_USER_BASH_ENV"; fi
@@ -75,8 +78,9 @@ def record_script(
         command = [bash, *(["--restricted"] if restricted else []), str(script), *arguments]
         before = restricted_script.restriction(script, folder) if restricted else None
         limit_s = time_limit_s or (restricted_script.TIME_LIMIT_S if restricted else TIME_LIMIT_S)
+        processes = restricted_script.PROCESSES if restricted else None
         try:
-            ended, output = _run(command, environment, limit_s, before)
+            ended, output = _run(command, environment, limit_s, processes, before)
         except OSError as error:
             raise IOFailure(f"{script} cannot be run: {error.strerror}.") from error
         recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
@@ -119,7 +123,11 @@ def _stand_ins(folder: Path, variables: Mapping[str, str], *, restricted: bool) 
 
 
 def _run(
-    command: Sequence[str], environment: Mapping[str, str], time_limit_s: float, before: Callable[[], None] | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    time_limit_s: float,
+    processes: int | None,
+    before: Callable[[], None] | None,
 ) -> tuple[str, str]:
     """The exit status, as the end of a sentence, and the output. All processes of the command are killed at the end."""
     with tempfile.TemporaryFile() as log:
@@ -133,19 +141,38 @@ def _run(
             preexec_fn=before,
         )
         try:
-            ended = f"ended with exit code {process.wait(time_limit_s)}"
-        except subprocess.TimeoutExpired:
-            ended = f"was stopped after {time_limit_s:g} s"
+            ended = _wait(process, time_limit_s, processes)
         finally:
             with suppress(ProcessLookupError):  # the group includes background processes
                 until = time.monotonic() + (_BACKGROUND_S if process.returncode is not None else 0.0)
-                while time.monotonic() < until:
+                while time.monotonic() < until and not _has_more(process.pid, processes):
                     os.killpg(process.pid, 0)
                     time.sleep(0.02)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         log.seek(0)
         return ended, log.read().decode("utf-8", "replace")
+
+
+def _wait(process: subprocess.Popen[bytes], time_limit_s: float, processes: int | None) -> str:
+    until = time.monotonic() + time_limit_s
+    while time.monotonic() < until:
+        with suppress(subprocess.TimeoutExpired):
+            return f"ended with exit code {process.wait(min(_LOOK_S, time_limit_s))}"
+        if _has_more(process.pid, processes):
+            return f"was stopped at {processes} processes"
+    return f"was stopped after {time_limit_s:g} s"
+
+
+def _has_more(group: int, processes: int | None) -> bool:
+    """Whether a process group has more than ``processes``; None: any number."""
+    if processes is None:
+        return False
+    count = 0
+    for number in psutil.pids():
+        with suppress(OSError):
+            count += os.getpgid(number) == group
+    return count > processes
 
 
 def _training_command(

@@ -14,6 +14,8 @@ from isthmus.errors import UnsafeInput
 from isthmus.files.landlock import restrict, restricted_files
 
 TIME_LIMIT_S = 10.0
+PROCESSES = 64
+"""At the same time."""
 _LIMITS = {
     resource.RLIMIT_AS: 1 << 30,
     resource.RLIMIT_CPU: int(TIME_LIMIT_S),
@@ -101,7 +103,8 @@ def check_limits(script: Path, ended: str, output: str) -> None:
     """Raise UnsafeInput if a restricted script exceeded a limit; ``ended`` and ``output`` tell how it ended."""
     if "was stopped" in ended or "exit code -" in ended:
         raise UnsafeInput(
-            f"{script} {ended}: without --run, a script has {TIME_LIMIT_S:g} s. Give its arguments after --."
+            f"{script} {ended}: without --run, a script has {TIME_LIMIT_S:g} s and {PROCESSES} processes. Give its "
+            "arguments after --."
         )
     if exceeded := _EXCEEDED.search(output):
         raise UnsafeInput(
