@@ -36,9 +36,10 @@ def default_out(settings: Mapping[str, Any], *, is_rank: bool) -> str:
     return os.path.join(RUNS, f"{prefix}-{max(numbers, default=0) + 1}")
 
 
-def hand_to_ranks(out: str) -> None:
-    """Let the ranks that this process starts use the folder."""
-    os.environ[_VARIABLE] = out
+def hand_to_ranks(out: str | None) -> None:
+    """Let the ranks that this process starts use the folder; None: they have ``--out``."""
+    if out is not None:
+        os.environ[_VARIABLE] = out
 
 
 def naming_folder(message: str, out: str) -> str:

@@ -154,6 +154,8 @@ def train(
         )
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
     config = _load(recipe, words, flags, rehearse=rehearse, is_rank=joined and not process.started_by_isthmus)
+    if not joined:  # ranks of other launchers check the data together
+        _check_data(config)
     if rehearse and (joined or nproc == 1 or dry_run):
         config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
@@ -164,11 +166,8 @@ def train(
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         note(_run_line(config, world_size() if joined else nproc))
-        if (chosen_out := process.default_out) is not None:
-            note(f"out {chosen_out}, as --out is not given; add --out {chosen_out} to resume this run")
     if not joined and nproc > 1:
-        if process.default_out is not None:
-            hand_to_ranks(process.default_out)
+        hand_to_ranks(process.default_out)
         return run_ranks(nproc, debug=debug)
     if joined and not process.started_by_isthmus and nproc > 1:
         raise UsageError(
@@ -185,6 +184,17 @@ def train(
         if not json:
             note("\n  ".join(["next:", *result.next_commands(config)]))
     return 0
+
+
+def _check_data(config: RunConfig) -> None:
+    """Read the first records, before the imports, which take seconds."""
+    data = config.data
+    if data.mock or data.on_error == "skip":
+        return
+    from isthmus.data.tokenize.first_records import check_first_records
+
+    sources = [data.files, *(data_set.files for data_set in data.sets.values()), data.valid_files, data.test_files]
+    check_first_records(filter(None, sources), RECIPE_SETTINGS[config.recipe].records, data.columns)
 
 
 def _load(recipe: str, words: Sequence[str], flags: Mapping[str, Any], *, rehearse: bool, is_rank: bool) -> RunConfig:
@@ -205,7 +215,9 @@ def _load(recipe: str, words: Sequence[str], flags: Mapping[str, Any], *, rehear
     if rehearse:
         config = config.model_copy(update={"out": f"{config.out.rstrip('/')}-rehearsal"})
     process.run_folder = Path(config.out)
-    process.default_out = chosen[0] if chosen and not process.started_by_isthmus else None
+    if chosen and not process.started_by_isthmus:
+        process.default_out = chosen[0]
+        note(f"out {chosen[0]}, as --out is not given; add --out {chosen[0]} to resume this run")
     return config
 
 

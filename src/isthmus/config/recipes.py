@@ -33,8 +33,8 @@ class RecipeSettings:
     """Line in the list of verbs."""
     help: str
     """Description in the help of the verb."""
-    takes_documents: bool = False
-    """Trains on every token of texts: has the settings of documents, and none of chats."""
+    records: Literal["text", "chat", "preference", "unpaired"] = "chat"
+    """Kind of the records that it trains on, of :mod:`isthmus.data.tokenize.record_kinds`."""
     answers: str | None = None
     """Trains on answers to prompts: the records, which mock data cannot make; None: it trains on single samples."""
     packed: str = "answers"
@@ -53,6 +53,11 @@ class RecipeSettings:
     from_scratch: LearningRate | None = None
     """For random weights; None: ``full``."""
 
+    @property
+    def takes_documents(self) -> bool:
+        """Whether it trains on every token of texts: has the settings of documents, and none of chats."""
+        return self.records == "text"
+
     def learning_rate(self, *, adapters: bool, random_weights: bool) -> LearningRate:
         """The default learning rate of a run with or without adapters."""
         if adapters:
@@ -70,6 +75,7 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
     "dpo": RecipeSettings(
         short_help="Train a model on preference pairs.",
         help="Train a model on preference pairs (chosen and rejected answers) with direct preference optimization.",
+        records="preference",
         answers="preference pairs",
         packed="pairs",
         full=_ALIGNMENT,
@@ -78,6 +84,7 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
     "kto": RecipeSettings(
         short_help="Train a model on answers with labels.",
         help="Train a model on answers that are labelled as desirable or not, or on preference pairs.",
+        records="unpaired",
         answers="answers with labels",
         packed="answers by length",
         full=LearningRate(1e-6, 0.1, "the default of TRL and the most that it recommends for kto.beta=0.1"),
@@ -92,6 +99,7 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
     "reward": RecipeSettings(
         short_help="Train a reward model on preference pairs.",
         help="Train a reward model on preference pairs (chosen and rejected answers).",
+        records="preference",
         answers="preference pairs",
         packed="pairs",
         generates=False,
@@ -101,7 +109,7 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
     "pretrain": RecipeSettings(
         short_help="Train a model on text.",
         help="Train a model on text. The loss is on every token.",
-        takes_documents=True,
+        records="text",
         smooths_labels=True,
         full=LearningRate(2e-5, 0.01, "that of fine-tuning, so that trained weights keep what they have learned"),
         adapters=LearningRate(2e-4, 0.01, "as in QLoRA (arXiv 2305.14314), ten times the one of full fine-tuning"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from isthmus.data.tokenize.record_kinds import CHAT
 from isthmus.engine.loss.objective import Distillation
 from isthmus.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="distill",
-    records=CHAT,
     card="trained on chats to predict tokens as a teacher does",
     objective=lambda config: Distillation(),
     has_teacher=True,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from isthmus.data.batching.batches import PairBatches
-from isthmus.data.tokenize.record_kinds import PREFERENCE
 from isthmus.engine.loss.preference_loss import PreferenceObjective
 from isthmus.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="dpo",
-    records=PREFERENCE,
     card="trained on preference pairs",
     objective=lambda config: PreferenceObjective(config.dpo),
     batches=lambda config: PairBatches,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import AnswerBatches, UnpairedBatches
-from isthmus.data.tokenize.record_kinds import UNPAIRED
 from isthmus.engine.loss.kto import KtoObjective
 from isthmus.recipes.recipe import Recipe
 
@@ -16,7 +15,6 @@ def _estimates_kl(config: RunConfig) -> bool:
 
 RECIPE = Recipe(
     name="kto",
-    records=UNPAIRED,
     card="trained on answers with labels (KTO)",
     objective=lambda config: KtoObjective(config.kto),
     batches=lambda config: UnpairedBatches if _estimates_kl(config) else AnswerBatches,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from isthmus.data.tokenize.record_kinds import TEXT
 from isthmus.engine.loss.objective import NEXT_TOKEN, NextTokenAccuracy
 from isthmus.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="pretrain",
-    records=TEXT,
     card="trained on text",
     objective=lambda config: NEXT_TOKEN,
     eval_objective=NextTokenAccuracy,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from isthmus.config.recipes import RecipeName
+from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.batches import Batches
-from isthmus.data.tokenize.record_kinds import RecordKind
+from isthmus.data.tokenize.record_kinds import RECORD_KINDS, RecordKind
 from isthmus.engine.loss.objective import Objective
 
 
@@ -17,8 +17,6 @@ class Recipe:
     """A recipe of :data:`isthmus.recipes.registry.RECIPES`. Its settings are in :mod:`isthmus.config.recipes`."""
 
     name: RecipeName
-    records: RecordKind
-    """What it trains on."""
     card: str
     """How the model was made, in the model card: "This model was ..."."""
     objective: Callable[[RunConfig], Objective]
@@ -39,3 +37,8 @@ class Recipe:
     """The model is a reward model: a score of the last token, in place of logits."""
     trains_mtp: bool = False
     """The objective has a loss for MTP layers."""
+
+    @property
+    def records(self) -> RecordKind:
+        """What it trains on."""
+        return RECORD_KINDS[RECIPE_SETTINGS[self.name].records]

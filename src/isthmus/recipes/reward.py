@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from isthmus.data.batching.batches import PairBatches
-from isthmus.data.tokenize.record_kinds import PREFERENCE
 from isthmus.engine.loss.reward_loss import RewardObjective
 from isthmus.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="reward",
-    records=PREFERENCE,
     card="trained as a reward model on preference pairs",
     objective=lambda config: RewardObjective(config.reward),
     batches=lambda config: PairBatches,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from isthmus.data.tokenize.record_kinds import CHAT
 from isthmus.engine.loss.objective import NEXT_TOKEN, NextTokenAccuracy
 from isthmus.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="sft",
-    records=CHAT,
     card="fine-tuned on chats",
     objective=lambda config: NEXT_TOKEN,
     eval_objective=NextTokenAccuracy,

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from isthmus.data.chat.field_guesses import columns_setting, guessed_columns
 from isthmus.data.chat.message_normalization import (
     Message,
     check_characters,
@@ -131,7 +132,7 @@ def parse_document(record: Record) -> str:
     """The ``text`` of a record, which may have other keys."""
     value, where = present(record), record.where
     if not isinstance(value.get("text"), str):
-        raise _unknown(value, where)
+        raise _unknown(record, "text")
     return check_characters(value["text"], where)
 
 
@@ -158,7 +159,7 @@ def parse_record(record: Record) -> Conversation | str:
     elif isinstance(value.get("text"), str):
         return parse_document(record)
     else:
-        raise _unknown(value, where)
+        raise _unknown(record, "chat")
     messages = with_system(messages, value, where)
     if is_pair and messages[-1]["role"] != "assistant":
         raise _preference_error(where)
@@ -178,11 +179,19 @@ def parse_chat(record: Record) -> Conversation:
     return conversation
 
 
-def _unknown(value: dict[str, Any], where: str) -> DataError:
-    keys = ", ".join(sorted(map(str, value))) or "none"
-    return DataError(
-        f"{where}: unknown record with the keys {keys}. Expected one of: {_FORMATS}; data.columns maps other names."
-    )
+def _unknown(record: Record, kind: Kind) -> DataError:
+    keys, hint = ", ".join(sorted(map(str, present(record)))) or "none", columns_hint(record, kind)
+    return DataError(f"{record.where}: unknown record with the keys {keys}. Expected one of: {_FORMATS}; {hint}")
+
+
+def columns_hint(record: Record, kind: Kind) -> str:
+    """How ``data.columns`` maps the fields of a record of unknown format, if that can be guessed."""
+    value = {str(name): cell for name, cell in record.value.items() if cell is not None}
+    columns = guessed_columns(value, kind)
+    renamed = {known: value[name] for known, name in columns.items()}
+    if kind not in kinds_of(Record(renamed, record.where)):
+        return "data.columns maps other names."
+    return f"data.columns maps other names, for this record perhaps {columns_setting(columns)}."
 
 
 def _preference_error(where: str) -> DataError:

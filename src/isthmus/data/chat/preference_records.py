@@ -24,6 +24,7 @@ from isthmus.data.chat.chat_records import (
     Conversation,
     LabelledRecord,
     PreferenceRecord,
+    columns_hint,
     label_of,
     parse_record,
     present,
@@ -43,7 +44,8 @@ def parse_preference(record: Record) -> PreferenceRecord:
     value, where = present(record), record.where
     if "chosen" not in value or "rejected" not in value:
         keys = ", ".join(sorted(map(str, value))) or "none"
-        raise DataError(f"{where}: not a preference pair: expected the keys chosen and rejected, got {keys}.")
+        hint = columns_hint(record, "preference")
+        raise DataError(f"{where}: not a preference pair: expected the keys chosen and rejected, got {keys}; {hint}")
     chosen, rejected = (_answer(value[name], name, where) for name in ("chosen", "rejected"))
     prompt = _prompt(value, where)
     shared = _shared(chosen, rejected)

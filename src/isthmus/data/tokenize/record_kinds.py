@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from isthmus.data.chat.chat_records import Conversation, Kind, LabelledRecord, PreferenceRecord, parse_chat
+from isthmus.data.chat.chat_records import (
+    Conversation,
+    Kind,
+    LabelledRecord,
+    PreferenceRecord,
+    kinds_of,
+    parse_chat,
+)
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.readers.chunks import Record
-from isthmus.errors import counted
+from isthmus.errors import DataError, counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +35,16 @@ class RecordKind:
     """Roles of the sequences of a record that are kept or dropped together."""
     has_values: bool = False
     """Each sequence has a value, also if it is zero."""
+
+    def check(self, record: Record) -> None:
+        """Raise DataError for a record that is of other kinds only."""
+        kinds = kinds_of(record)
+        if kinds and self.name not in kinds:
+            other = RECORD_KINDS[kinds[0]]
+            raise DataError(
+                f"{record.where}: {other.phrase} among data of kind {self.name}. Expected {self.phrase}; "
+                f"{other.recipe} trains on {other.phrase}."
+            )
 
     @property
     def is_text(self) -> bool:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from isthmus.data.chat.chat_records import (
     Conversation,
     Kind,
-    kinds_of,
     parse_document,
 )
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
@@ -213,14 +212,8 @@ class RecordTokenizer:
             stats.records += 1
             if not self._kind.is_text and not known.issuperset(record.value):
                 stats.unused_fields.update(str(name)[:40] for name in record.value if name not in known)
-            kinds = kinds_of(record)
             try:
-                if kinds and options.kind not in kinds:
-                    other = RECORD_KINDS[kinds[0]]
-                    raise DataError(
-                        f"{record.where}: {other.phrase} among data of kind {options.kind}. Expected "
-                        f"{self._kind.phrase}; {other.recipe} trains on {other.phrase}."
-                    )
+                self._kind.check(record)
                 parsed = parse(record)
             except DataError as error:
                 stats.skipped.skip_or_raise(error, options.on_error)
