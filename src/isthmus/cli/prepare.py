@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -54,7 +54,9 @@ SplitTurns = Annotated[
 ColumnNames = Annotated[
     list[str] | None,
     typer.Option(
-        "--columns", metavar="KEY=NAME", help="Name of a field in the files, such as text=body; may be repeated."
+        "--columns",
+        metavar="KEY=NAME",
+        help="Names of fields in the files, as data.columns: text=body or '{text: body}'; may be repeated.",
     ),
 ]
 _SETTING = re.compile(r"(?<![\w/.])(?:data|chat)\.([a-z_]+)(?:=(\w+))?")
@@ -184,13 +186,21 @@ def _checked(option: str, value: str, known: tuple[str, ...]) -> Any:
 
 
 def parse_columns(words: list[str]) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words]
-    for key, equals, name in pairs:
-        if not (key and name):
-            raise UsageError(f"--columns {key}{equals}{name}: expected KEY=NAME, such as text=body.")
-    columns = {key: name for key, _, name in pairs}
-    if len(columns) < len(pairs):
-        raise UsageError(f"--columns {' '.join(words)}: a key is repeated. Name each once.")
+    """The fields of ``--columns``, in the forms that ``data.columns`` has: ``text=body`` and ``{text: body}``."""
+    from isthmus.config.schema.data import columns_of
+    from isthmus.config.yaml_text import Syntax, read_value
+
+    columns: dict[str, str] = {}
+    for word in words:
+        value: Any = word.removeprefix("data.columns=")
+        with suppress(Syntax):
+            value = read_value(value)
+        value = columns_of(value)
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in (*value, *value.values())):
+            raise UsageError(f"--columns {word}: expected KEY=NAME, such as text=body, or '{{text: body}}'.")
+        if value.keys() & columns.keys():
+            raise UsageError(f"--columns {' '.join(words)}: a key is repeated. Name each once.")
+        columns |= value
     return columns
 
 

@@ -154,8 +154,6 @@ def train(
         )
     joined = is_one_of_several_ranks()  # first: an error in the config is then reported once for all tasks of Slurm
     config = _load(recipe, words, flags, rehearse=rehearse, is_rank=joined and not process.started_by_isthmus)
-    if not joined:  # ranks of other launchers check the data together
-        _check_data(config)
     if rehearse and (joined or nproc == 1 or dry_run):
         config = _rehearsal(config, world_size() if joined else nproc)
     if dry_run:
@@ -166,6 +164,8 @@ def train(
         return 0
     if rank() == 0 and not process.started_by_isthmus:  # before the imports, which take seconds
         note(_run_line(config, world_size() if joined else nproc))
+    if not joined:  # ranks of other launchers check the data together
+        _check_data(config)
     if not joined and nproc > 1:
         hand_to_ranks(process.default_out)
         return run_ranks(nproc, debug=debug)
@@ -236,6 +236,8 @@ def _check_only(config: RunConfig, gpus: str | None, *, joined: bool, nproc: int
             f"{planned.gpus_per_node}."
         )
     note(_run_line(config, ranks))
+    if not joined:
+        _check_data(config)
     from isthmus.platforms.described import described_platform
     from isthmus.recipes.dry_run import dry_run
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.cli.prepare import _with_options
+from isthmus.cli.prepare import _with_options, parse_columns
+from isthmus.config.load import load_config
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 
@@ -45,11 +46,28 @@ def test_prepare_prints_its_result(files, tokenizer, capsys):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "prompt=q,completion=the answer",
+        "{prompt: q, completion: the answer}",
+        '{"prompt": "q", completion: "the answer"}',
+    ],
+)
+def test_columns_are_those_of_the_setting(text: str) -> None:
+    columns = {"prompt": "q", "completion": "the answer"}
+    assert parse_columns([text]) == parse_columns([f"data.columns={text}"]) == columns
+    config = load_config("sft", None, [f"data.columns={text}"], {"model": "m", "data": ["d"], "out": "o"})
+    assert config.data.columns == columns == parse_columns(["prompt=q", "{completion: the answer}"])
+
+
+@pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference, unpaired."),
         (["--overlong", "cut"], 2, "--overlong cut is not known"),
         (["--columns", "text"], 2, "--columns text: expected KEY=NAME"),
+        (["--columns", "{text: 3}"], 2, "--columns {text: 3}: expected KEY=NAME"),
+        (["--columns", "text=a,text=b"], 2, "--columns text=a,text=b: expected KEY=NAME"),
         (["--columns", "text=body", "--columns", "text=a"], 2, "a key is repeated"),
         (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
         (["--columns", "txt=body"], 2, "isthmus: --columns: txt is not a known field. Did you mean text"),

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from isthmus.config.schema.section import Count, Length, Paths, Section, Seed, lacks, refuse
 
 DOCUMENT_SETTINGS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """What happens at a document end within a sequence, for pretraining."""
+
+
+def columns_of(value: object) -> object:
+    """``text=body,prompt=question`` as a mapping; other values are unchanged, for the error of the schema."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    if not all(known.strip() and name.strip() for known, _, name in pairs):
+        return value
+    columns = {known.strip(): name.strip() for known, _, name in pairs}
+    return columns if len(columns) == len(pairs) else value
+
+
+Columns = Annotated[dict[str, str], BeforeValidator(columns_of, json_schema_input_type=dict[str, str] | str)]
 
 
 class DataSet(Section):
@@ -34,8 +48,8 @@ class DataConfig(Section):
     max_samples: Count | None = None
     """Only the first so many records of the training data, of each of its sets, for a trial; null: all. Validation and
     test splits are taken from them; valid_files and test_files are complete."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Field names of the records in the files, by the names that Isthmus uses, such as text: body."""
+    columns: Columns = Field(default_factory=dict)
+    """Field names of the records in the files, by the names that Isthmus uses: {text: body}, or text=body."""
     valid_files: Paths = ()
     """Validation files; without them valid_fraction of the training samples is used."""
     valid_fraction: float = Field(default=0.02, ge=0, lt=1)

@@ -27,14 +27,14 @@ def guessed_columns(value: Mapping[str, Any], kind: str) -> dict[str, str]:
         return {"text": max(texts, key=lambda name: len(value[name]))} if texts else {}
     if kind == "preference":
         named = {field: _named(field, [*value]) for field in ("prompt", "chosen", "rejected")}
-        columns = {field: name for field, name in named.items() if name is not None}
-        return columns if {"chosen", "rejected"} <= columns.keys() else {}
+        answers = named["chosen"] is not None and named["rejected"] is not None
+        return {field: name for field, name in named.items() if name is not None} if answers else {}
     for name, cell in value.items():
         if isinstance(cell, list) and cell and isinstance(cell[0], dict) and {"role", "from"} & cell[0].keys():
             return {"messages": name}
-    columns = {field: name for field in ("prompt", "completion") if (name := _named(field, texts)) is not None}
-    rest = iter([name for name in texts if name not in columns.values()])
-    columns = {field: columns.get(field) or next(rest, "") for field in ("prompt", "completion")}
+    guesses = {field: _named(field, texts) for field in ("prompt", "completion")}
+    rest = iter([name for name in texts if name not in guesses.values()])
+    columns = {field: guesses[field] or next(rest, "") for field in ("prompt", "completion")}
     return columns if all(columns.values()) else {}
 
 

@@ -46,6 +46,8 @@ _ROLES = {
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
+_THOUGHT_PARTS = ("reasoning", "thinking")
+_CALL_PARTS = ("tool_call", "function_call")
 _WEIGHTS = ("weight", "train", "training", "loss")  # 0 or false: the turn has no loss
 
 
@@ -96,12 +98,24 @@ def _extras(turn: dict[str, Any], role: str, number: int, where: str) -> Message
 
 
 def message(role: str, content: Any, where: str) -> Message:
-    """One turn; ``content`` is a text, a text part, or a list of parts."""
+    """One turn; ``content`` is a text, a part, or a list of parts, of which those of reasoning and calls have keys."""
     if isinstance(content, dict):
         content = [content]
+    extras: Message = {}
     if isinstance(content, list):
-        content = "".join(_text_part(part, where) for part in content)
-    return {"role": role, "content": check_characters(text(content, f"the {role} turn's content", where), where)}
+        kinds = [part.get("type") if role == "assistant" and isinstance(part, dict) else None for part in content]
+        parts = list(zip(kinds, content, strict=True))
+        thoughts = [_part_text(part, where) for kind, part in parts if kind in _THOUGHT_PARTS]
+        calls = [_call_part(part, where) for kind, part in parts if kind in _CALL_PARTS]
+        rest = [part for kind, part in parts if kind not in (*_THOUGHT_PARTS, *_CALL_PARTS)]
+        content = "".join(_text_part(part, where) for part in rest)
+        extras |= {"reasoning_content": check_characters("\n".join(thoughts), where)} if any(thoughts) else {}
+        extras |= {"tool_calls": normal_calls(calls, where)} if calls else {}
+    return {
+        "role": role,
+        "content": check_characters(text(content, f"the {role} turn's content", where), where),
+        **extras,
+    }
 
 
 def side(value: Any, role: str, name: str, where: str) -> list[Message]:
@@ -141,14 +155,25 @@ def _text_part(part: Any, where: str) -> str:
     """The text of ``{"type": "text", "text": ...}``, also with ``value`` or ``content``, or without ``type``."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if isinstance(part, dict) and kind in _TEXT_PARTS:
-        for key in ("text", "value", "content"):
-            if isinstance(part.get(key), str):
-                return str(part[key])
-        raise DataError(f"{where}: a content part without text; it has the keys {', '.join(map(str, part))}.")
+        return _part_text(part, where)
+    turns = "of an assistant turn " if kind in (*_THOUGHT_PARTS, *_CALL_PARTS) else ""
     raise DataError(
-        f"{where}: a content part of type {kind!r}. Language models are trained on text: expected "
-        '{"type": "text", "text": ...}. data.on_error=skip leaves such records out.'
+        f"{where}: a content part {turns and 'outside '}{turns}of type {kind!r}. Language models are trained on text: "
+        'expected {"type": "text", "text": ...}. data.on_error=skip leaves such records out.'
     )
+
+
+def _part_text(part: dict[str, Any], where: str) -> str:
+    for key in ("text", "value", "content", "thinking", "reasoning"):
+        if isinstance(part.get(key), str):
+            return str(part[key])
+    raise DataError(f"{where}: a content part without text; it has the keys {', '.join(map(str, part))}.")
+
+
+def _call_part(part: dict[str, Any], where: str) -> Any:
+    """The call of ``{"type": "tool_call", "value": ...}``: an object, or its JSON text."""
+    value = next((part[key] for key in ("value", "tool_call", "content", "text") if key in part), part)
+    return _json(value, "a tool_call part", where) if isinstance(value, str) else value
 
 
 def text(value: Any, name: str, where: str) -> str:

@@ -243,13 +243,16 @@ def _from_hub(library: Any, name: str) -> Any:
             f"{name}: no such data set on the Hugging Face Hub, or it is private or gated: {_sentence(error)} "
             "Check the name; for a gated one request access on its page, then log in: hf auth login, or HF_TOKEN."
         ) from error
+    except ConnectionError as error:
+        raise MissingInput(
+            f"{name}: there is no local file or folder {path}, it is not in the cache of data sets, and the Hugging "
+            f"Face Hub does not answer: {_sentence(error)} Check the path or the network. Without a network, download "
+            "it elsewhere, save it with save_to_disk and name the folder."
+        ) from error
     except ValueError as error:  # an unknown split, or a choice of configurations
         raise UsageError(f"{name}: {_sentence(error)}") from error
     except Exception as error:  # of datasets or its HTTP library, which differs by version
-        raise IOFailure(
-            f"{name}: cannot be downloaded from the Hugging Face Hub: {_sentence(error)} "
-            "Without a network, download it elsewhere, save it with save_to_disk and name the folder."
-        ) from error
+        raise IOFailure(f"{name}: cannot be downloaded from the Hugging Face Hub: {_sentence(error)}") from error
 
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:

@@ -5,11 +5,13 @@ Imports nothing slow, since every command has its help.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 HUB = "hf:"
 """Prefix of a data set on the Hub."""
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*(:[^/\s]+)?")
 FORMATS = {
     "JSON": (".json", ".jsonl", ".ndjson"),
     "parquet": (".parquet",),
@@ -36,6 +38,15 @@ def uncompressed_name(path: Path) -> str:
     return path.stem if path.suffix in COMPRESSED else path.name
 
 
+def hub_name(name: str) -> str:
+    """``hf:ORG/NAME`` for a bare ``ORG/NAME`` or ``ORG/NAME:SPLIT``; other names, and paths of files, are unchanged."""
+    match = _HUB_ID.fullmatch(name)
+    if match is None or os.path.exists(name) or os.path.isdir(match[1]):
+        return name
+    suffixes = tuple(suffix for group in (*FORMATS.values(), COMPRESSED) for suffix in group)
+    return name if name.lower().endswith((*suffixes, ".bin", ".idx")) else f"{HUB}{name}"
+
+
 def is_manifest(path: Path) -> bool:
     """Whether the file is the manifest of indexed files in the same folder."""
     return path.suffix == ".json" and path.with_suffix(".idx").is_file()
@@ -51,5 +62,5 @@ def describe_sources() -> str:
     formats = "; ".join(f"{name} {' '.join(suffixes)}" for name, suffixes in FORMATS.items())
     return (
         f"files ({formats}; all but parquet also compressed: {' '.join(COMPRESSED)}), folders, patterns, datasets "
-        f"written by save_to_disk, or {HUB}ORG/NAME[/CONFIGURATION][:SPLIT]"
+        f"written by save_to_disk, or data sets of the Hub: ORG/NAME[:SPLIT] or {HUB}ORG/NAME[/CONFIGURATION][:SPLIT]"
     )

@@ -17,7 +17,7 @@ from isthmus.data.readers.csv_reader import table_chunks
 from isthmus.data.readers.data_names import FIELDS, HUB, uncompressed_name
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
 from isthmus.data.readers.file_sources import find_sources
-from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks
+from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks, wraps_records
 from isthmus.errors import DataError, UsageError
 
 Columns = Mapping[str, str]
@@ -96,7 +96,7 @@ def _file_chunks(path: str) -> Iterator[RecordChunk]:
     elif first == b"[":
         yield from array_chunks(path)
     elif first == b"{":
-        yield from line_chunks(path)
+        yield from array_chunks(path, wrapped=True) if wraps_records(path) else line_chunks(path)
     else:
         raise DataError(
             f"{path}:1: not JSON: begins with {first!r}. Expected a JSON array of objects, one JSON object per line, "

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
-from isthmus.data.readers.data_names import FORMATS, HUB, PARTIAL, is_index_description, is_manifest, uncompressed_name
+from isthmus.data.readers.data_names import (
+    FORMATS,
+    HUB,
+    PARTIAL,
+    hub_name,
+    is_index_description,
+    is_manifest,
+    uncompressed_name,
+)
 from isthmus.errors import MissingInput, UsageError
 from isthmus.files.folder_links import check_links
 from isthmus.files.input_files import check_regular
@@ -41,7 +49,7 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
     if not names:
         raise UsageError("no data files given. Name at least one.")
     sources = DataFiles()
-    for name in map(str, names):
+    for name in (hub_name(str(name)) for name in names):
         if name.startswith(HUB):
             check_name(name)
             sources.names.append(name)

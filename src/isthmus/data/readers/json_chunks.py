@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -15,6 +16,8 @@ from isthmus.files.input_files import parse_json
 
 _BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"
+_WRAPPED = re.compile(rb'\s*{\s*"data"\s*:\s*\[\s*{')
+_TURN = re.compile(rb'\s*{\s*"data"\s*:\s*\[\s*{\s*"(role|from)"')
 _LONGEST_TOKEN = 16  # of JSON besides strings and numbers: -Infinity, or an escaped surrogate pair
 
 
@@ -89,12 +92,35 @@ def _single_object(path: str) -> JsonArrayChunk | None:
     return None
 
 
-def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
-    """The elements of one JSON array; a syntax error ends the file, since the next element cannot be found."""
+def wraps_records(path: str) -> bool:
+    """Whether the file is one object that begins with ``{"data": [{``, whose records are the elements."""
+    with open_decompressed(path) as file:
+        start = file.read(4096).removeprefix(_BOM)
+        if _WRAPPED.match(start) is None or _TURN.match(start) is not None:
+            return False
+    with open_decompressed(path) as file:
+        line, number = read_line(file, path, 1).removeprefix(_BOM), 1
+        while not line.strip():
+            number += 1
+            line = read_line(file, path, number)
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            return True
+        return not file.read(4096).strip()  # else JSON Lines
+
+
+def array_chunks(path: str, *, wrapped: bool = False) -> Iterator[JsonArrayChunk]:
+    """The elements of one JSON array; a syntax error ends the file, since the next element cannot be found.
+
+    ``wrapped``: the array is in an object (:func:`wraps_records`), whose other keys are ignored.
+    """
     with open_decompressed(path) as file:
         text = _TextWindow(path, file)
         text.skip_blanks()
         text.position += 1
+        if wrapped:
+            text.skip_to("[")
         if text.skip_blanks() == "]":
             raise DataError(f"{path}: the JSON array is empty. Expected at least one record.")
         texts: list[tuple[int, str]] = []
@@ -116,7 +142,12 @@ def array_chunks(path: str) -> Iterator[JsonArrayChunk]:
             if separator == "]":
                 break
             text.skip_blanks()
-        if text.skip_blanks():
+        if wrapped:
+            if text.skip_blanks() not in ("}", ","):
+                raise DataError(
+                    f"{path}:{text.line()}: not JSON: expected '}}' after the array. Is the file truncated?"
+                )
+        elif text.skip_blanks():
             raise DataError(f"{path}:{text.line()}: not JSON: more text after the end of the array.")
         if texts:
             yield JsonArrayChunk(path, texts)
@@ -152,6 +183,10 @@ class _TextWindow:
             if self._ended:
                 return ""
             self._grow()
+
+    def skip_to(self, character: str) -> None:
+        """Skip the text up to and with a character that is in the window."""
+        self.position = self._window.index(character, self.position) + 1
 
     def element(self) -> str:
         """Skip one JSON value; returns its text."""

@@ -13,6 +13,13 @@ from isthmus.errors import DataError
 U = {"role": "user", "content": "q"}
 A = {"role": "assistant", "content": "a"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+PARTS = [
+    {"type": "reasoning", "value": "t"},
+    {"type": "text", "value": "a"},
+    {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    {"type": "tool_call", "value": {"name": "f", "arguments": '{"x": 1}'}},
+]
+KEYS = {"reasoning_content": "t", "tool_calls": [CALL, CALL]}
 
 
 def parse(value) -> Conversation | str:
@@ -57,6 +64,12 @@ def parse(value) -> Conversation | str:
         ),
         ({"messages": [U, {**A, "thinking": "t"}]}, [U, {**A, "reasoning_content": "t"}]),
         ({"messages": [U, {**A, "reasoning": "t", "thinking": ""}]}, [U, {**A, "reasoning_content": "t"}]),
+        ({"messages": [U, {"role": "assistant", "content": PARTS}]}, [U, {**A, **KEYS}]),
+        ({"conversations": [U, {"from": "gpt", "value": PARTS}]}, [U, {**A, **KEYS}]),
+        (
+            {"messages": [U, {"role": "assistant", "content": [PARTS[0], {"type": "thinking", "thinking": "u"}]}]},
+            [U, {**A, "content": "", "reasoning_content": "t\nu"}],
+        ),
         ({"messages": json.dumps([U, A]), "text": "not this"}, [U, A]),
         ({"messages": [U, A], "instruction": None, "output": None, "chosen": None, "rejected": None}, [U, A]),
         ({"messages": None, "instruction": "q", "output": "a", "history": '[["q", "a"]]'}, [U, A, U, A]),
@@ -161,6 +174,11 @@ def test_text_is_a_document():
             "content part of type 'image_url'. Language",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "image": "x"}]}, A]}, "the keys type, image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "reasoning", "value": "t"}]}, A]},
+            "a content part outside of an assistant turn of type 'reasoning'",
+        ),
+        ({"messages": [U, {**A, "content": [{"type": "tool_call", "value": "f("}]}]}, "a tool_call part is not JSON"),
         ({"messages": [U, {"role": "assistant", "content": "\ud800"}]}, "lone surrogate U+D800"),
         ({"text": "\udfff"}, "lone surrogate"),
         ({"instruction": 1, "output": "a"}, "instruction must be text, got int"),

@@ -31,6 +31,35 @@ def test_json_format_is_detected_from_content(tmp_path):
     assert values(path) == [("1", {"a": {"b": 1}})]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("rest", [{}, {"version": [1, {"data": "x"}]}])
+def test_records_under_data(tmp_path: Path, indent: int | None, rest: dict[str, Any], monkeypatch) -> None:
+    monkeypatch.setattr(json_chunks, "CHUNK_BYTES", 100)
+    path, records = tmp_path / "a.json", [{"text": f"record {number}"} for number in range(50)]
+    text = json.dumps({"data": records} | rest, indent=indent)
+    for name, raw in (("a.json", text.encode()), ("a.json.gz", gzip.compress(b"\xef\xbb\xbf\n" + text.encode()))):
+        path = tmp_path / name
+        path.write_bytes(raw)
+        assert [value for _, value in values(path)] == records
+    assert [int(line) for line, _ in values(path)[:2]] == ([2, 2] if indent is None else [4, 7])
+    path = tmp_path / "a.json"
+    path.write_text(text[: text.index("record 40")])
+    with pytest.raises(DataError, match="not JSON"):
+        values(path)
+
+
+def test_other_objects_with_data_are_records(tmp_path: Path) -> None:
+    """JSON Lines, one conversation, and texts."""
+    path = tmp_path / "a.jsonl"
+    for records in (
+        [{"data": [{"text": "a"}]}, {"data": [{"text": "b"}]}],
+        [{"data": [{"role": "user", "content": "a"}]}],
+        [{"data": ["a", "b"]}],
+    ):
+        path.write_text("\n".join(map(json.dumps, records)) + "\n")
+        assert [value for _, value in values(path)] == records
+
+
 def test_text_file_is_one_document(tmp_path):
     path = tmp_path / "sea.txt"
     path.write_text("[not JSON]\n\nblue ✓\n")

@@ -244,8 +244,19 @@ def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert values("hf:org/name", "hf:org/name:test[:5]", "hf:org/name/en:train") == VALUES * 3
     assert asked == [("org/name", None, "train"), ("org/name", None, "test[:5]"), ("org/name", "en", "train")]
+    assert values("org/name", "org/name:test") == VALUES * 2
     for name in ("hf:", "hf:org/", "hf:org/name:", "hf:org/name/"):
         with pytest.raises(UsageError, match="Expected hf:ORG/NAME"):
+            values(name)
+
+
+def test_files_and_mistyped_paths_are_no_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chats").write_text('{"text": "a"}\n')
+    assert values("data/chats") == [{"text": "a"}]
+    for name in ("data/chat", "datas/chats.jsonl", "datas/a.json.gz", "a/b/c", "./a/b", "org/prefix.bin"):
+        with pytest.raises(MissingInput, match="no such data file"):
             values(name)
 
 
@@ -254,7 +265,8 @@ def test_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (datasets.exceptions.DatasetNotFoundError("'o/n' is gated"), MissingInput, "hf auth login, or HF_TOKEN"),
         (ValueError('Unknown split "x". Should be one of ["train"]'), UsageError, "Should be one of"),
-        (ConnectionError("Couldn't reach\nthe Hub"), IOFailure, "Without a network"),
+        (ConnectionError("Couldn't reach\nthe Hub"), MissingInput, "no local file or folder o/n, .* Without a network"),
+        (RuntimeError("damaged"), IOFailure, "cannot be downloaded"),
     ],
 )  # fmt: skip
 def test_missing_hub_dataset(
