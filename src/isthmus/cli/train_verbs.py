@@ -191,10 +191,10 @@ def _check_data(config: RunConfig) -> None:
     data = config.data
     if data.mock or data.on_error == "skip":
         return
-    from isthmus.data.tokenize.first_records import check_first_records
+    from isthmus.recipes.data.record_check import check_records
 
     sources = [data.files, *(data_set.files for data_set in data.sets.values()), data.valid_files, data.test_files]
-    check_first_records(filter(None, sources), RECIPE_SETTINGS[config.recipe].records, data.columns)
+    check_records(filter(None, sources), RECIPE_SETTINGS[config.recipe].records, data.columns)
 
 
 def _load(recipe: str, words: Sequence[str], flags: Mapping[str, Any], *, rehearse: bool, is_rank: bool) -> RunConfig:

@@ -15,9 +15,9 @@ from isthmus.data.chat.chat_records import Kind
 from isthmus.data.readers.chunks import Record
 from isthmus.data.readers.file_formats import rename_fields
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.data.tokenize.first_records import check_first_records
 from isthmus.data.tokenize.record_kinds import RECORD_KINDS
 from isthmus.errors import DataError, MissingInput
+from isthmus.recipes.data.record_check import check_records
 
 
 def write(path: Path, *records: Any) -> str:
@@ -44,7 +44,7 @@ def test_an_error_suggests_the_columns_of_this_record(
 ) -> None:
     file = write(tmp_path / "a.jsonl", record)
     with pytest.raises(DataError) as caught:
-        check_first_records([[file]], kind, {})
+        check_records([[file]], kind, {})
     assert f"{file}:1: " in str(caught.value)
     if setting is None:
         assert str(caught.value).endswith("data.columns maps other names.")
@@ -53,7 +53,7 @@ def test_an_error_suggests_the_columns_of_this_record(
     flags = {"model": "m", "out": "o", "data": [file]}
     columns = load_config("sft", None, [f"data.columns={setting}"], flags).data.columns
     assert kind == "chat" or columns
-    check_first_records([[file]], kind, columns)
+    check_records([[file]], kind, columns)
     assert rename_fields(Record(record, "here"), columns)
 
 
@@ -65,13 +65,13 @@ def test_only_what_is_read_fast_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     later = write(tmp_path / "later.jsonl", *[good] * 8, bad)
     files = [[str(tmp_path / "prepared")], [later], ["hf:org/name"], [f"{tmp_path}/*.idx"]]
-    check_first_records([*files, [str(tmp_path)]], "chat", {})
+    check_records([*files, [str(tmp_path)]], "chat", {})
     with pytest.raises(DataError, match=r"b.jsonl:1: unknown record"):
-        check_first_records([[later], [write(tmp_path / "b.jsonl", bad)]], "chat", {})
+        check_records([[later], [write(tmp_path / "b.jsonl", bad)]], "chat", {})
     with pytest.raises(MissingInput):
-        check_first_records([["absent.jsonl"]], "chat", {})
+        check_records([["absent.jsonl"]], "chat", {})
     with pytest.raises(DataError, match="plain text among data of kind chat"):
-        check_first_records([[write(tmp_path / "c.jsonl", {"text": "a"})]], "chat", {})
+        check_records([[write(tmp_path / "c.jsonl", {"text": "a"})]], "chat", {})
     assert {*RECORD_KINDS} == {"text", "chat", "preference", "unpaired"}
 
 

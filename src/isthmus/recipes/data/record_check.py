@@ -17,7 +17,7 @@ from isthmus.data.tokenize.record_kinds import RECORD_KINDS
 _FIRST_RECORDS, _MOST_FILES = 8, 16
 
 
-def check_first_records(sources: Iterable[Sequence[str]], kind: Kind, columns: Mapping[str, str]) -> None:
+def check_records(sources: Iterable[Sequence[str]], kind: Kind, columns: Mapping[str, str]) -> None:
     """Parse the first records of the files of each data set; prepared files and data sets of Arrow are not opened.
 
     Raises:
