@@ -17,6 +17,7 @@ from isthmus.data.tokenize.record_kinds import RecordKind
 from isthmus.errors import counted
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
+from isthmus.recipes.card_usage import adapter_usage, model_usage
 from isthmus.recipes.data.data_notes import epoch_count
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.run_record import versions
@@ -39,7 +40,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
     """
     recipe = recipe_of(config)
     base = None if config.model.init == "random" else config.model.path
-    from_hub = base is not None and not Path(base).exists() and looks_like_id(base)
+    from_hub = base is not None and _is_on_hub(base)
     metadata: dict[str, Any] = {} if base is None else inherited_metadata(plan.source.path)
     metadata |= {
         "library_name": "peft" if adapter else "transformers",
@@ -50,14 +51,19 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         metadata |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     if datasets := _hub_datasets(config):
         metadata["datasets"] = datasets
-    origin = (
-        "random weights" if base is None else f"[{base}](https://huggingface.co/{base})" if from_hub else _public(base)
-    )
+    origin = "random weights" if base is None else _linked(base)
     name = Path(config.out).absolute().name
+    if adapter:
+        base_name = base if base is not None and from_hub else str(_public(base or "BASE"))
+        usage = adapter_usage(config, name, base_name, has_experts=plan.architecture.moe is not None)
+    else:
+        custom_code = bool(plan.family.auto_map) or "auto_map" in plan.source.config
+        usage = model_usage(config, name, custom_code=custom_code)
     sections = [
         f"# {name}",
         f"This {'adapter' if adapter else 'model'} was {recipe.card} with Isthmus {__version__}, on Megatron-Core. "
-        f"Base model: {origin}.",
+        f"Base model: {origin}.{_teacher(config) if recipe.has_teacher else ''}",
+        *(["## Usage", usage] if usage else []),
         "## Loss",
         _losses(metrics, step),
         "## Data",
@@ -69,6 +75,20 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         "\n".join(f"- {package} {number}" for package, number in versions().items()),
     ]
     return render_card(metadata, "\n\n".join(sections) + "\n")
+
+
+def _teacher(config: RunConfig) -> str:
+    teacher = config.distill.teacher
+    return "" if teacher is None else f" It was distilled from the teacher {_linked(teacher)}."
+
+
+def _is_on_hub(model: str) -> bool:
+    return not Path(model).exists() and looks_like_id(model)
+
+
+def _linked(model: str) -> str:
+    """A link to a model of the Hub, or the name of a local folder."""
+    return f"[{model}](https://huggingface.co/{model})" if _is_on_hub(model) else str(_public(model))
 
 
 def _hub_datasets(config: RunConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub import ModelCard
 from isthmus.config.load import load_config
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.store.sample_store import SampleStore
+from isthmus.hf.tiny_model import build_tiny_qwen3
 from isthmus.recipes.model_card import model_card
 
 ROWS = [
@@ -27,7 +29,13 @@ ROWS = [
 
 
 def card_of(
-    tmp_path: Path, model: str, *overrides: str, adapter: bool = False, data: str = "hf:org/chats/en:train"
+    tmp_path: Path,
+    model: str,
+    *overrides: str,
+    adapter: bool = False,
+    data: str = "hf:org/chats/en:train",
+    recipe: str = "sft",
+    model_config: dict[str, Any] | None = None,
 ) -> ModelCard:
     source = tmp_path / "base"
     source.mkdir(exist_ok=True)
@@ -37,8 +45,12 @@ def card_of(
     samples = SampleStore.from_samples([(np.arange(6), np.ones(6))] * 8)
     batches = Batches(samples, BatchSettings(seq_length=5, micro_batch_size=1, global_batch_size=4, packing=False))
     flags = {"model": model, "data": [data], "out": str(tmp_path / "my-run")}
-    config = load_config("sft", None, ["optim.lr=3e-4", *overrides], flags)
-    plan: Any = SimpleNamespace(source=SimpleNamespace(path=source))
+    config = load_config(recipe, None, ["optim.lr=3e-4", *overrides], flags)
+    plan: Any = SimpleNamespace(
+        source=SimpleNamespace(path=source, config=model_config or {}),
+        architecture=SimpleNamespace(moe=None),
+        family=SimpleNamespace(auto_map={}),
+    )
     text = model_card(config, plan, batches, metrics, 2, adapter=adapter)
     assert str(tmp_path) not in text
     return ModelCard(text)
@@ -85,6 +97,41 @@ def test_names_of_files_and_whole_texts(tmp_path: Path, monkeypatch: pytest.Monk
     text = card_of(tmp_path, "models/own", *texts, data="models/mine.jsonl").text
     assert "Base model: own." in text and "path: own" in text and "- mine.jsonl" in text
     assert "system: Answer yes/no." in text and "{{ messages }}</s>" in text
+
+
+def test_a_distilled_model_names_its_teacher(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "org/model", "distill.teacher=org/teacher", recipe="distill")
+    link = "[org/teacher](https://huggingface.co/org/teacher)"
+    assert f"It was distilled from the teacher {link}." in card.text and "distill" in card.data["tags"]
+    (tmp_path / "large").mkdir()
+    local = card_of(tmp_path, "org/model", f"distill.teacher={tmp_path / 'large'}", recipe="distill")
+    assert "It was distilled from the teacher large." in local.text
+
+
+def test_the_code_of_a_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = json.dumps({"a": "Hello! How can I help? Once upon a time"})
+    model = build_tiny_qwen3(
+        tmp_path / "my-run" / "hf", [chat] * 8, vocab_size=300, hidden_size=16, intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    for recipe in ("sft", "pretrain"):
+        text = card_of(tmp_path, "org/model", recipe=recipe).text
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        exec(code.replace('"my-run/hf"', repr(str(model))).replace("=200", "=4"), {})
+        assert capsys.readouterr().out and "```bash\nvllm serve my-run/hf\n```" in text
+    card = card_of(tmp_path, "org/model", "checkpoint.push=me/mine", model_config={"auto_map": {}})
+    assert 'from_pretrained("me/mine", dtype="auto", trust_remote_code=True)' in card.text
+    assert "vllm serve me/mine --trust-remote-code" in card.text
+
+
+def test_the_code_for_an_adapter(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "org/model", "lora.rank=4", adapter=True)
+    assert 'AutoPeftModelForCausalLM.from_pretrained("my-run/adapter", dtype="auto")' in card.text
+    expected = "vllm serve org/model --enable-lora --max-lora-rank 8 --lora-modules tuned=my-run/adapter"
+    assert expected in card.text
+    pushed = card_of(tmp_path, "org/model", "lora.rank=4", "checkpoint.push=me/mine", adapter=True)
+    assert 'from_pretrained("me/mine", dtype="auto", subfolder="adapter")' in pushed.text
+    assert "vllm" not in pushed.text
 
 
 def test_random_weights_have_no_licence(tmp_path: Path) -> None:
