@@ -57,10 +57,12 @@ def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], 
         raise UsageError(f"the bases of config files form a cycle: {cycle}. Remove one of the bases.")
     values, places = _load(path, chain)
     for base in _bases(values, places, path, kind):
-        # Users cannot edit a preset: its settings have the place where their own file lists it.
-        listed_at = f"{_bases_place(values, path, places)}  " if preset_of(base) and not preset_of(path) else ""
+        # Users cannot edit a preset: its settings have the place where their own file lists it. The bases of a preset
+        # are a detail of the package.
+        preset = preset_of(path)
+        listed_at = f"{_bases_place(values, path, places)}  " if preset_of(base) and not preset else ""
         for setting in _read(base, (*chain, path), on_error, kind):
-            yield replace(setting, origin=f"{listed_at}{setting.origin}")
+            yield replace(setting, origin=preset or f"{listed_at}{setting.origin}")
     overrides = values.pop(_OVERRIDES, None)
     for name in (*_BASES, _OVERRIDES):
         values.pop(name, None)

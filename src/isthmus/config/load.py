@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from isthmus.config.inherit import read_settings
-from isthmus.config.presets import PREFIX, Kind
+from isthmus.config.presets import PREFIX, Kind, preset_of
 from isthmus.config.schema import RunConfig
 from isthmus.config.setting_errors import GIVEN_BY, dotted, reason
 from isthmus.config.yaml_text import Key, Syntax, read_value, write_mapping
@@ -135,7 +135,7 @@ class _Draft:
         self.errors: list[str] = []
 
     def add_file(self, path: Path, kind: Kind) -> None:
-        self.file = str(path)
+        self.file = preset_of(path) or str(path)
         settings = list(read_settings(path, self.errors.append, kind))
         if kind == "train":
             _refuse_other_trainers(path, {setting.key[0]: setting.value for setting in settings})
@@ -208,7 +208,8 @@ class _Draft:
     def check(self, recipe: str | None) -> RunConfig:
         recipe_in_file = self.values.setdefault("recipe", recipe) if recipe is not None else None
         if recipe is not None and recipe_in_file != recipe:
-            hint = "use the command of that recipe, or remove this line"
+            in_preset = PREFIX in self.origins.get(("recipe",), "")
+            hint = f"use the command of that recipe{'' if in_preset else ', or remove this line'}"
             reason_ = f"is {recipe_in_file!r}, but the command is {recipe}; {hint}"
             self.errors.append(self._line(("recipe",), reason_))
             self.values["recipe"] = recipe
