@@ -57,12 +57,13 @@ def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], 
         raise UsageError(f"the bases of config files form a cycle: {cycle}. Remove one of the bases.")
     values, places = _load(path, chain)
     for base in _bases(values, places, path, kind):
-        # Users cannot edit a preset: its settings have the place where their own file lists it. The bases of a preset
-        # are a detail of the package.
+        # Users cannot edit a preset: its settings and those of its bases have the place where their file lists it.
         preset = preset_of(path)
+        hides_bases = chain and not preset_of(chain[0])
         listed_at = f"{_bases_place(values, path, places)}  " if preset_of(base) and not preset else ""
         for setting in _read(base, (*chain, path), on_error, kind):
-            yield replace(setting, origin=preset or f"{listed_at}{setting.origin}")
+            origin = preset if preset and hides_bases else f"{listed_at}{setting.origin}"
+            yield replace(setting, origin=origin)
     overrides = values.pop(_OVERRIDES, None)
     for name in (*_BASES, _OVERRIDES):
         values.pop(name, None)

@@ -110,7 +110,7 @@ def test_an_error_about_a_preset_names_the_file_that_lists_it(tmp_path: Path) ->
     other = write(tmp_path / "mine.yaml", text.replace("llama3.2-1b-sft", "llama3.1-8b-fp8-benchmark"))
     based = "mine.yaml:1:1  bases  preset:llama3.1-8b-fp8-benchmark  recipe  is 'pretrain', but the command is sft;"
     assert refusal(other) == f"{based} use the command of that recipe"  # not the preset that this one is based on
-    alone = refusal(config_path("preset:llama3.2-1b-sft"), "model=m")
+    alone = refusal(config_path("preset:llama3.2-1b-sft"), "out=o")
     assert alone.startswith("preset:llama3.2-1b-sft  data.files  is missing") and "presets/" not in alone
     message = refusal(write(tmp_path / "mine.yaml", "out: o\nbases:\n- preset:lama3.2-1b-sft\n"))
     assert message.startswith("mine.yaml:2:1  bases  there is no preset 'lama3.2-1b-sft'. Did you mean preset:llama3.2")
