@@ -78,3 +78,15 @@ def test_a_run_its_resume_and_a_run_from_its_adapter(
 )
 def test_refused_settings(isthmus: ForkServer, sft_args: list[str], settings: list[str], message: str) -> None:
     assert message in isthmus(*sft_args, *settings).error(2)
+
+
+def test_adapters_learn_with_the_default_learning_rate(
+    isthmus: ForkServer, sft_args: list[str], tmp_path: Path
+) -> None:
+    args = [word for word in sft_args if not word.startswith("optim.")]
+    steps = ["lora.rank=8", "train.steps=60", "data.packing=false"]
+    done = isthmus(*args, *steps)
+    assert "learning rate 0.0002, 3% warm-up: the default of sft with adapters" in done.stderr
+    full = isthmus(*args, *steps, "optim.lr=2e-5", "--out", tmp_path / "full").result
+    learned, barely = (run["valid_loss_before"] - run["valid_loss"] for run in (done.result, full))
+    assert learned > 0.02 and learned > 5 * barely

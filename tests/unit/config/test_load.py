@@ -374,4 +374,4 @@ def test_learning_rate_and_warmup_are_those_of_the_recipe(
     assert optim("optim.warmup_steps=0") == (full[0], 0) and optim("optim.warmup_fraction=0.5") == (full[0], 0.5)
     assert optim("optim.schedule=inverse_sqrt", "optim.warmup_steps=3")[1] == 0
     assert optim("optim.schedule=wsd", "optim.decay_steps=3")[1] == 0
-    assert optim("optim.lr=null") == full
+    assert optim("optim.schedule=constant") == (full[0], 0) and optim("optim.lr=null") == full

@@ -71,7 +71,8 @@ class RunConfig(Section):
         default = recipe.learning_rate(adapters=adapters, random_weights=model.get("init") == "random")
         given = {name for name, value in optim.items() if value is not None}
         filled = {} if "lr" in given else {"lr": default.lr}
-        if not given & {"warmup_steps", "warmup_fraction"} and optim.get("schedule") not in ("wsd", "inverse_sqrt"):
+        without_warmup = ("constant", "wsd", "inverse_sqrt")
+        if not given & {"warmup_steps", "warmup_fraction"} and optim.get("schedule") not in without_warmup:
             filled["warmup_fraction"] = default.warmup_fraction
         return values | {"optim": optim | filled}
 

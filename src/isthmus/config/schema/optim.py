@@ -42,7 +42,7 @@ class OptimConfig(Section):
     """Steps over which the learning rate rises from 0 to lr."""
     warmup_fraction: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=_of_recipe)
     """Instead of warmup_steps: share of the run's steps, rounded down. Default, unless warmup_steps is given: that of
-    the recipe; schedules wsd and inverse_sqrt have none."""
+    the recipe; schedules constant, wsd and inverse_sqrt have none."""
     schedule_steps: Count | None = None
     """cosine, linear, polynomial, cosine_with_restarts: step of the run at which lr reaches min_lr; null: the last."""
     decay_steps: Count | None = None
