@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from isthmus.config.dialects.megatron import restricted_script, stand_in
 from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
 from isthmus.errors import IOFailure, MissingInput, UsageError
@@ -168,6 +166,8 @@ def _has_more(group: int, processes: int | None) -> bool:
     """Whether a process group has more than ``processes``; None: any number."""
     if processes is None:
         return False
+    import psutil
+
     count = 0
     for number in psutil.pids():
         with suppress(OSError):

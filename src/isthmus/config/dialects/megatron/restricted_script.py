@@ -7,9 +7,9 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
-from isthmus.config.dialects.rocm_scripts.script_run import TABLES
 from isthmus.errors import UnsafeInput
 from isthmus.files.landlock import restrict, restricted_files
 
@@ -28,11 +28,9 @@ _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store
 _VARIABLES = frozenset(
     "HOME USER LOGNAME HOSTNAME LANG TZ LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ROCM_PATH ROCM_HOME CUDA_HOME "
     "CUDA_PATH MEGATRON_PATH TENSORBOARD_LOGS_PATH TENSORBOARD_DIR VOCAB_FILE MERGE_FILE WORLD_SIZE RANK LOCAL_RANK "
-    "LOCAL_WORLD_SIZE NUM_NODES NUM_GPUS GPUS GPUS_PER_NODE NPROC_PER_NODE".split()
-).union(*(TABLES[scripts]["variables"].split() for scripts in ("llama", "deepseek_v2", "sft")))
-"""Variables of the environment that a script gets: those of launchers and of ROCm's scripts."""
-_MORE_VARIABLES = (*TABLES["common"].split(), *TABLES["exported"].split(), "SLURM_", "UCX_", "OMPI_")
-"""Further ones; a name that ends in _ is a prefix."""
+    "LOCAL_WORLD_SIZE NUM_NODES NUM_GPUS GPUS GPUS_PER_NODE NPROC_PER_NODE SLURM_ UCX_ OMPI_".split()
+)
+"""Variables of launchers that a script gets from the environment; a name that ends in _ is a prefix."""
 _EXCEEDED = re.compile(r"^.*(?:cannot allocate|MemoryError|file size limit).*$", re.MULTILINE | re.IGNORECASE)
 _DENIED = re.compile(r"^.*: (?:.*: )?Permission denied$", re.MULTILINE)
 _FILE_INPUT = re.compile(r"(?:\$\(|`|\bdone\b|\b(?:read|mapfile|readarray)\b[^;|&<\n]*)\s*<(?![<&(])")
@@ -118,7 +116,14 @@ def check_limits(script: Path, ended: str, output: str) -> None:
         )
 
 
+@cache
+def _usual_variables() -> frozenset[str]:
+    """Those of launchers and of ROCm's scripts."""
+    from isthmus.config.dialects.rocm_scripts.script_run import TABLES  # imports all settings
+
+    scripts = (TABLES[name]["variables"] for name in ("llama", "deepseek_v2", "sft"))
+    return _VARIABLES.union(*(names.split() for names in (*scripts, TABLES["common"], TABLES["exported"])))
+
+
 def _is_passed(name: str) -> bool:
-    return name in _VARIABLES or any(
-        name == known or (known.endswith("_") and name.startswith(known)) for known in _MORE_VARIABLES
-    )
+    return any(name == known or (known.endswith("_") and name.startswith(known)) for known in _usual_variables())
