@@ -49,7 +49,10 @@ demo: $(STAMP)  ## Train, export and evaluate a small model on this machine
 
 # A file at a time, since its tests share models and ranks; the slow files first, as they are collected. Four on two
 # cores, since tests of failures wait for timeouts.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n 4 --dist loadfile --no-loadscope-reorder -q
+# Tests start many processes, which share the compiled modules even where the environment says not to write them.
+PYTEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST_OPTIONS := --dist loadfile --no-loadscope-reorder -q
+PYTEST := $(PYTEST_ENV) $(RUN) pytest -n 4 $(PYTEST_OPTIONS)
 
 test: $(STAMP)  ## The tests that run on a CPU, without further layouts and models (marker thorough) and benchmarks
 	$(PYTEST) -m "not benchmarks and not thorough"
@@ -100,8 +103,9 @@ FLIPS ?= 1000
 flips: $(STAMP)  ## Damage random places of all outputs, and run the commands that read them (FLIPS, 15 minutes)
 	nice $(VENV)/bin/python benchmarks/flips.py --n $(FLIPS)
 
+# These wait for nothing: a worker a core. A sweep has a case of each kind here.
 unit: $(STAMP)  ## The unit tests that start no process: under a minute
-	$(PYTEST) tests/unit -m "not processes"
+	$(PYTEST_ENV) $(RUN) pytest -n logical $(PYTEST_OPTIONS) tests/unit -m "not processes and not sweep and not thorough"
 
 lint: $(STAMP)  ## Style, types, import contracts
 	$(RUN) ruff check .

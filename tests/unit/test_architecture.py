@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from isthmus.recipes.registry import RECIPES
 
 PAGES = (
     "ARCHITECTURE.md",
@@ -55,10 +58,20 @@ def test_each_package_is_listed(repository: Path) -> None:
     assert [package for package in sorted(packages) if f"`src/isthmus/{package}/`" not in page] == []
 
 
-def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of the package that a file imports anywhere, function bodies included."""
+@pytest.fixture(scope="module")
+def modules(repository: Path) -> dict[str, ast.Module]:
+    """The modules of the package by name, parsed."""
+    source = repository / "src"
+    return {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for path in sorted(source.rglob("*.py"))
+    }
+
+
+def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
+    """Modules of the package that a module imports anywhere, function bodies included."""
     results = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -67,16 +80,30 @@ def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
     return results & modules.keys()
 
 
-def test_no_import_circle(repository: Path) -> None:
-    source = repository / "src"
-    modules = {
-        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in source.rglob("*.py")
-    }
-    graph = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+def test_no_import_circle(modules: dict[str, ast.Module]) -> None:
+    graph = {name: imported_modules(tree, modules) - {name} for name, tree in modules.items()}
     order = TopologicalSorter(graph)
     order.prepare()  # raises CycleError, which names the circle
     assert len(graph) > 100 and any(graph.values())
+
+
+def compared_names(tree: ast.AST) -> Iterator[str]:
+    """Recipe names that are compared with something called ``recipe``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [node.left, *node.comparators]
+        words = [getattr(side, "attr", getattr(side, "id", "")) for side in sides]
+        constants = {child.value for side in sides for child in ast.walk(side) if isinstance(child, ast.Constant)}
+        if "recipe" in words and constants & {*RECIPES}:
+            yield ast.unparse(node)
+
+
+def test_nothing_asks_for_the_name_of_a_recipe(modules: dict[str, ast.Module]) -> None:
+    """Translations of other programs' options choose a recipe, which is theirs to name."""
+    asked = {name: list(compared_names(tree)) for name, tree in modules.items() if ".dialects." not in name}
+    assert {path: names for path, names in asked.items() if names} == {}
+    assert list(compared_names(ast.parse("x = config.recipe in ('sft', 'dpo')")))
 
 
 @pytest.mark.processes
@@ -88,11 +115,8 @@ def test_import_contracts_hold(repository: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_names_of_classes_are_unique(repository: Path) -> None:
+def test_names_of_classes_are_unique(modules: dict[str, ast.Module]) -> None:
     classes = Counter(
-        node.name
-        for path in sorted((repository / "src").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
+        node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []

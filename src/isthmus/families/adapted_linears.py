@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
+from isthmus.families.rules.rule import Shape
 
 if TYPE_CHECKING:
     from isthmus.families.rules.shard import TensorSlice
@@ -121,12 +122,15 @@ def _check_within_mamba(target: str, family: Family, arch: Architecture) -> None
 
 def all_linears(family: Family, arch: Architecture) -> dict[str, tuple[HfLinear, ...]]:
     """Every linear layer that can have an adapter, by canonical weight name."""
-    placements = family.placements(arch)
-    return {
-        name: _linears(placed, family, arch)
-        for name, placed in placements.items()
-        if placed.rule.trained and _WEIGHT.fullmatch(name)
-    }
+    shapes: dict[int, list[Shape]] = {}  # thousands of tensors of experts have the same rule
+    linears: dict[str, tuple[HfLinear, ...]] = {}
+    for name, placed in family.placements(arch).items():
+        rule = placed.rule
+        if rule.trained and _WEIGHT.fullmatch(name):
+            if id(rule) not in shapes:
+                shapes[id(rule)] = rule.part_shapes(arch)
+            linears[name] = _linears(placed, shapes[id(rule)], family, arch)
+    return linears
 
 
 def name_of(module: str) -> str:
@@ -143,13 +147,12 @@ def module_path(family: Family, tensor: str) -> str:
     return path
 
 
-def _linears(placed: Placement, family: Family, arch: Architecture) -> tuple[HfLinear, ...]:
+def _linears(placed: Placement, shapes: Sequence[Shape], family: Family, arch: Architecture) -> tuple[HfLinear, ...]:
     by_module: dict[str, dict[int, int]] = {}
     rows_of: dict[str, int] = {}
     first_row: dict[str, int] = {}
     tensors: dict[str, list[str]] = {}
     rule = placed.rule
-    shapes = rule.part_shapes(arch)
     for part, (tensor, (rows, _)) in enumerate(zip(placed.hf, shapes, strict=True)):
         module = module_path(family, tensor)
         # Families with their own modeling code have a module for each expert.

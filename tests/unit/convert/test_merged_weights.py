@@ -25,6 +25,7 @@ from isthmus.families.rules.shard import Layout, tensor_slices
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, PeftFolder, write_adapter
 from ranks.tiny import VOCAB, build_adapter, build_model_folder
+from sweep import swept
 
 TOKENS = torch.arange(3, 3 + 24)[None] % VOCAB
 
@@ -70,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", swept(CASES, ("llama", "qwen3-patterns", "gpt2-dora", "gpt_oss")))
 def test_merging_equals_peft(name: str, tmp_path: Path) -> None:
     family, settings = CASES[name]
     base = build_model_folder(tmp_path / "base", family, num_hidden_layers=2, tie_word_embeddings=False)

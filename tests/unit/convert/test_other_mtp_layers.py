@@ -87,8 +87,7 @@ def test_layers_without_weights_are_not_counted(family: str) -> None:
     assert result.to_architecture(config, ()).pattern.mtp_layers == 0
 
 
-@pytest.mark.parametrize("family", PASSED)
-@pytest.mark.parametrize("to", ["torch_dist", "torch"])
+@pytest.mark.parametrize(("family", "to"), [("mellum", "torch"), *((family, "torch_dist") for family in PASSED)])
 def test_layers_that_are_not_built_are_passed_through(family: str, to: str, tmp_path: Path) -> None:
     source = with_tensor(tmp_path / "source", family, f"{PASSED[family]}.weight")
     there = convert(source, tmp_path / "megatron", to)

@@ -14,6 +14,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import all_families
 from ranks.tiny import VOCAB, tiny_config
+from sweep import swept
 
 # Those of a multimodal model's language model are tested with the language model.
 FAMILIES = sorted(name for name, family in all_families().items() if name in CONFIG_MAPPING and family.nested is None)
@@ -79,7 +80,7 @@ def unread_settings(name: str) -> set[str]:
     return settings - read - {*IGNORED_KEYS}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", swept(FAMILIES))
 def test_settings_that_are_not_read_do_not_change_the_logits(name: str) -> None:
     unread = unread_settings(name)
     assert unread <= WITHOUT_EFFECT.keys()
@@ -109,7 +110,7 @@ OWN_SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", swept(FAMILIES))
 def test_absent_settings_are_what_the_class_assumes(name: str) -> None:
     family, kind = all_families()[name], CONFIG_MAPPING[name]
     sizes = {key: value for key, value in kind().to_dict().items() if key in SIZES and value is not None}

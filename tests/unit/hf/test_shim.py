@@ -22,6 +22,7 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer
 from parity.test_logits import CASES
 from ranks.tiny import VOCAB, build_model_folder, without_checksums
+from sweep import swept
 
 LONG, SHORT = 97, 20
 """Longer than any window and any original context of the cases, and shorter than the original contexts."""
@@ -102,7 +103,7 @@ def gpt2_with_experts(source: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "export"
 
 
-@pytest.mark.parametrize("case", [*KNOWN, *OWN])
+@pytest.mark.parametrize("case", swept([*KNOWN, *OWN], ("llama-biases", "mistral-window-of-5", "qwen2_moe-shared")))
 @torch.no_grad()
 def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
     """That each case is about something that shows, its own test says: without it, logits are visibly others."""

@@ -17,6 +17,7 @@ from isthmus.families.registry import family_for
 from isthmus.recipes.plan.layout_checks import check_experts, check_fsdp_precision, check_layout, check_micro_batches
 from isthmus.recipes.plan.memory_estimate import estimate_memory
 from isthmus.recipes.plan.model_plan import open_run_model, plan_model
+from sweep import swept
 
 OF_ID = {
     "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
@@ -113,7 +114,13 @@ def test_benchmark_presets_have_the_published_settings() -> None:
     "minimax-m2.5-lora",
     "qwen3.5-122b-a10b-lora",
 )
-@pytest.mark.parametrize("name", [name for name in preset_names() if name.endswith(("-sft", "-lora"))])
+@pytest.mark.parametrize(
+    "name",
+    swept(
+        (name for name in preset_names() if name.endswith(("-sft", "-lora"))),
+        ("gpt-oss-20b-sft", "llama3.1-8b-sft", "qwen3-30b-a3b-sft"),
+    ),
+)
 def test_preset_fits_the_gpus_that_it_names(name: str) -> None:
     """As a run estimates it before it starts; benchmarks have the settings of their publication."""
     memory = re.search(r"GPUs? of (\d+) GB", " ".join(opening_lines(config_path(f"preset:{name}"))))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -54,24 +51,3 @@ def test_settings_of_other_recipes_are_refused(name: RecipeName, other: RecipeNa
     flags |= {key: REQUIRED[key] for key in RECIPE_SETTINGS[name].required}
     with pytest.raises(UsageError, match=f"is for recipe {other}, got {name}"):
         load_config(name, None, flags=flags)
-
-
-def compared_names(tree: ast.AST) -> Iterator[str]:
-    """Recipe names that are compared with something called ``recipe``."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Compare):
-            continue
-        sides = [node.left, *node.comparators]
-        words = [getattr(side, "attr", getattr(side, "id", "")) for side in sides]
-        constants = {child.value for side in sides for child in ast.walk(side) if isinstance(child, ast.Constant)}
-        if "recipe" in words and constants & set(RECIPES):
-            yield ast.unparse(node)
-
-
-def test_nothing_asks_for_the_name_of_a_recipe(repository: Path) -> None:
-    """Translations of other programs' options choose a recipe, which is theirs to name."""
-    source = repository / "src/isthmus"
-    files = [path for path in source.rglob("*.py") if "dialects" not in path.parts]
-    asked = {str(path): list(compared_names(ast.parse(path.read_text()))) for path in files}
-    assert {path: names for path, names in asked.items() if names} == {}
-    assert list(compared_names(ast.parse("x = config.recipe in ('sft', 'dpo')")))

@@ -19,6 +19,7 @@ from isthmus.convert.verify.compare_logits import LogitsCheck
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.shim.modeling_isthmus import IsthmusForCausalLM
 from ranks.tiny import without_checksums
+from sweep import swept
 from unit.convert.legacy.pre_core_model import VOCAB, D, Files, OldModel, logits
 
 IDS = torch.randint(0, VOCAB, (20,), generator=torch.Generator().manual_seed(2))
@@ -41,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", swept(CASES, ("gpt2-version-0", "llama-tp2", "dmoe-top-2-tp2", "moe-ep2")))
 @torch.no_grad()
 def test_logits_are_those_of_the_old_code(case: str, tmp_path: Path) -> None:
     model, family = CASES[case]

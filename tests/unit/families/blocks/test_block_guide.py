@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,14 +24,20 @@ UPSTREAM = {
 """Names of tensors in Megatron-Core's checkpoints, which it splits or fuses for these mixers, and of a script."""
 
 
-def files_with(pattern: str) -> set[str]:
-    files = ((path, path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py"))
-    return {path.relative_to(SOURCE).as_posix() for path, text in files if re.search(pattern, text)}
+@cache
+def source_texts() -> dict[str, str]:
+    return {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
+
+
+def files_with(pattern: str, words: Iterable[str]) -> set[str]:
+    """Files with the pattern, which contains one of the words."""
+    texts = source_texts().items()
+    return {path for path, text in texts if any(word in text for word in words) and re.search(pattern, text)}
 
 
 def test_the_listed_files_are_those_that_name_the_block() -> None:
     listed = set(re.findall(r"^- `([\w/]+\.py)`", PAGE[PAGE.index("## What it touches") :], re.MULTILINE))
-    files = files_with(r"(?i)short_?convolution\b|\bshort convolution|ShortConvolutionMixer")
+    files = files_with(r"(?i)short_?convolution\b|\bshort convolution|ShortConvolutionMixer", ("hort",))
     assert {path for path in files if not path.startswith("families/models/")} == listed
     assert f"in {len(listed)} files of" in PAGE
 
@@ -60,6 +68,7 @@ def test_every_kind_has_a_mixer() -> None:
 def test_a_block_is_named_only_where_the_page_says(block: type[Recurrence]) -> None:
     names = "|".join(re.escape(name) for name in {block.prefix, *block.kinds})
     name = block.__name__
-    files = files_with(rf"import [^\n]*\b{name}\b|\b{name}\(|\"(?:{names})(?:\.\w+)?\"")
+    pattern = rf"import [^\n]*\b{name}\b|\b{name}\(|\"(?:{names})(?:\.\w+)?\""
+    files = files_with(pattern, (name, block.prefix, *block.kinds))
     elsewhere = {path for path in files if not path.startswith(PLACES)}
     assert elsewhere == UPSTREAM.get(block.prefix, set())

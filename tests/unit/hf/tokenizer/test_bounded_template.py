@@ -77,7 +77,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_refused_within_its_limits(name, monkeypatch):
-    monkeypatch.setattr(template_meter, "TIME_S", 0.1)
+    monkeypatch.setattr(template_meter, "TIME_S", 0.03)
     began_s = time.thread_time()
     with pytest.raises(UnsafeInput, match=r"^the chat template of models/evil is refused: "):
         with template_errors("the chat template of models/evil"):

@@ -47,15 +47,18 @@ def canonical_names(family: Family, arch: Architecture) -> set[str]:
     return {placed.rule.canonical for placed in family.placements(of_one_expert).values()}
 
 
-def presets_and_layouts() -> Iterator[tuple[str, dict[str, int]]]:
+def presets_and_layouts() -> Iterator[Any]:
     """Archetypes in all layouts, and each other preset in one of them, in turn."""
-    names = [*preset_names("models")]
     layouts = itertools.cycle((*LAYOUTS, OTHERS))
-    for name in names:
-        yield from ((name, layout) for layout in (LAYOUTS if name in ARCHETYPES else [next(layouts)]))
+    for name in preset_names("models"):
+        if name in ARCHETYPES:
+            yield from (pytest.param(name, layout, id=f"{name}-{layout}") for layout in LAYOUTS)
+        else:
+            layout = next(layouts)
+            yield pytest.param(name, layout, id=f"{name}-{layout}", marks=pytest.mark.sweep)
 
 
-@pytest.mark.parametrize(("preset", "layout"), [*presets_and_layouts()], ids=str)
+@pytest.mark.parametrize(("preset", "layout"), [*presets_and_layouts()])
 def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) -> None:
     config = config_of(f"preset:{preset}", **{f"parallel.{name}": size for name, size in layout.items()})
     ranks = config.parallel.tp * config.parallel.pp * config.parallel.cp

@@ -25,6 +25,7 @@ def entries() -> list[DocEntry]:
     return python_documentation()
 
 
+@pytest.mark.sweep
 def test_entries(entries: list[DocEntry]) -> None:
     assert 4000 <= len(entries) <= 9000
     by_name = {entry.name: entry for entry in entries}
@@ -40,6 +41,7 @@ def test_entries(entries: list[DocEntry]) -> None:
     assert by_name["shutil.copyfile"].document.startswith(text)
 
 
+@pytest.mark.sweep
 def test_no_training_text_mentions_a_validation_name(entries: list[DocEntry]) -> None:
     training, validation = split_entries(entries)
     names = {entry.name for entry in validation}

@@ -74,6 +74,7 @@ def test_softcap_and_sinks(options: dict[str, Any], window: int | None, spans: S
     check(flex_attention, inputs(2), window, spans, **arguments)
 
 
+@pytest.mark.processes
 def test_flex_is_compiled_for_the_first_two_lengths_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each packing has a new mask, lengths differ, and softcap and scale stay numbers that a kernel can contain."""
     graphs = []
