@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -57,6 +58,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set ISTHMUS_SHARED_DATA to the folder that holds alpaca_en_demo.json")
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking the imported libraries again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def mark_thorough_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

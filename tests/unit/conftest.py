@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing here survives the loss of power: tests/faults kills processes, and test_atomic_write counts the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

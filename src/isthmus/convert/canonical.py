@@ -72,26 +72,35 @@ def stream(
     ``move`` returns the bytes it moved. The first exception stops all threads.
     """
     stop, lock = threading.Event(), threading.Lock()
+    waiting = iter(tensors.items())
     done = 0
 
-    def move_tensor(name: str) -> None:
-        nonlocal done
-        spec = tensors[name]
-        for rows in row_slices(spec.shape, spec.dtype.itemsize):
-            if stop.is_set():
-                return
-            moved = move(name, rows)
-            with lock:
-                done += moved
-                progress(done, total_bytes)
+    def next_tensor() -> tuple[str, TensorSpec] | None:
+        with lock:
+            return None if stop.is_set() else next(waiting, None)
 
-    # Intra-op threads of torch would compete for the same cores.
-    before = torch.get_num_threads()
-    with ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    def move_tensors() -> None:
+        nonlocal done
         try:
-            for finished in as_completed([pool.submit(move_tensor, name) for name in tensors]):
+            while (tensor := next_tensor()) is not None:
+                name, spec = tensor
+                for rows in row_slices(spec.shape, spec.dtype.itemsize):
+                    if stop.is_set():
+                        return
+                    moved = move(name, rows)
+                    with lock:
+                        done += moved
+                        progress(done, total_bytes)
+        except BaseException:
+            stop.set()
+            raise
+
+    # Intra-op threads of torch would compete for the same cores. Threads that move little wait for each other.
+    before, threads = torch.get_num_threads(), THREADS if total_bytes > CHUNK_BYTES else 1
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            for finished in as_completed([pool.submit(move_tensors) for _ in range(threads)]):
                 finished.result()
         finally:
             stop.set()
-            pool.shutdown(cancel_futures=True)
             torch.set_num_threads(before)
