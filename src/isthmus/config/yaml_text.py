@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -51,6 +53,12 @@ def read_value(text: str) -> Any:
 
 def read_mapping(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
     """The values, and the line and column (from 1) of each key. Repeated keys and non-text keys raise Syntax."""
+    values, places = _parsed(text)
+    return copy.deepcopy(values), dict(places)
+
+
+@lru_cache(maxsize=128)  # a plan or a grid of layouts reads the same presets again and again
+def _parsed(text: str) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
     value, root = _read(text)
     if value is None:
         return {}, {}

@@ -231,6 +231,7 @@ def test_every_key_of_a_pasted_config_is_answered(program: Program, tmp_path: Pa
 
 
 @pytest.mark.parametrize("program", TEXTS)
+@pytest.mark.sweep
 def test_every_known_key_is_answered(program: Program, tmp_path: Path) -> None:
     """Also one that is true, and one with a value of a wrong kind."""
     file = tmp_path / "theirs.yaml"

@@ -133,7 +133,7 @@ def test_cpu_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu_module, "_STATUS", status)
     assert platform.memory_gib() == 2**-11
     # The share is of the machine, also if the container has less memory.
-    monkeypatch.setattr(cpu_module, "free_bytes", lambda: 0)
+    monkeypatch.setattr("isthmus.platforms.base.free_bytes", lambda: 0)
     available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     assert platform.memory_used() == pytest.approx(1 - available / total, abs=0.1)
 
