@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def restriction(script: Path, folder: Path) -> Callable[[], None]:
         for kind, limit in _LIMITS.items():
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (limit, limit))
+            with suppress(*([] if sys.platform == "linux" else [ValueError])):  # macOS does not limit memory
+                resource.setrlimit(kind, (limit, limit))
         if ruleset is not None:
             restrict(ruleset)
 
