@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 import isthmus
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import dropout_keys
+from isthmus.recipes.model.bridge_modules import provide_bridge
 from ranks.live_memory import LiveMemory
 from ranks.tiny import VOCAB
 
@@ -26,6 +28,22 @@ def run_example(*, name: str, args: list[str]) -> list[float]:
     """Run an example; returns its losses, if it has any."""
     with mock.patch.object(sys, "argv", [name, *args]):
         result: list[float] = runpy.run_path(str(EXAMPLES / name)).get("losses", [])
+    return result
+
+
+def run_program_of_bridge(*, model: str, folder: str) -> float:
+    """A program for Megatron Bridge: an export, and pretraining from the weights of a model; returns the last loss."""
+    provide_bridge()
+    llama32: Any = importlib.import_module("megatron.bridge.recipes.llama.llama32_1b")
+    bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_pretrained(model, trust_remote_code=True)
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size = 1
+    provider.pipeline_model_parallel_size = 1
+    provider.finalize()
+    bridge.save_hf_pretrained(provider.provide_distributed_model(wrap_with_ddp=False), f"{folder}/exported")
+    config = llama32.pretrain_config(train_iters=2, global_batch_size=2, seq_length=32, dir=f"{folder}/run")
+    config.model = bridge.to_megatron_provider()
+    result: float = isthmus.pretrain(config).loss
     return result
 
 

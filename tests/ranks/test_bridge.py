@@ -43,6 +43,13 @@ def test_every_example_is_tested() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []
 
 
+def test_program_of_megatron_bridge(model: Path, one_rank: RankPool, tmp_path: Path) -> None:
+    loss = one_rank.run("ranks.bridge_tasks.run_program_of_bridge", model=model, folder=tmp_path)
+    assert loss == pytest.approx(5.7, abs=0.3)  # ln of the vocabulary: the tokens are random
+    compare_models(model, tmp_path / "exported")
+    assert changed(model, tmp_path / "run/hf")
+
+
 def test_plain_loop(model: Path, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
     losses = one_rank.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "one"])
     sharded = two_ranks.run("ranks.bridge_tasks.run_example", name="train_loop.py", args=[model, tmp_path / "two"])

@@ -60,6 +60,9 @@ def run(options: ScriptOptions) -> int:
     with warnings.catch_warnings():  # isthmus.engine hides some of megatron's
         from isthmus.engine.upstream.megatron_script import run_script
 
+    from isthmus.recipes.model.bridge_modules import provide_bridge
+
+    provide_bridge()
     say = partial(print, "isthmus run:", file=sys.stderr, flush=True) if rank() == 0 else lambda line: None
     run_script(options.script, options.args or [], detect(options.platform).name, say)
     return 0

@@ -168,17 +168,17 @@ class ModelProvider:
 
     def finalize(self) -> None:
         """Raise UsageError if layout or precision do not fit the model or the number of ranks."""
-        layout, precision = self._settings()
+        layout, precision = self.layout(), self._precision()
         code = self.bridge.trust_remote_code
         plan_from_folder(self.bridge.hf_dir, layout, precision=precision, trust_remote_code=code)
 
     def provide_distributed_model(self, *, wrap_with_ddp: bool = True) -> list[Any]:
         """See :meth:`AutoBridge.to_megatron_model`."""
-        layout, precision = self._settings()
-        return self.bridge.to_megatron_model(layout, precision=precision, wrap_with_ddp=wrap_with_ddp)
+        return self.bridge.to_megatron_model(self.layout(), precision=self._precision(), wrap_with_ddp=wrap_with_ddp)
 
-    def _settings(self) -> tuple[dict[str, Any], str]:
-        sizes = {
+    def layout(self) -> dict[str, Any]:
+        """The settings of section ``parallel``."""
+        return {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
             "vpp": self.virtual_pipeline_model_parallel_size or 1,
@@ -187,5 +187,7 @@ class ModelProvider:
             "etp": self.expert_tensor_parallel_size,
             "sp": self.sequence_parallel,
         }
+
+    def _precision(self) -> str:
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return sizes, names.get(self.params_dtype, str(self.params_dtype))
+        return names.get(self.params_dtype, str(self.params_dtype))
