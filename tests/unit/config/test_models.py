@@ -35,11 +35,13 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
+    "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     "gemma3-4b": 3_880_263_168,  # without vision tower, as its larger siblings
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
     "phi4": 14_659_507_200,
+    "phi4-mini": 3_836_021_760,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
