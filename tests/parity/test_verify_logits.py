@@ -182,6 +182,19 @@ def test_archetype_agrees_layer_by_layer(family: str, clean: Done) -> None:
     assert "transformers and Megatron-Core, 2 samples of 64 tokens, layer by layer" in result["logits_run"]
 
 
+def test_lengths_of_which_transformers_computes_something_else(one_rank: RankPool, tmp_path: Path) -> None:
+    """transformers keeps the short factors of Phi-3.5-MoE: nothing is compared beyond the original length."""
+    factors = {"short_factor": [1.0, 1.1, 1.3, 2.0] * 2, "long_factor": [1.0, 2.0, 4.0, 9.0] * 2}
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rotary = scaling | factors | {"short_mscale": 1.2, "long_mscale": 1.2}
+    paths = pair(tmp_path, "phimoe", rope_parameters=rotary)
+    done = run(one_rank, {"default": paths, "longer": [*paths, "--tokens", "33"]})
+    assert done["default"]["code"] == 0, done["default"]["err"]
+    assert "samples of 32 tokens" in done["default"]["err"] + done["default"]["out"]
+    assert "beyond 32 tokens transformers keeps the short factors" in done["default"]["err"] + done["default"]["out"]
+    assert done["longer"]["code"] == 2 and "Use 32 or fewer" in done["longer"]["err"]
+
+
 def test_whole_model_and_layerwise_runs_agree(one_rank: RankPool, tmp_path: Path) -> None:
     hf, megatron = pair(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     convert(Path(hf), tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2))

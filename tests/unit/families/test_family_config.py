@@ -344,6 +344,10 @@ def test_an_unknown_family_has_the_three_nearest_names() -> None:
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 9.0}, "does not cap"),
         ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is not a kind of layer"),
         (
+            {"model_type": "olmo3", "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}},
+            r'ignores .* write rope_parameters: \{"full_attention": \{"rope_type": "yarn", "factor": 8.0',
+        ),
+        (
             {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             "rope scaling is not supported in sliding_attention layers",
         ),

@@ -79,7 +79,8 @@ def compare_logits(
         )
     by_layer, why = memory_plan(a, b, by_layer=check.by_layer)
     nbytes = [sum(float32_bytes(side).values()) for side in (a, b)]
-    lengths, not_reached = sample_lengths(a.arch, b.arch, max(nbytes) // 4, check.tokens)
+    context = min(filter(None, (_comparable_context(a), _comparable_context(b))), default=None)
+    lengths, not_reached = sample_lengths(a.arch, b.arch, max(nbytes) // 4, check.tokens, context)
     samples = random_samples(a.arch.vocab_size, lengths)
     total, done = len(samples) * sum(nbytes), 0.0
     states: dict[tuple[int, int], Tensor] = {}
@@ -118,13 +119,20 @@ def compare_logits(
 
 
 def sample_lengths(
-    a: Architecture, b: Architecture, parameters: int, tokens: int | None
+    a: Architecture, b: Architecture, parameters: int, tokens: int | None, context: int | None = None
 ) -> tuple[tuple[int, int], str]:
     """Lengths of two samples that both models can run, and a note if they are too short.
 
     The second is longer than any attention window or original context, if that is cheap with so many ``parameters``.
-    ``tokens`` is the requested length; None is 64.
+    ``tokens`` is the requested length; None is 64. ``context`` is the longest for which transformers computes what the
+    published model does; None is any.
     """
+    if context is not None:
+        beyond = f"beyond {context} tokens transformers keeps the short factors of longrope, unlike the published model"
+        if (tokens or 0) > context:
+            raise UsageError(f"--tokens {tokens}: {beyond}. Use {context} or fewer.")
+        short = min(tokens or TOKENS, context)
+        return (short, short), f"; {beyond}"
     limits = [arch.max_position_embeddings for arch in (a, b) if arch.embedding.position == "learned"]
     if limits and tokens is not None and tokens > min(limits):
         raise UsageError(f"--tokens {tokens}: there are {min(limits)} positions. Use {min(limits)} or fewer.")
@@ -137,6 +145,13 @@ def sample_lengths(
     if parameters * long <= _CHEAP_MULTIPLICATIONS and 4 * long * max(a.vocab_size, scores) <= _CHEAP_BYTES:
         return (short, long), ""
     return (short, short), f"; --tokens {long} would reach beyond the window or original context of {span}"
+
+
+def _comparable_context(model: OpenedModel) -> int | None:
+    scaling = model.arch.rotary.rope_scaling
+    if not model.family.short_factors_in_transformers or scaling is None or scaling.short_factor == scaling.long_factor:
+        return None
+    return scaling.original_max_position_embeddings
 
 
 def _span(arch: Architecture) -> int:

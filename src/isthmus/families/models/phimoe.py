@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: LayerNorm, biases of attention and of the output layer, experts chosen one after another."""
+"""Phi-3.5-MoE: LayerNorm, biases, experts chosen one after another; long factors that transformers does not use."""
 
 from isthmus.families.family import Family, Fixed, Key
 from isthmus.families.models import mixtral
@@ -32,6 +32,7 @@ FAMILY = Family(
     traits={"normalization": "LayerNorm", "moe.score": "sparsemixer"},
     sliding_window="always",
     rope_defaults={"rope_theta": 1000000.0, "short_mscale": None},
+    short_factors_in_transformers=True,
     module_names={".block_sparse_moe.gate": ".mlp.router", ".block_sparse_moe.": ".mlp."},
     rules=decoder.pre_norm_rules(mlp=renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERTS), mixtral.NAMES)),
 )

@@ -5,6 +5,7 @@ Exports contain both: older readers ignore ``rope_parameters`` and silently use 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -112,7 +113,13 @@ def _by_layer(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[
     """The config with the rotary settings of full-attention layers only, and those of sliding-window layers."""
     nested = hf.get("rope_parameters") or {}
     if unknown := [key for key in nested if key not in _LAYERED] if isinstance(nested, Mapping) else []:
-        raise UsageError(f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are.")
+        theta = {name: nested[name] for name in ("rope_theta",) if name in nested}
+        layered = dict(zip(_LAYERED, (nested, {"rope_type": "default"} | theta), strict=True))
+        raise UsageError(
+            f"rope_parameters: {', '.join(unknown)} is not a kind of layer; {' and '.join(_LAYERED)} are, and "
+            "transformers ignores settings outside of them. To scale the positions of full attention, write "
+            f"rope_parameters: {json.dumps(layered)}{'' if theta else ', and the rope_theta of both'}."
+        )
     if not isinstance(nested, Mapping) or not all(
         isinstance(parameters or {}, Mapping) for parameters in nested.values()
     ):
