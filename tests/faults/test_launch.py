@@ -58,7 +58,7 @@ def run(config):
             if stop.requested and mode not in ("ignore", "hang"):
                 raise RuntimeError("Connection reset by peer")
             time.sleep(0.05)
-    return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank})
+    return types.SimpleNamespace(as_dict=lambda: {"loss": 1.5, "rank": rank}, next_commands=lambda config: [])
 
 module = types.ModuleType("isthmus.recipes.run")
 module.run_recipe = run
@@ -71,6 +71,7 @@ def stubbed(tmp_path: Path) -> Path:
     (tmp_path / "stub").mkdir()
     (tmp_path / "stub" / "sitecustomize.py").write_text(STUB)
     (tmp_path / "out").mkdir()
+    (tmp_path / "d").write_text('{"prompt": "a", "completion": "b"}\n')  # read before the ranks start
     return tmp_path
 
 
