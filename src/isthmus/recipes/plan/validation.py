@@ -150,7 +150,8 @@ def learning_rate_message(config: RunConfig) -> str:
     optim, default = config.optim, config.default_learning_rate
     warmup = f"{optim.warmup_steps} steps of" if optim.warmup_steps else f"{100 * optim.warmup_fraction:.3g}%"
     text = f"learning rate {optim.lr:g}, {warmup} warm-up"
-    kind = f"{config.recipe} {'with adapters' if config.lora.enabled else 'of all weights'}"
+    weights = "from random weights" if config.model.init == "random" else "of all weights"
+    kind = f"{config.recipe} {'with adapters' if config.lora.enabled else weights}"
     if (optim.lr, optim.warmup_steps, optim.warmup_fraction) == (default.lr, 0, default.warmup_fraction):
         return f"{text}: the default of {kind}, {default.source}; optim.lr changes it"
     return f"{text} (default of {kind}: {default.lr:g}, {100 * default.warmup_fraction:.3g}%)"
