@@ -57,7 +57,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "isthmus prepare text.jsonl prepared/text --tokenizer Qwen/Qwen3-0.6B",
         "isthmus prepare chats.jsonl prepared/chats --kind chat --tokenizer Qwen/Qwen3-0.6B",
     ),
-    "chat": ("isthmus chat runs/a", "isthmus chat Qwen/Qwen3-0.6B"),
+    "chat": ("isthmus chat runs/a", "isthmus chat Qwen/Qwen3-0.6B --file prompts.jsonl --out answers.jsonl"),
     "eval": ("isthmus eval runs/a --tasks arc_easy", "isthmus eval Qwen/Qwen3-0.6B --tasks hellaswag --limit 100"),
     "convert": (
         "isthmus convert Qwen/Qwen3-0.6B megatron --to torch_dist",

@@ -25,9 +25,9 @@ def data_notes(config: RunConfig, architecture: Architecture, train: Batches, st
         name, epochs = max(train.epochs(steps).items(), key=lambda pair: pair[1])
         notes += epochs_note(config, epochs, "" if len(train.shares) == 1 else f" of data.sets.{name}")
     positions = model_positions(architecture)
-    if config.data.seq_length > positions:
-        lengths = train.store.lengths  # a sample has one token more than it has positions
-        longer = int(np.count_nonzero(lengths > positions + 1))
+    lengths = train.store.lengths  # a sample has one token more than it has positions
+    longer = int(np.count_nonzero(lengths > positions + 1)) if config.data.seq_length > positions else 0
+    if longer:
         notes.append(
             f"data.seq_length={config.data.seq_length} is more than the {positions:,} positions of this model "
             f"(max_position_embeddings, with its RoPE scaling), and {longer:,} of {len(lengths):,} samples are longer. "

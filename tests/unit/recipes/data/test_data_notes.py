@@ -53,7 +53,7 @@ def notes(
 def test_samples_beyond_the_positions_are_counted():
     (note,) = notes([5, 17, 18, 30], 2, seq_length=32, steps=2)
     assert note.startswith("data.seq_length=32 is more than the 16 positions") and "2 of 4 samples are longer" in note
-    assert notes([5, 17], 2, steps=2) == []
+    assert notes([5, 17], 2, steps=2) == [] == notes([5, 17], 2, seq_length=32, steps=2)
 
 
 @pytest.mark.parametrize(
