@@ -43,13 +43,13 @@ pytestmark = [
 ]
 
 
-def run_script(script: Path, *args: Any, ranks: int = 1) -> str:
+def run_script(script: Path, *args: Any, ranks: int = 1, fails: bool = False) -> str:
     """Its stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "isthmus", "run", "--platform", "cpu", "--nproc", str(ranks), script, *map(str, args)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == int(fails), done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
@@ -89,6 +89,20 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
     before, after = hf_loss(model, sample), hf_loss(tmp_path / "back", sample)
     assert abs(after - float(results[0])) < 1e-5
     assert after < before - 0.1
+
+
+def test_arguments_that_older_commands_lack(megatron: Path, tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    words = shlex.split(
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-4 "
+        f"--global-batch-size 1 --train-iters 1 --mock-data --vocab-file {tmp_path}/vocab.json "
+        f"--merge-file {tmp_path}/merges.txt"
+    )
+    script = megatron / "pretrain_gpt.py"
+    assert ". Add --max-position-embeddings, for example" in run_script(script, *words, fails=True)
+    needed = ["--max-position-embeddings", "16"]
+    assert "GPT2BPETokenizer --legacy-tokenizer" in run_script(script, *words, *needed, fails=True)
 
 
 def test_stages_with_different_numbers_of_layers(megatron: Path, tmp_path: Path) -> None:

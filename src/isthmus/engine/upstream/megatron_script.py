@@ -25,6 +25,13 @@ from isthmus.platforms.network_interfaces import GLOO, loopback
 _MODULE = "isthmus.engine.upstream.megatron_script"
 _VARIABLE = "ISTHMUS_SCRIPT"
 """Script and platform, for spawned processes."""
+_HINTS = {
+    "max_position_embeddings argument is None": "Add --max-position-embeddings, for example the --seq-length: "
+    "Megatron-LM has no default for it.",
+    "Unable to instantiate HuggingFace AutoTokenizer": "For --vocab-file and --merge-file of GPT-2, newer versions need "
+    "--tokenizer-type GPT2BPETokenizer --legacy-tokenizer; without them a tokenizer is read from --tokenizer-model.",
+}
+"""What to do about arguments of older commands, by words of Megatron-LM's error."""
 
 
 def run_script(script: Path, args: Sequence[str], platform: str, say: Callable[[str], None]) -> None:
@@ -110,7 +117,8 @@ def _failure(script: Path, error: BaseException) -> IsthmusError:
     traceback.print_exception(type(error), error, trace or error.__traceback__)
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return error_of(1, f"{script.name} failed with {text} ({last.filename}:{last.lineno})")
+    hint = next((f" {hint}" for words, hint in _HINTS.items() if words in text), "")
+    return error_of(1, f"{script.name} failed with {text} ({last.filename}:{last.lineno}).{hint}")
 
 
 def run_in_child() -> dict[str, Any]:

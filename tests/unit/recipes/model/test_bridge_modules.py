@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import isthmus
 from isthmus.config.presets import preset_names
 from isthmus.engine.upstream import import_hooks
 from isthmus.errors import UsageError
-from isthmus.recipes.model.bridge_modules import module_name, pretrain_config, provide_bridge
+from isthmus.recipes.model.bridge_config import pretrain_config
+from isthmus.recipes.model.bridge_modules import module_name, provide_bridge
 from ranks.tiny import build_model_folder
 
 
@@ -41,6 +43,12 @@ def test_modules(provided: None) -> None:
     assert config.data.mock and config.recipe == "pretrain"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("megatron.bridge.recipes.llama.llama99_1b")
+
+
+@pytest.mark.processes
+def test_the_megatron_core_of_the_script_comes_first() -> None:
+    code = "from isthmus.recipes.model.bridge_modules import provide_bridge; provide_bridge(); import sys; "
+    subprocess.run([sys.executable, "-c", code + "assert 'megatron' not in sys.modules"], check=True)
 
 
 def test_a_provider_is_the_model_of_a_config(tmp_path: Path) -> None:
