@@ -92,17 +92,17 @@ def test_training_on_two_ranks_between_conversions(megatron: Path, tmp_path: Pat
 
 
 def test_arguments_that_older_commands_lack(megatron: Path, tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     words = shlex.split(
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-4 "
-        f"--global-batch-size 1 --train-iters 1 --mock-data --vocab-file {tmp_path}/vocab.json "
-        f"--merge-file {tmp_path}/merges.txt"
+        "--global-batch-size 1 --train-iters 1 --eval-iters 1 --eval-interval 9 --mock-data "
+        f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
     )
     script = megatron / "pretrain_gpt.py"
     assert ". Add --max-position-embeddings, for example" in run_script(script, *words, fails=True)
     needed = ["--max-position-embeddings", "16"]
-    assert "GPT2BPETokenizer --legacy-tokenizer" in run_script(script, *words, *needed, fails=True)
+    assert "GPT2BPETokenizer and --legacy-tokenizer" in run_script(script, *words, *needed, fails=True)
 
 
 def test_stages_with_different_numbers_of_layers(megatron: Path, tmp_path: Path) -> None:

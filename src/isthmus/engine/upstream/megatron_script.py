@@ -28,8 +28,8 @@ _VARIABLE = "ISTHMUS_SCRIPT"
 _HINTS = {
     "max_position_embeddings argument is None": "Add --max-position-embeddings, for example the --seq-length: "
     "Megatron-LM has no default for it.",
-    "Unable to instantiate HuggingFace AutoTokenizer": "For --vocab-file and --merge-file of GPT-2, newer versions need "
-    "--tokenizer-type GPT2BPETokenizer --legacy-tokenizer; without them a tokenizer is read from --tokenizer-model.",
+    "Unable to instantiate HuggingFace AutoTokenizer": "For GPT-2's --vocab-file and --merge-file, newer versions need "
+    "--tokenizer-type GPT2BPETokenizer and --legacy-tokenizer.",
 }
 """What to do about arguments of older commands, by words of Megatron-LM's error."""
 
