@@ -30,7 +30,7 @@ def test_few_records_make_the_default_batch_smaller_also_after_a_resume(
 ) -> None:
     args = [word for word in sft_args if not word.startswith("train.")] + ["data.packing=false", "train.epochs=0.5"]
     first = isthmus(*args, "checkpoint.every=8")
-    assert "train.global_batch_size=1 instead of 16, so that 63 sequences of training data are" in first.stderr
+    assert "train.global_batch_size=1 instead of the default 16, since the data has only 63 sequences" in first.stderr
     assert first.result["steps"] == 32
     out = tmp_path / "out"
     assert load_config("sft", out / "config.yaml").train.global_batch_size == 1

@@ -153,8 +153,8 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     size = default_batch_size(config, train.sequences_per_epoch, dp)
     if size != config.train.global_batch_size:
         report(
-            f"train.global_batch_size={size} instead of {config.train.global_batch_size}, so that "
-            f"{train.sequences_per_epoch:,} sequences of training data are more steps; the setting changes it"
+            f"train.global_batch_size={size} instead of the default {config.train.global_batch_size}, since the data "
+            f"has only {train.sequences_per_epoch:,} sequences; give the setting to choose another size"
         )
         config = with_batch_size(config, size)
         train, valid, test = make(config)

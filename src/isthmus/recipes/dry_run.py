@@ -101,7 +101,7 @@ def _size(context: RunContext, report: Report) -> str:
         except UsageError as error:
             report(f"the run may fail after it has tokenized the data: {error}")
     if batch != config.train.global_batch_size:
-        report(f"train.global_batch_size is about {batch}, so that few records are more steps")
+        report(f"train.global_batch_size is about {batch} instead of the default, since the data has few sequences")
     for note in [*epochs_note(config, steps / epoch), *few_steps_note(config, steps, batch, round(estimate.sequences))]:
         report(f"note: {note}")
     tokens_per_step = estimate.tokens / estimate.sequences * batch

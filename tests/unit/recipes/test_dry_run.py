@@ -151,7 +151,7 @@ def test_the_default_batch_is_smaller_for_few_records(model: Path, tmp_path: Pat
         return reported
 
     few = lines({})
-    assert "train.global_batch_size is about 2, so that few records are more steps" in few
+    assert "train.global_batch_size is about 2 instead of the default, since the data has few sequences" in few
     assert "about 32 steps" in few[-1] and not any("HARDLY" in line for line in few)
     given = lines({"global_batch_size": 16})
     assert "about 4 steps" in given[-1]
