@@ -190,7 +190,10 @@ def _latent(args: ArgsReader) -> Latent | None:
     if not args.get("multi_latent_attention", False):
         return None
     if not args.get("qk_layernorm", False):
-        raise not_supported("multi_latent_attention=True and qk_layernorm=False")
+        raise not_supported(
+            "multi_latent_attention=True and qk_layernorm=False",
+            "DeepSeek's models have these norms: for one of them train with --qk-layernorm.",
+        )
     return Latent(
         kv_lora_rank=args.number("kv_lora_rank", 32),
         qk_nope_head_dim=args.number("qk_head_dim", 128),
@@ -286,5 +289,5 @@ class ArgsReader:
         return [layer for layer, mark in enumerate(frequency) if mark]
 
 
-def not_supported(what: str) -> UsageError:
-    return UsageError(f"Megatron-LM's args have {what}, which no family can express.")
+def not_supported(what: str, remedy: str = "") -> UsageError:
+    return UsageError(f"Megatron-LM's args have {what}, which no family can express. {remedy}".rstrip())

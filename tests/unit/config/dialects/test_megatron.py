@@ -130,6 +130,19 @@ def test_experts_over_two_machines() -> None:
     }
 
 
+def test_options_of_the_deepseek_script_of_rocms_fork() -> None:
+    renamed = {"--qk-head-dim": "--qk-nope-head-dim", "--qk-pos-emb-head-dim": "--qk-rope-head-dim"}
+    words = [renamed.get(word, word) for word in DEEPSEEK_V2_LITE]
+    place = words.index("--moe-shared-expert-intermediate-size")
+    words[place : place + 2] = ["--enable-shared-expert", "--num-shared-experts", "2"]
+    result = translated([*words, "--train-mode", "pretrain", "--dataset", "LLama-Pretrain-Idxmap"])
+    expected = translated(DEEPSEEK_V2_LITE)
+    assert result.model == expected.model and result.translation.settings == expected.translation.settings
+    assert {"--enable-shared-expert", "--dataset LLama-Pretrain-Idxmap"} <= statuses(result.translation).keys()
+    with pytest.raises(UsageError, match="--train-mode finetune  Isthmus does not support it"):
+        translated([*words, "--train-mode", "finetune"])
+
+
 def test_latent_attention() -> None:
     result = translated(DEEPSEEK_V2_LITE)
     assert result.translation.settings == _ADAM | _SEEDS | _DROPOUT | {

@@ -28,6 +28,14 @@ def take_megablocks(args: Arguments) -> None:
         args.set("moe_expert_capacity_factor", args.get("moe_capacity_factor"), args.source("moe_capacity_factor"))
 
 
+def take_shared_experts(args: Arguments) -> None:
+    """The DeepSeek scripts of ROCm's fork count shared experts, which are one block of their joined width."""
+    if args.has("num_shared_experts"):
+        width = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size") or 0
+        joined = args.get("num_shared_experts") * width
+        args.set("moe_shared_expert_intermediate_size", joined or None, args.source("num_shared_experts"))
+
+
 def put_moe(args: Arguments, translation: Translation) -> None:
     if args.get("moe_expert_model_parallelism"):
         why = "parallel.ep is the number of expert parallel ranks: 1 without --expert-model-parallel-size."

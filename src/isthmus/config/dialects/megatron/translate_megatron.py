@@ -10,7 +10,7 @@ from typing import Any
 from isthmus.config.dialects.megatron.arguments import Arguments, read_flags
 from isthmus.config.dialects.megatron.data_args import put_data, write_data
 from isthmus.config.dialects.megatron.model_args import model_arguments, put_tokenizer, write_model, write_tokenizer
-from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks, write_moe
+from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks, take_shared_experts, write_moe
 from isthmus.config.dialects.megatron.output_args import put_checkpoints, put_logging, put_out, write_output
 from isthmus.config.dialects.megatron.parallel_args import put_parallel, write_parallel
 from isthmus.config.dialects.megatron.train_args import put_train, write_train
@@ -63,6 +63,7 @@ def translate_arguments(args: Arguments, world: World, name: str, *, model: bool
     """Without ``model``, ``args`` do not describe the model. A UsageError contains all errors."""
     translation = Translation("sft" if args.get("sft") else "pretrain", world=world)
     take_megablocks(args)
+    take_shared_experts(args)
     put_out(args, translation, name)
     args.add_remarks(translation)
     described = model_arguments(args, translation) if model else {}
