@@ -1,12 +1,15 @@
-"""Scores and continues token sequences on the parallel model.
+"""Scores and continues token sequences on the parallel model, in any layout.
 
-There is no cache of keys and values: each new token is a forward pass over all sequences that are not complete, packed.
-That is right in every layout, and its cost, (prompt + answer / 2) x answer tokens, is affordable for short answers.
+Each layer keeps the state of its sequences, on the ranks that have the layer. Prompts are packed sequences; then a
+forward pass has the last token of each sequence. Its tokens are padded to the multiple that sequence parallelism needs,
+and all ranks of context parallelism compute the same. Sequences that are longer than
+:attr:`~isthmus.families.architecture.Architecture.longest_with_state` are computed again for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,7 +23,9 @@ from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch, SamplingKeys
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.engine.layers.dropout import dropout_keys
+from isthmus.engine.generation import Answer, Decoding, RankInputs, Schedule
+from isthmus.engine.layers.dropout import hashed
+from isthmus.engine.layers.sequence_states import BatchStates, SequenceStates
 from isthmus.engine.loss.objective import LossOutput
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.engine.step import Evaluator
@@ -31,31 +36,36 @@ Sample = tuple[Sequence[int], int]
 _Scores = list[tuple[list[float], list[int]]]
 
 
+_PerToken = Literal["scores", "next_tokens"]
+_FEWEST_SLOTS = 8
+"""Sequences at a time, also of more tokens than a packed sequence."""
+
+
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """How to continue a prompt."""
+class _Sampling:
+    """Random tokens are hashes of the seed, the number of the prompt and the position, in all layouts and batches."""
 
-    max_new_tokens: int
-    ends: Collection[int] = ()
-    """Tokens that end an answer; it includes them."""
-    temperature: float = 0.0
-    """0: always the most probable token."""
-    seed: int = 0
-    is_complete: Callable[[Sequence[int]], bool] = lambda answer: False
-    """Whether an answer ends after these tokens."""
+    temperature: float
+    seed: int
+    numbers: Sequence[int] = ()
+    """Number of the prompt of each sample of a store."""
+
+    def with_keys(self, batch: PackedBatch, numbers: Sequence[int]) -> PackedBatch:
+        """The batch with a key of each token; ``numbers`` are those of its samples."""
+        lengths = torch.tensor(batch.lengths)
+        samples = torch.tensor([*numbers, *(0,) * (len(lengths) - len(numbers))]).repeat_interleave(lengths)
+        keys = hashed(hashed(hashed(torch.tensor(self.seed)) + samples) + batch.position_ids)
+        return replace(batch, sampling=SamplingKeys(self.temperature, keys))
 
 
-class _TokenScores:
-    """Objective that records loss and most probable token of each loss token."""
+class _Recorder:
+    """Objective without a loss, which records values of each loss token."""
 
-    per_token: Literal["scores"] = "scores"
     samples_per_unit = 1
     sums = ()
 
-    def __init__(self, store: SampleStore) -> None:
-        self._starts = store.starts.tolist()
-        self.scores = torch.zeros(2, int(store.lengths.sum()), dtype=torch.float64)
-        """[2, total tokens], at the place before that of the token; zero where another rank has them."""
+    def __init__(self, per_token: _PerToken) -> None:
+        self.per_token = per_token
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         return (0.0,) * len(batch.lengths)
@@ -63,20 +73,48 @@ class _TokenScores:
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        assert batch.loss_mask is not None
-        starts = [self._starts[sample] for sample in batch.sample_ids]
-        places = [start + torch.arange(n) for start, n in zip(starts, batch.sample_lengths, strict=True)]
-        positions = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = losses.cpu()
+            self.record(losses.cpu(), batch)
         return LossOutput(losses[0].sum().float(), 0, 0.0)
+
+    def record(self, values: Tensor, batch: PackedBatch) -> None:
+        """Record the values, float64 [2, n], of the loss tokens of a batch."""
+        raise NotImplementedError
 
     def metrics(self, sums: object, count: float) -> dict[str, float]:
         return {}
 
 
+class _SampleScores(_Recorder):
+    def __init__(self, store: SampleStore, per_token: _PerToken) -> None:
+        super().__init__(per_token)
+        self._starts = store.starts.tolist()
+        self.scores = torch.zeros(2, int(store.lengths.sum()), dtype=torch.float64)
+        """[2, total tokens], at the place before that of the token; zero where another rank has them."""
+
+    def record(self, values: Tensor, batch: PackedBatch) -> None:
+        assert batch.loss_mask is not None
+        starts = [self._starts[sample] for sample in batch.sample_ids]
+        places = [start + torch.arange(n) for start, n in zip(starts, batch.sample_lengths, strict=True)]
+        positions = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
+        self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = values
+
+
+class _NextTokens(_Recorder):
+    def __init__(self, ranks: int, slots: int) -> None:
+        super().__init__("next_tokens")
+        self.values = torch.zeros(ranks, 2, slots, dtype=torch.float64)
+        """Loss and token of each sequence of a pass by data-parallel rank; zero where another rank has them."""
+
+    def record(self, values: Tensor, batch: PackedBatch) -> None:
+        if batch.states is not None and parallel_state.get_context_parallel_rank() == 0:
+            self.values[parallel_state.get_data_parallel_rank(), :, : values.size(1)] = values
+
+
 class Inference:
     """Every rank calls the methods with the same arguments and gets the same results."""
+
+    _states: SequenceStates
 
     def __init__(
         self, evaluator: Evaluator, architecture: Architecture, parallel: ParallelConfig, *, batch_tokens: int
@@ -84,42 +122,90 @@ class Inference:
         """``batch_tokens``: tokens of a packed sequence, unless a sample has more."""
         self._evaluator, self._parallel, self._batch_tokens = evaluator, parallel, batch_tokens
         self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
+        self._longest_with_state = architecture.longest_with_state
 
     def score(self, samples: Sequence[Sample]) -> _Scores:
         """Losses of the last tokens of each sample, and the most probable tokens in their places.
 
         Fewer than all tokens of a sample can be scored.
         """
-        return self._score(samples, None)
+        scores: _Scores = self._on_all_ranks("_score", samples, "scores", None)
+        return scores
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[int]]:
         """The tokens that continue each prompt (of one token or more)."""
-        answers: list[list[int]] = [[] for _ in prompts]
-        for step in range(decoding.max_new_tokens):
-            texts = {number: [*prompt, *answers[number]] for number, prompt in enumerate(prompts)}
-            texts = {number: text for number, text in texts.items() if self._continues(text, answers[number], decoding)}
-            if not texts:
-                break
-            # The label of the last token is unknown, and the loss is not used.
-            samples = [([*text, 0], 1) for text in texts.values()]
-            sampling = (decoding.temperature, decoding.seed, step) if decoding.temperature else None
-            scores = self._score(samples, sampling)
-            for number, (_, (token,)) in zip(texts, scores, strict=True):
-                answers[number].append(token)
-        return answers
+        return [answer.tokens for answer in self.answers(prompts, decoding)]
 
-    def _continues(self, text: Sequence[int], answer: Sequence[int], decoding: Decoding) -> bool:
-        if self._positions is not None and len(text) > self._positions:
+    def answers(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, numbers: Sequence[int] | None = None
+    ) -> list[Answer]:
+        """Continue each prompt (of one token or more).
+
+        ``numbers`` of the prompts select the random tokens, which do not depend on other prompts; None: their order.
+        """
+        numbers = range(len(prompts)) if numbers is None else numbers
+        limit = self._longest_with_state or math.inf
+        indices: dict[bool, list[int]] = {True: [], False: []}
+        for index, prompt in enumerate(prompts):
+            indices[len(prompt) + decoding.max_new_tokens <= limit].append(index)
+        answers: dict[int, Answer] = {}
+        for has_state, chosen in indices.items():
+            group = [prompts[index] for index in chosen]
+            sampling = _Sampling(decoding.temperature, decoding.seed) if decoding.temperature else None
+
+            def continues(index: int, answer: Answer, group: Sequence[Sequence[int]] = group) -> bool:
+                return self._continues(len(group[index]), answer.tokens, decoding)
+
+            schedule = Schedule(group, continues, numbers=[numbers[index] for index in chosen])
+            if has_state:
+                self._continue(schedule, decoding.max_new_tokens, sampling)
+            else:
+                self._continue_without_states(schedule, sampling)
+            answers |= dict(zip(chosen, schedule.answers, strict=True))
+        return [answers[index] for index in range(len(prompts))]
+
+    def _continues(self, prompt_tokens: int, answer: Sequence[int], decoding: Decoding) -> bool:
+        if len(answer) == decoding.max_new_tokens:
+            return False
+        if self._positions is not None and prompt_tokens + len(answer) > self._positions:
             return False
         return not answer or not (answer[-1] in decoding.ends or decoding.is_complete(answer))
 
-    def _score(self, samples: Sequence[Sample], sampling: tuple[float, int, int] | None) -> _Scores:
-        """``sampling``: temperature, seed and step, for random tokens."""
+    def _continue(self, schedule: Schedule, max_new_tokens: int, sampling: _Sampling | None) -> None:
+        capacity = max((len(prompt) for prompt in schedule.prompts), default=0) + max_new_tokens
+        ranks = parallel_state.get_data_parallel_world_size()
+        slots = max(_FEWEST_SLOTS, self._batch_tokens // max(1, capacity))
+        slots = min(slots, math.ceil(len(schedule.prompts) / ranks))
+        schedule.start(ranks, slots, self._batch_tokens)
+        inputs = schedule.next_pass()
+        if not inputs:
+            return
+        self._on_all_ranks("_allocate", slots, capacity)
+        while inputs:
+            schedule.add(self._on_all_ranks("_run_pass", inputs, sampling))
+            inputs = schedule.next_pass()
+        self._on_all_ranks("_release")
+
+    def _continue_without_states(self, schedule: Schedule, sampling: _Sampling | None) -> None:
+        """Compute all tokens of the sequences again for each new token."""
+        schedule.start(1, len(schedule.prompts), self._batch_tokens)
+        while indices := schedule.next_sequences():
+            # The label of the last token is unknown, and not used.
+            samples = [([*schedule.prompts[index], *schedule.answers[index].tokens, 0], 1) for index in indices]
+            if sampling is not None:
+                sampling = replace(sampling, numbers=[schedule.numbers[index] for index in indices])
+            scores = self._on_all_ranks("_score", samples, "next_tokens", sampling)
+            schedule.add([[(loss, token) for (loss,), (token,) in scores]])
+
+    def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
+        return getattr(self, method)(*arguments)
+
+    def _score(self, samples: Sequence[Sample], per_token: _PerToken, sampling: _Sampling | None) -> _Scores:
         masks = [[0] * (len(tokens) - scored) + [1] * scored for tokens, scored in samples]
         store = SampleStore.from_samples([(tokens, mask) for (tokens, _), mask in zip(samples, masks, strict=True)])
-        recorder = _TokenScores(store)
-        batches = self._batches(store)
-        self._evaluator.evaluate((_with_keys(batch, sampling) for batch in batches.eval_batches()), recorder)
+        recorder = _SampleScores(store, per_token)
+        batches = self._batches(store).eval_batches()
+        self._evaluator.evaluate((_with_keys(batch, sampling) for batch in batches), recorder)
         scores = recorder.scores.to(self._evaluator.device)
         dist.all_reduce(scores)
         losses, tokens = scores[0].tolist(), scores[1].long().tolist()
@@ -128,6 +214,55 @@ class Inference:
             (losses[end - scored : end], tokens[end - scored : end])
             for end, (_, scored) in zip(ends, samples, strict=True)
         ]
+
+    def _allocate(self, slots: int, capacity: int) -> None:
+        multiple = self._parallel.length_multiple  # the padding of a step has slots too
+        self._states = SequenceStates(math.ceil(slots / multiple) * multiple, capacity)
+
+    def _release(self) -> None:
+        del self._states
+
+    def _run_pass(self, inputs: Sequence[RankInputs], sampling: _Sampling | None) -> list[list[tuple[float, int]]]:
+        """Loss and token of each sequence, by data-parallel rank."""
+        rank_inputs, parallel = inputs[parallel_state.get_data_parallel_rank()], self._parallel
+        for source, target in rank_inputs.moves:
+            self._states.move(source, target)
+        batches = [self._batch(rank_inputs, sampling)]
+        # Interleaved stages need several micro batches.
+        batches += [self._batch(RankInputs(), None)] * ((parallel.pp if parallel.vpp > 1 else 1) - 1)
+        recorder = _NextTokens(len(inputs), self._states.slots)
+        self._evaluator.evaluate(iter([batches]), recorder)
+        values = recorder.values.to(self._evaluator.device)
+        dist.all_reduce(values)
+        return [
+            [(loss, int(token)) for loss, token in zip(*rank_values, strict=True)][: len(rank.tokens)]
+            for rank_values, rank in zip(values.tolist(), inputs, strict=True)
+        ]
+
+    def _batch(self, inputs: RankInputs, sampling: _Sampling | None) -> PackedBatch:
+        """The packed sequence of a pass; without sequences it has padding only."""
+        lengths = tuple(len(tokens) for tokens in inputs.tokens)
+        total, multiple = max(1, sum(lengths)), self._parallel.length_multiple
+        padding = math.ceil(total / multiple) * multiple - sum(lengths)
+        positions = [torch.arange(past, past + n) for past, n in zip(inputs.past, lengths, strict=True)]
+        loss_mask = torch.zeros(sum(lengths) + padding, dtype=torch.bool)
+        loss_mask[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
+        states = None
+        if lengths:
+            longest = max(past + n for past, n in zip(inputs.past, lengths, strict=True))
+            states = BatchStates(self._states, inputs.first, len(lengths), inputs.is_prefill, longest)
+        batch = PackedBatch(
+            input_ids=torch.tensor([token for tokens in inputs.tokens for token in tokens] + [0] * padding),
+            position_ids=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]),
+            lengths=(*lengths, padding) if padding else lengths,
+            padding=padding,
+            labels=torch.zeros(len(loss_mask), dtype=torch.int64),
+            loss_mask=loss_mask,
+            loss_tokens=(1,) * len(lengths),
+            sample_ids=tuple(range(len(lengths))),
+            states=states,
+        )
+        return batch if sampling is None else sampling.with_keys(batch, inputs.numbers)
 
     def _batches(self, store: SampleStore) -> Batches:
         parallel = self._parallel
@@ -147,12 +282,10 @@ class Inference:
         return Batches(store, settings, shard)
 
 
-def _with_keys(batches: Sequence[PackedBatch], sampling: tuple[float, int, int] | None) -> Sequence[PackedBatch]:
+def _with_keys(batches: Sequence[PackedBatch], sampling: _Sampling | None) -> Sequence[PackedBatch]:
     if sampling is None:
         return batches
-    temperature, seed, step = sampling
-    keys = [dropout_keys(batch, seed=seed, step=step).tokens for batch in batches]
-    return [replace(batch, sampling=SamplingKeys(temperature, key)) for batch, key in zip(batches, keys, strict=True)]
+    return [sampling.with_keys(batch, [sampling.numbers[sample] for sample in batch.sample_ids]) for batch in batches]
 
 
 class SharedInference(Inference):
@@ -169,17 +302,18 @@ class SharedInference(Inference):
         if not self._is_scoring:
             self._share(None)
 
-    def _score(self, samples: Sequence[Sample], sampling: tuple[float, int, int] | None) -> _Scores:
-        self._share((samples, sampling))
+    def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
+        self._share((method, arguments))
         self._is_scoring = True
-        scores = super()._score(samples, sampling)
+        result = super()._on_all_ranks(method, *arguments)
         self._is_scoring = False
-        return scores
+        return result
 
     def serve(self) -> None:
         """Take part in the calls of rank 0 until its block ends."""
         while (request := self._share(None)) is not None:
-            super()._score(*request)
+            method, arguments = request
+            super()._on_all_ranks(method, *arguments)
 
     def _share(self, request: Any) -> Any:
         """The request of rank 0. The others wait on the store: rank 0 may load data for longer than a collective."""

@@ -114,6 +114,8 @@ def _loss_output(
 ) -> DecoderOutput:
     if objective.per_token == "scores":
         return partial(Decoder.token_scores, positions=positions)
+    if objective.per_token == "next_tokens":
+        return partial(Decoder.next_tokens, positions=positions)
     if objective.per_token:
         return partial(Decoder.token_values, positions=positions)
     if batch.teacher is not None:

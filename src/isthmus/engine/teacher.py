@@ -73,7 +73,9 @@ def _forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Calla
 def pipeline_arguments(stages: Sequence[Any], batches: Sequence[PackedBatch]) -> dict[str, Any]:
     """Arguments of Megatron-Core's schedules for these micro batches; sets whether stages exchange shapes."""
     # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
-    get_model_config(stages[0]).variable_seq_lengths = len({batch.input_ids.numel() for batch in batches}) > 1
+    # Megatron-Core expects a part of each sequence under context parallelism, and generation has all of it.
+    generates = any(batch.states is not None for batch in batches)
+    get_model_config(stages[0]).variable_seq_lengths = generates or len({len(batch.input_ids) for batch in batches}) > 1
     return {
         "model": list(stages),
         "num_microbatches": len(batches),

@@ -198,6 +198,12 @@ class Architecture:
         """Whether some layer may have a dense feed-forward block."""
         return self.moe is None or bool(self.moe.dense_layers)
 
+    @property
+    def longest_with_state(self) -> int | None:
+        """Most tokens of a sequence that all layers continue from their state in generation; None: any number."""
+        limits = {mixer.longest_with_state for layer in self.layers for mixer in layer.mixers}
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def key_source(self, layer: int) -> int | None:
         """The layer whose keys and values a layer, both from 0, attends to; None: its own."""
         first = self.num_layers - self.pattern.key_sharing_layers

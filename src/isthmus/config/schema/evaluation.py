@@ -17,8 +17,7 @@ class EvalConfig(Section):
     """Answers to fixed prompts, at each evaluation."""
 
     generate: bool = False
-    """Answer the prompts with the current weights at each evaluation, into samples.jsonl and the trackers. Each token
-    is a forward pass over all prompts, without a cache: meant for a few short answers."""
+    """Answer the prompts with the current weights at each evaluation, into samples.jsonl and the trackers."""
     prompts: PathText | _Texts = ()
     """A list of prompts, or a file: a prompt per line, or .jsonl with prompt or messages. A prompt is the user's turn
     of a chat; pretrain: text to continue."""

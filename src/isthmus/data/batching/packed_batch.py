@@ -87,6 +87,9 @@ class PackedBatch:
     """Set to draw random tokens."""
     teacher: Any = None
     """Set by the training step of distillation on the last pipeline stage: the engine's ``TeacherOutput``."""
+    states: Any = None
+    """Set by generation: the engine's ``BatchStates`` of the samples, which continue earlier batches. Each rank of
+    context parallelism has all tokens then."""
     token_groups: tuple[TokenGroups, TokenGroups] | None = None
     """The samples, and the whole batch as one group; set in training by a model with experts."""
 

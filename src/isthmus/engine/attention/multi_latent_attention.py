@@ -104,6 +104,8 @@ class MultiLatentAttention(MegatronModule):
 
         def attend(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
             k, v = self._expanded(latent, rope)
+            if packed_seq_params.states is not None:
+                return self.core_attention(q, k, v, packed_seq_params)  # keeps the keys and values of all heads
             if selected is None:
                 return self.core_attention.attend(q, k, v, packed_seq_params)
             return sparse_attention(q, k, v, packed_seq_params.lengths, selected, self.scale)

@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.backends.registry import BACKENDS
+from isthmus.engine.attention.cached_attention import KeyValueCache
 from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
 from isthmus.engine.attention.rope import rotate
 from isthmus.engine.layers.dropout import AttentionDropout
@@ -57,6 +58,8 @@ class CoreAttention(nn.Module):
         self.indexer: Any = None
         """Set by latent attention with selected keys; here as in Megatron-Core's names."""
         self.layer_number = layer_number
+        self.key_layer: int | None = None
+        """Number, from 1, of the layer whose keys and values this one attends to; None: its own."""
         self.backend = BACKENDS[config.attention]
         self.dropout_rate = config.attention_dropout
         self.recomputed = "core_attn" in config.recomputed
@@ -66,10 +69,25 @@ class CoreAttention(nn.Module):
 
         Keys and values are those of the whole packed sequence, or of this rank's tokens under context parallelism.
         """
+        if batch.states is not None:
+            return self._attend_with_states(q, k, v, batch)
         if self.recomputed and self.training:
             attended = tensor_parallel.checkpoint(lambda q, k, v: self.attend(q, k, v, batch), False, q, k, v)
             return attended
         return self.attend(q, k, v, batch)
+
+    def _attend_with_states(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """:meth:`forward` in generation: keeps keys and values, and attends to those of earlier tokens."""
+        cache = KeyValueCache(batch.states, self.key_layer or self.layer_number, self.window, self.chunk)
+        if batch.states.is_prefill:
+            if self.key_layer is None:
+                cache.fill(k, v, batch.lengths)
+            return self.attend(q, k, v, batch)
+        if self.key_layer is None:
+            cache.append(k, v, batch.position_ids)
+        return cache.attend(
+            q, k, v, batch.position_ids, scale=self.scale, softcap=self.softcap, sinks=self.softmax_offset
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """:meth:`forward` without recomputation."""
@@ -157,6 +175,8 @@ class PackedSelfAttention(MegatronModule):
             softcap=attention.attention_softcap,
             sinks=all_heads // tp.size() if attention.attention_sinks else 0,
         )
+        if attention.key_source is not None:
+            self.core_attention.key_layer = attention.key_source + 1
         parallel: dict[str, Any] = {
             "config": config,
             "init_method": config.init_method,
@@ -290,7 +310,7 @@ class PackedSelfAttention(MegatronModule):
 
 def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:
     """The factor of each query, float32 [T, 1, 1, 1]; None if all are 1, which the host knows."""
-    if sum(batch.lengths) + scaling.first <= scaling.period:
+    if batch.states is None and sum(batch.lengths) + scaling.first <= scaling.period:
         return None
     periods = (batch.position_ids + scaling.first) // scaling.period
     return (1 + scaling.rate * torch.log1p(periods.float()))[:, None, None, None]

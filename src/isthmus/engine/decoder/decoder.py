@@ -269,6 +269,11 @@ class Decoder(MegatronModule):
         inputs = self._loss_inputs(states.hidden, positions, states.labels[positions])
         return token_scores(*inputs, sampling=sampling_at(positions, states.batch))
 
+    def next_tokens(self, states: LastStates, positions: Tensor) -> Tensor:
+        """The tokens of :meth:`token_scores` and their cross entropies, float64 [2, n], cross entropies first."""
+        hidden, weight, _, shard = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        return token_scores(hidden, weight, None, shard, sampling=sampling_at(positions, states.batch))
+
     def projection_inputs(self, states: LastStates, positions: Tensor) -> Tensor:
         """Inputs [n, H] of the output projection at int64 [n] positions."""
         return self._loss_inputs(states.hidden, positions, states.labels[positions])[0]

@@ -130,10 +130,14 @@ class VocabShard:
                 gradients.add(tokens, logits, hidden, weight[: self.rows])
 
     def scores(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, sampling: TokenSampling | None
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, sampling: TokenSampling | None
     ) -> tuple[Tensor, Tensor]:
-        """Cross entropies, float32 [n], and the most probable tokens or random ones, int64 [n]."""
-        device, chosen = _device_code(hidden), torch.empty_like(labels)
+        """Cross entropies, float32 [n], and the most probable tokens or random ones, int64 [n].
+
+        Without ``labels`` the cross entropies are those of the chosen tokens.
+        """
+        device, chosen = _device_code(hidden), torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        labels = chosen if labels is None else labels
         losses = [hidden.new_empty(0, dtype=torch.float32)]
         for tokens, logits in self._chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
             chosen[tokens] = self._choose(logits, None if sampling is None else sampling[tokens])
@@ -361,11 +365,14 @@ def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard:
 def token_scores(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     shard: VocabShard = _ALL_ROWS,
     *,
     sampling: TokenSampling | None = None,
 ) -> Tensor:
-    """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient."""
+    """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient.
+
+    Without ``labels`` the losses are those of these tokens.
+    """
     losses, tokens = shard.scores(hidden, weight, labels, sampling)
     return torch.stack([losses.double(), tokens.double()])

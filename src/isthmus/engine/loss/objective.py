@@ -33,10 +33,10 @@ class Objective(Protocol):
     """Turns token losses into the loss of a batch."""
 
     @property
-    def per_token(self) -> bool | Literal["scores"]:
+    def per_token(self) -> bool | Literal["scores", "next_tokens"]:
         """Whether :meth:`loss` needs per-token losses instead of their sum; ``scores``: also the most probable tokens.
 
-        Scores are float64 [2, n] and have no gradient.
+        ``next_tokens``: losses of these instead of the labels. Both are float64 [2, n] and have no gradient.
         """
 
     @property

@@ -38,6 +38,30 @@ def gated_delta_rule(
         beta: learning rates, [T, N].
         lengths: tokens of each sample, T in all.
     """
+    return _scan(q, k, v, log_decay, beta, lengths)[0]
+
+
+def sample_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`gated_delta_rule` of one sample, and the state [N, Dk, Dv] after it."""
+    return _scan(q, k, v, log_decay, beta, (v.size(0),))
+
+
+def delta_rule_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of n sequences: outputs [n, N, Dv]. Updates their states [n, N, Dk, Dv].
+
+    Other arguments are those of :func:`gated_delta_rule`, with n in the place of T.
+    """
+    q, k, v, log_decay, beta = (x.to(state.dtype) for x in (q, k, v, log_decay, beta))
+    state.mul_(log_decay.exp()[..., None])
+    new = beta[..., None, None] * (v[:, :, None] - k[:, :, None] @ state)
+    state.addcmul_(k[..., None], new)
+    return (q[:, :, None] * q.size(-1) ** -0.5 @ state)[:, :, 0]
+
+
+def _scan(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, N, Dv], and the state after the last token, which the zeros that fill a chunk do not change."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     tokens = v.size(0)
     size = min(CHUNK, 1 << (tokens - 1).bit_length())
@@ -64,7 +88,7 @@ def gated_delta_rule(
         new = chunk_values - chunk_keys @ state
         outputs.append(queries @ state + pairs @ new)
         state = state * decay + keys_to_end @ new
-    return torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:tokens]
+    return torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:tokens], state
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from isthmus.engine.decoder_config import DecoderConfig
 from isthmus.engine.layers.recompute import recompute
-from isthmus.engine.mixers.delta_rule import gated_delta_rule
+from isthmus.engine.layers.sequence_states import LayerStates
+from isthmus.engine.mixers.delta_rule import delta_rule_step, gated_delta_rule, sample_delta_rule
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
 from isthmus.families.blocks.delta_net import DeltaNet
 
@@ -81,7 +82,7 @@ class GatedDeltaNet(ShardedMixer):
         (joined,) = projected
         return joined.split((sum(self.qkv_widths), *self.widths[3:]), dim=-1)
 
-    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...], states: LayerStates | None) -> Tensor:
         # Each rank uses the norm for its heads; with sequence parallelism, Megatron-Core sums its gradients.
         norm = self.gated_norm.weight
         if not self.config.sequence_parallel:
@@ -89,9 +90,17 @@ class GatedDeltaNet(ShardedMixer):
 
         def mixed(conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, *projected: Tensor) -> Tensor:
             qkv, gate, beta, decay = self.split(*projected)
-            q, k, v = self._heads(self.conv1d.compute(qkv, conv, None, lengths, activated=True))
+            if states is None:
+                qkv = self.conv1d.compute(qkv, conv, None, lengths, activated=True)
+            else:
+                qkv = self.conv1d(qkv, lengths, activated=True, states=states)
+            q, k, v = self._heads(qkv)
             rates = wide(beta).sigmoid() * (2 if self.sizes.negative_eigenvalues else 1)
-            out = self.rule(q, k, v, self.log_decays(decay, a_log, dt_bias), rates, lengths)
+            decays = self.log_decays(decay, a_log, dt_bias)
+            if states is None:
+                out = self.rule(q, k, v, decays, rates, lengths)
+            else:
+                out = states.scan("state", sample_delta_rule, delta_rule_step, (q, k, v, decays, rates))
             return self.gated(_normalized(out, self.sizes.norm_epsilon), norm, gate.unflatten(-1, v.shape[1:]))
 
         return recompute(mixed, self.conv1d.weight, self.A_log, self.dt_bias, norm, *projected)

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.sequence_states import LayerStates
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer, recurrence_parameter
-from isthmus.engine.mixers.state_space_scan import state_space_scan
+from isthmus.engine.mixers.state_space_scan import sample_scan, scan_step, state_space_scan
 from isthmus.engine.tensor_names import MAMBA2_SECTIONS
 from isthmus.families.blocks.mamba2 import Mamba2
 
@@ -47,16 +48,21 @@ class Mamba2Mixer(ShardedMixer):
                 inner // ranks, self.groups, config.layernorm_epsilon, gate_first=gate_first, dtype=dtype
             )
 
-    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...], states: LayerStates | None) -> Tensor:
         (rows,), widths = projected, self.widths
         if self.sizes.section_multipliers is not None:
             multipliers = zip(widths, self.sizes.section_multipliers, strict=True)
             rows = rows * torch.cat([rows.new_full((width,), multiplier) for width, multiplier in multipliers])
         z, mixed, dt = rows.split([widths[0], sum(widths[1:4]), widths[4]], dim=-1)
-        x, b, c = self.conv1d(mixed, lengths, activated=True).split(widths[1:4], dim=-1)
+        x, b, c = self.conv1d(mixed, lengths, activated=True, states=states).split(widths[1:4], dim=-1)
         wide = torch.promote_types(dt.dtype, torch.float32)
         dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.sizes.time_step_limit)
         heads, decay = x.unflatten(-1, (self.heads, -1)), -self.A_log.to(wide).exp()
         b, c = self.groups.keys(b, c)
-        out = self.compute(heads, dt, decay, b, c, self.D.to(wide), lengths).flatten(1)
+        skip = self.D.to(wide)
+        if states is None:
+            out = self.compute(heads, dt, decay, b, c, skip, lengths).flatten(1)
+        else:
+            inputs = (heads, dt, b, c)
+            out = states.scan("state", sample_scan, scan_step, inputs, a=decay, d=skip).flatten(1)
         return gate(out, z) if self.norm is None else self.norm(out, z)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.sequence_states import LayerStates
 from isthmus.engine.mixers.gated_norm import gate
-from isthmus.engine.mixers.selective_scan import selective_scan
+from isthmus.engine.mixers.selective_scan import sample_scan, scan_step, selective_scan
 from isthmus.engine.mixers.sharded_mixer import (
     DepthwiseConvolution,
     ShardedMixer,
@@ -78,14 +79,17 @@ class MambaMixer(ShardedMixer):
                 _SmallNorm(width, epsilon, dtype, weight=sizes.norm_weights) for width in self.widths.values()
             )
 
-    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...], states: LayerStates | None) -> Tensor:
         x, z = projected[0].chunk(2, dim=-1)
-        x = self.conv1d(x, lengths, activated=True)
+        x = self.conv1d(x, lengths, activated=True, states=states)
         dt, b, c = self._selected(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         assert self.dt_proj.bias is not None
         dt = F.softplus(F.linear(dt, self.dt_proj.weight).to(wide) + self.dt_proj.bias)
-        return gate(self.compute(x, dt, -self.A_log.to(wide).exp(), b, c, self.D.to(wide), lengths), z)
+        decay, skip = -self.A_log.to(wide).exp(), self.D.to(wide)
+        if states is None:
+            return gate(self.compute(x, dt, decay, b, c, skip, lengths), z)
+        return gate(states.scan("state", sample_scan, scan_step, (x, dt, b, c), a=decay, d=skip), z)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, ...]:
         """The low-rank time steps [T, R], and B and C [T, N] of all channels."""

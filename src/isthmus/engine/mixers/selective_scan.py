@@ -40,16 +40,9 @@ def selective_scan(
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor) -> Tensor:
-        before = torch.zeros_like(a)
-        out, first_states = torch.empty_like(dt), []
-        for start in range(0, len(x), _BLOCK):
-            rows = slice(start, start + _BLOCK)
-            first_states.append(before)
-            states, _ = _states(x[rows], dt[rows], a, b[rows], first[rows], before)
-            out[rows] = (states @ c[rows].to(dt.dtype)[..., None])[..., 0]
-            before = states[-1].clone()
-        ctx.save_for_backward(x, dt, a, b, c, d, first, torch.stack(first_states))
-        return out.add_(x.to(dt.dtype) * d)
+        out, states = _scan(x, dt, a, b, c, d, first)
+        ctx.save_for_backward(x, dt, a, b, c, d, first, torch.stack(states[:-1]))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,6 +67,35 @@ class _SelectiveScan(torch.autograd.Function):
             grad_inputs[3][rows] = torch.einsum("tcn,tc->tn", states, grads[0][rows])
         grad_d = (grads[0] * x).sum(0)
         return grad_inputs[0], grad_inputs[1], grad_a, grad_inputs[2], grad_inputs[3], grad_d, None
+
+
+def _scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, first: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Outputs [T, C], and the states [C, N] before each block of tokens and after the last one."""
+    out, block_states = torch.empty_like(dt), [torch.zeros_like(a)]
+    for start in range(0, len(x), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        states, _ = _states(x[rows], dt[rows], a, b[rows], first[rows], block_states[-1])
+        out[rows] = (states @ c[rows].to(dt.dtype)[..., None])[..., 0]
+        block_states.append(states[-1].clone())
+    return out.add_(x.to(dt.dtype) * d), block_states
+
+
+def sample_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`selective_scan` of one sample, without gradients, and the state [C, N] after it."""
+    out, states = _scan(x, dt, a, b, c, d, torch.arange(len(x), device=x.device) == 0)
+    return out, states[-1]
+
+
+def scan_step(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a: Tensor, d: Tensor) -> Tensor:
+    """One token of n sequences: outputs [n, C]. Updates their states [n, C, N].
+
+    Arguments are those of :func:`selective_scan`, with n in the place of T.
+    """
+    wide_x, b, c = (tensor.to(dt.dtype) for tensor in (x, b, c))
+    state.mul_((dt[..., None] * a).exp_()).addcmul_((dt * wide_x)[..., None], b[:, None])
+    return (state @ c[..., None])[..., 0] + wide_x * d
 
 
 def _states(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, first: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

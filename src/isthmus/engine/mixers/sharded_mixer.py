@@ -11,9 +11,11 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.sequence_states import LayerStates
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.mixers.causal_convolution import causal_convolution
@@ -50,6 +52,9 @@ def parameter_entries(module: nn.Module, prefix: str, sharded_offsets: tuple[Any
     return entries
 
 
+_INPUTS = "inputs of the convolution"
+
+
 class DepthwiseConvolution(nn.Module):
     """A causal convolution of this rank's channels, with the parameters of a torch ``Conv1d``."""
 
@@ -61,9 +66,24 @@ class DepthwiseConvolution(nn.Module):
         self.weight = sharded_parameter(channels, 1, kernel, dtype=dtype)
         self.bias = sharded_parameter(channels, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor, lengths: tuple[int, ...], *, activated: bool) -> Tensor:
-        """See :func:`causal_convolution`."""
+    def forward(
+        self, x: Tensor, lengths: tuple[int, ...], *, activated: bool, states: LayerStates | None = None
+    ) -> Tensor:
+        """See :func:`causal_convolution`; in generation, ``states`` have the inputs before those of this batch."""
+        if states is not None:
+            if not states.is_prefill:
+                return self._next(x, states, activated=activated)
+            states.keep_last(_INPUTS, x, self.weight.size(-1) - 1)
         return self.compute(x, self.weight, self.bias, lengths, activated=activated)
+
+    def _next(self, x: Tensor, states: LayerStates, *, activated: bool) -> Tensor:
+        """One token of each sequence."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = states.shifted(_INPUTS, x, self.weight.size(-1) - 1).to(wide)
+        out = (rows * self.weight[:, 0].t().to(wide)).sum(1)
+        if self.bias is not None:
+            out += self.bias
+        return (silu(out) if activated else out).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return parameter_entries(self, prefix, sharded_offsets)
@@ -75,6 +95,7 @@ class ShardedMixer(MegatronModule, ABC):
     The rows of some parameters are sections that are sharded each by itself.
     """
 
+    layer_number: int
     sections: Mapping[str, Sequence[int]]
     """Rows of the sections of a parameter on this rank."""
     section_names: Mapping[str, Sequence[str]] = {}
@@ -110,8 +131,12 @@ class ShardedMixer(MegatronModule, ABC):
         ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
 
+        lengths, states = packed_seq_params.lengths, None
+        if packed_seq_params.states is not None:
+            states = LayerStates(packed_seq_params.states, self.layer_number, lengths)
+
         def mix(*projected: Tensor) -> Tensor:
-            return self.mix(tuple(tensor[:, 0] for tensor in projected), packed_seq_params.lengths)[:, None]
+            return self.mix(tuple(tensor[:, 0] for tensor in projected), lengths, states)[:, None]
 
         projected = self.projections(hidden_states)
         if self.recomputed and self.training:
@@ -127,8 +152,11 @@ class ShardedMixer(MegatronModule, ABC):
         return (projected,)
 
     @abstractmethod
-    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
-        """[T, rows / tp] each -> [T, width / tp] for samples of these lengths."""
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...], states: LayerStates | None) -> Tensor:
+        """[T, rows / tp] each -> [T, width / tp] for samples of these lengths.
+
+        In generation they continue from ``states``, which are updated.
+        """
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.sequence_states import LayerStates
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution, ShardedMixer
 from isthmus.families.blocks.short_convolution import ShortConvolution
 
@@ -24,6 +25,6 @@ class ShortConvolutionMixer(ShardedMixer):
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (channels, channels, channels))
         self.conv1d = DepthwiseConvolution(channels, sizes.kernel, bias=sizes.bias, dtype=config.params_dtype)
 
-    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
+    def mix(self, projected: tuple[Tensor, ...], lengths: tuple[int, ...], states: LayerStates | None) -> Tensor:
         b, c, x = projected[0].chunk(3, dim=-1)
-        return c * self.conv1d(b * x, lengths, activated=False)
+        return c * self.conv1d(b * x, lengths, activated=False, states=states)

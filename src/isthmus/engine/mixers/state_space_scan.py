@@ -45,12 +45,7 @@ def state_space_scan(
 class _StateSpaceScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, numbers: Tensor) -> Tensor:
-        chunks = _chunks(x.size(0))
-        out = torch.empty_like(x, dtype=dt.dtype)
-        states = dt.new_zeros(len(chunks) + 1, *x.shape[1:], b.size(-1))
-        for index, (start, end) in enumerate(chunks):
-            inputs = [tensor[start:end] for tensor in (x, dt, b, c)] + [a, d, states[index]]
-            out[start:end], states[index + 1] = _chunk(inputs, _masks(numbers, start, end))
+        out, states = _scan(x, dt, b, c, a, d, numbers)
         ctx.save_for_backward(x, dt, b, c, a, d, numbers, states[:-1])
         return out
 
@@ -71,6 +66,34 @@ class _StateSpaceScan(torch.autograd.Function):
             for grad_input, part in zip(grad_inputs, chunk_grads, strict=True):
                 grad_input[start:end] = part
         return *grad_inputs, grad_a, grad_d, None
+
+
+def _scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [T, H, P], and the states [H, P, N] before each chunk and after the last one."""
+    chunks = _chunks(x.size(0))
+    out = torch.empty_like(x, dtype=dt.dtype)
+    states = dt.new_zeros(len(chunks) + 1, *x.shape[1:], b.size(-1))
+    for index, (start, end) in enumerate(chunks):
+        inputs = [tensor[start:end] for tensor in (x, dt, b, c)] + [a, d, states[index]]
+        out[start:end], states[index + 1] = _chunk(inputs, _masks(numbers, start, end))
+    return out, states
+
+
+def sample_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`state_space_scan` of one sample, without gradients, and the state [H, P, N] after it."""
+    out, states = _scan(x, dt, b, c, a, d, torch.ones(len(x), dtype=torch.int64, device=x.device))
+    return out, states[-1]
+
+
+def scan_step(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor, a: Tensor, d: Tensor) -> Tensor:
+    """One token of n sequences: outputs [n, H, P]. Updates their states [n, H, P, N].
+
+    Arguments are those of :func:`state_space_scan`, with n in the place of T.
+    """
+    x = x.to(dt.dtype)
+    b, c = (tensor.to(dt.dtype).repeat_interleave(x.size(1) // tensor.size(1), dim=1) for tensor in (b, c))
+    state.mul_((dt * a).exp()[..., None, None]).addcmul_((x * dt[..., None])[..., None], b[:, :, None])
+    return (state @ c[..., None])[..., 0] + x * d[:, None]
 
 
 def _chunks(tokens: int) -> list[tuple[int, int]]:

@@ -56,7 +56,7 @@ def local_tokens(rows: Tensor, spans: Spans | None) -> Tensor:
 
 
 def local_batch(batch: PackedBatch) -> PackedBatch:
-    spans = local_spans(batch.input_ids.numel())
+    spans = None if batch.states is not None else local_spans(batch.input_ids.numel())
     if spans is None:
         return batch
     return replace(

@@ -263,6 +263,14 @@ class Attention(Mixer):
         keys = 0 if self.key_source is not None else self.num_query_groups
         return tokens * keys * (self.kv_channels + self.value_width)
 
+    @property
+    def longest_with_state(self) -> int | None:
+        """The rotation of all keys of a longer sequence depends on its length with some kinds of scaling."""
+        scaling = None if self.rotary is None else self.rotary.rope_scaling
+        if scaling is None or scaling.kind not in ("longrope", "dynamic"):
+            return None
+        return scaling.original_max_position_embeddings
+
     def symbols(self) -> dict[str, int]:
         return {
             "N": self.num_attention_heads,

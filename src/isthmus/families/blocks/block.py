@@ -195,6 +195,14 @@ class Mixer(Block):
     def state_elements(self, num_tokens: int) -> int:
         """Elements that generation keeps for a sample of ``num_tokens`` tokens: keys and values, or a state."""
 
+    @property
+    def longest_with_state(self) -> int | None:
+        """Most tokens of a sequence that generation continues from its state; None: any number.
+
+        Longer sequences are computed again for each token.
+        """
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrence(Mixer):

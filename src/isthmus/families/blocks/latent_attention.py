@@ -116,10 +116,14 @@ class LatentAttention(Attention):
         return self.indexer.buffer_elements(batch, self.num_attention_heads)
 
     def state_elements(self, num_tokens: int) -> int:
-        """The latent vector and the rotated key that all heads share, and the keys of the indexer."""
-        width = self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
-        indexer = self.computed_indexer
-        return num_tokens * (width + (0 if indexer is None else indexer.head_dim))
+        """Keys and values of all heads, made of the latent vectors once."""
+        return num_tokens * self.num_attention_heads * (self.kv_channels + self.value_width)
+
+    @property
+    def longest_with_state(self) -> int | None:
+        """A query of a longer sequence attends to the keys that the indexer selects."""
+        limits = [super().longest_with_state, None if self.indexer is None else self.indexer.top_k]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def symbols(self) -> dict[str, int]:
         latent = self.latent

@@ -1,0 +1,117 @@
+"""What layers keep of the tokens of a sequence, so that generation computes only its new tokens.
+
+Sequences have slots, the rows of the tensors of all layers. The active ones have the first slots: a step of all of them
+reads and writes views, without copies. A forward pass is a prefill of new sequences, or a step of one token for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStates:
+    """The states of the sequences of a rank, in its layers."""
+
+    slots: int
+    capacity: int
+    """Most tokens of a sequence."""
+    _tensors: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """[slots, ...] by layer and name, created by the first forward pass."""
+
+    def tensor(self, layer: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor [slots, *shape] with the dtype and device of ``like``; initially zero."""
+        key = layer, name
+        if key not in self._tensors:
+            self._tensors[key] = like.new_zeros(self.slots, *shape)
+        return self._tensors[key]
+
+    def move(self, source: int, target: int) -> None:
+        """Move a sequence to the slot of one that is complete."""
+        for tensor in self._tensors.values():
+            tensor[target] = tensor[source]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(tensor.numel() for tensor in self._tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStates:
+    """The states of the sequences of a packed batch, which continue in it."""
+
+    states: SequenceStates
+    first: int
+    """Slot of the first sample of a prefill. Row t of a step has slot t; rows of padding have free slots."""
+    sequences: int
+    """Samples without padding."""
+    is_prefill: bool
+    """The samples are new sequences; otherwise each has one token."""
+    longest: int
+    """Tokens of the longest sequence, with those of this batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The recurrent states of a layer."""
+
+    batch: BatchStates
+    layer: int
+    lengths: tuple[int, ...]
+    """Tokens of each sample of the batch; padding is the last one."""
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.batch.is_prefill
+
+    def keep_last(self, name: str, x: Tensor, count: int) -> None:
+        """Keep the last ``count`` rows of each sample of ``x`` [T, C], after zeros if it has fewer."""
+        tails = self._new(name, (count, x.size(-1)), x)
+        tails.zero_()
+        for tail, sample in zip(tails, x.split(self.lengths), strict=False):
+            rows = sample[-count:]
+            tail[count - len(rows) :] = rows
+
+    def shifted(self, name: str, x: Tensor, count: int) -> Tensor:
+        """The last ``count`` rows of each sequence and its new one, [T, count + 1, C], of ``x`` [T, C]."""
+        tails = self._current(name, (count, x.size(-1)), x)
+        rows = torch.cat((tails, x[:, None]), dim=1)
+        tails.copy_(rows[:, 1:])
+        return rows
+
+    def scan(
+        self,
+        name: str,
+        sample: Callable[..., tuple[Tensor, Tensor]],
+        step: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        **constants: Tensor,
+    ) -> Tensor:
+        """The outputs of a recurrence for ``inputs`` [T, ...].
+
+        Args:
+            name: of the state.
+            sample: outputs of one sample, and the state after it.
+            step: outputs of one token for each sequence; the last argument is their states, which it updates.
+            inputs: arguments of both.
+            constants: further arguments of both, that are not of tokens.
+        """
+        if not self.is_prefill:
+            return step(*inputs, self._current(name, (), inputs[0]), **constants)
+        samples = zip(*(x.split(self.lengths) for x in inputs), strict=True)
+        outputs, states = zip(*(sample(*parts, **constants) for parts in samples), strict=True)
+        for row, state in zip(self._new(name, states[0].shape, states[0]), states, strict=False):
+            row.copy_(state)
+        return torch.cat(outputs)
+
+    def _new(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        start = self.batch.first
+        return self.batch.states.tensor(self.layer, name, shape, like)[start : start + self.batch.sequences]
+
+    def _current(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        return self.batch.states.tensor(self.layer, name, shape, like)[: len(like)]
