@@ -61,9 +61,11 @@ def shared_data() -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking the imported libraries again and again."""
+    """Keep the garbage collector from walking the imported libraries, and its young objects, again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(100_000, 50, 100)
 
 
 def mark_thorough_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps over all families or presets: `make unit` runs a case for each kind of block, `make test` runs all of them."""
+"""Sweeps over all families, presets or values: `make unit` runs a case of each kind, `make test` runs all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ BLOCK_FAMILIES = (
 """Together they have every kind of block (tests/unit/families/test_block_families.py); one is multimodal."""
 
 
-def swept(names: Iterable[str], always: Iterable[str] = BLOCK_FAMILIES) -> list[Any]:
-    """The names as cases of ``parametrize``; those not in ``always`` are marked ``sweep``."""
-    return [name if name in always else pytest.param(name, marks=pytest.mark.sweep, id=name) for name in names]
+def swept(values: Iterable[Any], always: Iterable[Any] = BLOCK_FAMILIES) -> list[Any]:
+    """The values as cases of ``parametrize``; those not in ``always`` are marked ``sweep``."""
+    return [
+        value if value in always else pytest.param(value, marks=pytest.mark.sweep, id=str(value)) for value in values
+    ]

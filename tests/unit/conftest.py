@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,36 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise AssertionError("this unit test starts a process: mark it with pytest.mark.processes")
+class _Guard:
+    """Refuses to start processes in tests without the marker."""
 
-    if request.node.get_closest_marker("processes") is None:
-        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-        monkeypatch.setattr(BaseProcess, "start", refuse)
-        monkeypatch.setattr(os, "fork", refuse)
+    allowed = True
+
+    def wrap(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start)
+        def checked(*args: Any, **options: Any) -> Any:
+            if not self.allowed:
+                raise AssertionError("this unit test starts a process: mark it with pytest.mark.processes")
+            return start(*args, **options)
+
+        return checked
+
+
+_guard = _Guard()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guarded_starts() -> Iterator[None]:
+    # Hooks below and not a fixture of each test, which would take as long as a short test.
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((subprocess.Popen, "__init__"), (BaseProcess, "start"), (os, "fork")):
+            patch.setattr(owner, name, _guard.wrap(getattr(owner, name)))
+        yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _guard.allowed = item.get_closest_marker("processes") is not None
+
+
+def pytest_runtest_teardown() -> None:
+    _guard.allowed = True

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,26 @@ def test_each_package_is_listed(repository: Path) -> None:
     assert [package for package in sorted(packages) if f"`src/isthmus/{package}/`" not in page] == []
 
 
+Nodes = Mapping[str, Sequence[ast.AST]]
+"""Imports, classes and comparisons by module, function bodies included."""
+
+
 @pytest.fixture(scope="module")
-def modules(repository: Path) -> dict[str, ast.Module]:
-    """The modules of the package by name, parsed."""
+def modules(repository: Path) -> Nodes:
     source = repository / "src"
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.Compare)
     return {
-        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)
+        ]
         for path in sorted(source.rglob("*.py"))
     }
 
 
-def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> set[str]:
-    """Modules of the package that a module imports anywhere, function bodies included."""
+def imported_modules(nodes: Sequence[ast.AST], modules: Nodes) -> set[str]:
+    """Modules of the package that a module imports anywhere."""
     results = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -80,16 +86,16 @@ def imported_modules(tree: ast.Module, modules: dict[str, ast.Module]) -> set[st
     return results & modules.keys()
 
 
-def test_no_import_circle(modules: dict[str, ast.Module]) -> None:
-    graph = {name: imported_modules(tree, modules) - {name} for name, tree in modules.items()}
+def test_no_import_circle(modules: Nodes) -> None:
+    graph = {name: imported_modules(nodes, modules) - {name} for name, nodes in modules.items()}
     order = TopologicalSorter(graph)
     order.prepare()  # raises CycleError, which names the circle
     assert len(graph) > 100 and any(graph.values())
 
 
-def compared_names(tree: ast.AST) -> Iterator[str]:
+def compared_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Recipe names that are compared with something called ``recipe``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Compare):
             continue
         sides = [node.left, *node.comparators]
@@ -99,11 +105,11 @@ def compared_names(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_nothing_asks_for_the_name_of_a_recipe(modules: dict[str, ast.Module]) -> None:
+def test_nothing_asks_for_the_name_of_a_recipe(modules: Nodes) -> None:
     """Translations of other programs' options choose a recipe, which is theirs to name."""
-    asked = {name: list(compared_names(tree)) for name, tree in modules.items() if ".dialects." not in name}
+    asked = {name: list(compared_names(nodes)) for name, nodes in modules.items() if ".dialects." not in name}
     assert {path: names for path, names in asked.items() if names} == {}
-    assert list(compared_names(ast.parse("x = config.recipe in ('sft', 'dpo')")))
+    assert list(compared_names(ast.walk(ast.parse("x = config.recipe in ('sft', 'dpo')"))))
 
 
 @pytest.mark.processes
@@ -115,8 +121,6 @@ def test_import_contracts_hold(repository: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_names_of_classes_are_unique(modules: dict[str, ast.Module]) -> None:
-    classes = Counter(
-        node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+def test_names_of_classes_are_unique(modules: Nodes) -> None:
+    classes = Counter(node.name for nodes in modules.values() for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in classes.items() if count > 1] == []

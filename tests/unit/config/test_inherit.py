@@ -13,6 +13,7 @@ from isthmus.cli.main import main
 from isthmus.config.load import load_config, load_settings, origins_of
 from isthmus.config.presets import config_path, opening_lines, preset_names
 from isthmus.errors import MissingInput, UsageError
+from sweep import swept
 
 BASE = "model: {path: m}\ndata: {files: [a.json]}\nout: o\noptim: {lr: 1e-5, clip_grad: 0.5}\n"
 
@@ -180,7 +181,7 @@ def test_values_of_variables_are_typed(tmp_path: Path, monkeypatch: pytest.Monke
     assert "mine.yaml:7:3  train.seed  SEED is not set; set it, or give a default: ${SEED:...}" in refusal(path)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", swept(preset_names(), ("llama3.2-1b-sft", "qwen3-30b-a3b-sft")))
 def test_the_first_command_of_a_preset_is_valid(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from isthmus.errors import UsageError
 from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import family_for
 from isthmus.hf.tiny_model import effective_config
+from sweep import swept
 
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
@@ -89,7 +90,7 @@ def test_every_model_preset_has_a_parameter_count() -> None:
     assert preset_names("models") == sorted(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", swept(PUBLISHED, ("qwen3-0.6b", "deepseek-v3", "gpt-oss-20b", "nemotron-h-56b")))
 def test_model_preset_round_trip(name: str) -> None:
     config = read_model(f"preset:{name}")
     family = family_for(config)

@@ -61,7 +61,7 @@ def model_preset(config: RunConfig) -> str:
     return f"preset:{OF_ID.get(path, path.partition('/')[2].lower())}"
 
 
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", swept(preset_names(), ("llama3.2-1b-sft", "qwen3-30b-a3b-sft")))
 def test_preset_layout_fits_its_model(name: str) -> None:
     config, world = opened(name)
     assert config.model.path is not None

@@ -270,6 +270,7 @@ def test_megatron_args(model: Mapping[str, Any], changed: Mapping[str, Any], nam
         assert lost(arch, architecture_from_args(vars(megatron_args(arch, torch.float32)))[0]) == {}
 
 
+@pytest.mark.sweep  # the args of the layout alone are those of test_megatron_args
 @per_setting
 def test_legacy_checkpoint(model: Mapping[str, Any], changed: Mapping[str, Any], name: str, tmp_path: Path) -> None:
     arch = from_settings(changed)

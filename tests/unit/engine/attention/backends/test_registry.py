@@ -16,6 +16,7 @@ from isthmus.engine.attention.backends.row_ranges import row_ranges
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
+from sweep import swept
 from unit.engine.attention.backends.plain_kernels import plain_kernels  # noqa: F401
 from unit.engine.attention.test_self_attention import reference
 from unit.engine.recorder import Recorder
@@ -56,7 +57,7 @@ def check(
 
 @BACKENDS
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("window", swept([None, 1, 7, 1000], always=(None, 7)))
 @pytest.mark.parametrize("groups", [1, 4])
 def test_values_and_gradients(
     attend: Callable[..., Tensor], groups: int, window: int | None, spans: Spans | None
