@@ -52,6 +52,8 @@ class Answer:
         self.device, self.main = str(torch.zeros(1, device="cuda").device), __name__
 
 def answer(queue):
+    torch.distributed.init_process_group("nccl")  # as ROCm's fork does in the process that writes a checkpoint
+    torch.distributed.barrier()
     queue.put(Answer())
 
 if __name__ == "__main__":

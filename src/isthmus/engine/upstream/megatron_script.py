@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from isthmus.engine.upstream.script_patches import install
+from isthmus.engine.upstream.script_patches import alone_instead_of_nccl, install
 from isthmus.errors import IsthmusError, MissingInput, UsageError, error_of
 from isthmus.platforms.network_interfaces import GLOO, loopback
 
@@ -125,6 +125,8 @@ def run_in_child() -> dict[str, Any]:
     """The names of the script in a process that it has spawned."""
     script, platform = json.loads(os.environ[_VARIABLE])
     install(platform, checkout(Path(script)) or Path(script).parent, lambda line: None)
+    if platform == "cpu":
+        alone_instead_of_nccl()
     namespace: dict[str, Any] = {"__name__": "__mp_main__", "__file__": script}
     _execute(Path(script), namespace)
     return {name: value for name, value in namespace.items() if name not in ("__spec__", "__builtins__")}

@@ -62,6 +62,22 @@ def install(platform: str, root: Path, say: Say) -> None:
     converter_patches.install(say, without_te=script_flags.TE in lacking)
 
 
+def alone_instead_of_nccl() -> None:
+    """For a spawned process on a CPU: ROCm's fork calls ``init_process_group("nccl")`` in the process that writes a
+    checkpoint, and there is no NCCL. It has a group of its own, as it uses no collective.
+    """
+    initialize = torch.distributed.init_process_group
+
+    @functools.wraps(initialize)
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        if backend == "nccl":
+            initialize("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        else:
+            initialize(backend, *args, **options)
+
+    torch.distributed.init_process_group = init_process_group
+
+
 def _is_megatron(root: str, module: dict[str, Any]) -> bool:
     name, file = str(module.get("__name__")), str(module.get("__file__") or "")
     in_checkout = file.startswith(root) and "site-packages" not in file  # a virtual environment in the checkout
