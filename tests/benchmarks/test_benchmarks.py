@@ -124,6 +124,13 @@ def test_layers(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_generation(repository: Path, tmp_path: Path) -> None:
+    rows = run(repository, tmp_path / "generation.json", "generation.py", "--precision", "fp32")["rows"]
+    assert [row["contestant"] for row in rows] == ["isthmus", "recomputed", "transformers"]
+    assert all(row["time_s"] > 0 and row["same_answers"] for row in rows)
+
+
+@pytest.mark.benchmarks
 def test_first_line(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "line.json"
     command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]

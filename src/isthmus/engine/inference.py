@@ -122,7 +122,8 @@ class Inference:
         """``batch_tokens``: tokens of a packed sequence, unless a sample has more."""
         self._evaluator, self._parallel, self._batch_tokens = evaluator, parallel, batch_tokens
         self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
-        self._longest_with_state = architecture.longest_with_state
+        self.longest_with_state = architecture.longest_with_state
+        """Most tokens of a sequence that is not computed again for each token; None: any number."""
 
     def score(self, samples: Sequence[Sample]) -> _Scores:
         """Losses of the last tokens of each sample, and the most probable tokens in their places.
@@ -144,7 +145,7 @@ class Inference:
         ``numbers`` of the prompts select the random tokens, which do not depend on other prompts; None: their order.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
-        limit = self._longest_with_state or math.inf
+        limit = self.longest_with_state or math.inf
         indices: dict[bool, list[int]] = {True: [], False: []}
         for index, prompt in enumerate(prompts):
             indices[len(prompt) + decoding.max_new_tokens <= limit].append(index)
