@@ -60,8 +60,8 @@ def contestants(folder: Path, precision: str, prompts: list[list[int]], new_toke
     from transformers import AutoModelForCausalLM
 
     from isthmus.config.schema import ParallelConfig
-    from isthmus.engine.generation import Decoding
-    from isthmus.engine.inference import Inference
+    from isthmus.engine.generation.inference import Inference
+    from isthmus.engine.generation.schedule import Decoding
     from isthmus.engine.step import Evaluator
     from isthmus.recipes.model.load_model import build_from_folder
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.generation import Decoding
-from isthmus.engine.inference import Inference
+from isthmus.engine.generation.inference import Inference
+from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.layers.sequence_states import SequenceStates
 from isthmus.engine.step import Evaluator
 from isthmus.recipes.model.load_model import build_from_folder

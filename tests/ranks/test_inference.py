@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.generation import Decoding
-from isthmus.engine.inference import Inference
+from isthmus.engine.generation.inference import Inference
+from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.step import Evaluator
 from isthmus.recipes.model.load_model import build_from_folder
 from ranks.rank_pool import RankPool

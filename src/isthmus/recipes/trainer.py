@@ -19,8 +19,8 @@ from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.checkpoint.run_state import Progress
-from isthmus.engine.generation import Decoding
-from isthmus.engine.inference import Inference
+from isthmus.engine.generation.inference import Inference
+from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.parallel.process_groups import Position, gather_objects
 from isthmus.engine.step import NotFinite, Stepper, StepResult
 from isthmus.engine.trace_region import trace_region

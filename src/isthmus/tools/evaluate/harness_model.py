@@ -25,8 +25,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 from tqdm import tqdm
 
-from isthmus.engine.generation import Decoding
-from isthmus.engine.inference import Inference
+from isthmus.engine.generation.inference import Inference
+from isthmus.engine.generation.schedule import Decoding
 from isthmus.errors import MissingInput, UsageError
 from isthmus.hf.hub import use_cache_only
 from isthmus.hf.tokenizer.tokenizer import Tokenizer

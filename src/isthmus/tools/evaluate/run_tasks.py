@@ -13,7 +13,7 @@ from isthmus.config.schema import RunConfig
 from isthmus.convert.checkpoint_source import CheckpointSource
 from isthmus.convert.hf.hf_weights import OpenedHfWeights
 from isthmus.convert.open_model import checkpoint_config, checkpoint_folder, open_model
-from isthmus.engine.inference import SharedInference
+from isthmus.engine.generation.inference import SharedInference
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.engine.step import Evaluator
 from isthmus.errors import MissingInput, UsageError

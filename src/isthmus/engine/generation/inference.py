@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
-from isthmus.data.batching.packed_batch import PackedBatch, SamplingKeys
+from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_store import SampleStore
-from isthmus.engine.generation import Answer, Decoding, RankInputs, Schedule
-from isthmus.engine.layers.dropout import hashed
+from isthmus.engine.generation.schedule import Answer, Decoding, RankInputs, Schedule
+from isthmus.engine.generation.token_recorders import NextTokens, PerToken, RandomTokens, SampleScores
 from isthmus.engine.layers.sequence_states import BatchStates, SequenceStates
-from isthmus.engine.loss.objective import LossOutput
-from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.engine.step import Evaluator
 from isthmus.families.architecture import Architecture
 
@@ -35,80 +32,8 @@ Sample = tuple[Sequence[int], int]
 """Tokens, and the number of last tokens to score."""
 _Scores = list[tuple[list[float], list[int]]]
 
-
-_PerToken = Literal["scores", "next_tokens"]
 _FEWEST_SLOTS = 8
 """Sequences at a time, also of more tokens than a packed sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """Random tokens are hashes of the seed, the number of the prompt and the position, in all layouts and batches."""
-
-    temperature: float
-    seed: int
-    numbers: Sequence[int] = ()
-    """Number of the prompt of each sample of a store."""
-
-    def with_keys(self, batch: PackedBatch, numbers: Sequence[int]) -> PackedBatch:
-        """The batch with a key of each token; ``numbers`` are those of its samples."""
-        lengths = torch.tensor(batch.lengths)
-        samples = torch.tensor([*numbers, *(0,) * (len(lengths) - len(numbers))]).repeat_interleave(lengths)
-        keys = hashed(hashed(hashed(torch.tensor(self.seed)) + samples) + batch.position_ids)
-        return replace(batch, sampling=SamplingKeys(self.temperature, keys))
-
-
-class _Recorder:
-    """Objective without a loss, which records values of each loss token."""
-
-    samples_per_unit = 1
-    sums = ()
-
-    def __init__(self, per_token: _PerToken) -> None:
-        self.per_token = per_token
-
-    def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
-        return (0.0,) * len(batch.lengths)
-
-    def loss(
-        self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
-    ) -> LossOutput:
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            self.record(losses.cpu(), batch)
-        return LossOutput(losses[0].sum().float(), 0, 0.0)
-
-    def record(self, values: Tensor, batch: PackedBatch) -> None:
-        """Record the values, float64 [2, n], of the loss tokens of a batch."""
-        raise NotImplementedError
-
-    def metrics(self, sums: object, count: float) -> dict[str, float]:
-        return {}
-
-
-class _SampleScores(_Recorder):
-    def __init__(self, store: SampleStore, per_token: _PerToken) -> None:
-        super().__init__(per_token)
-        self._starts = store.starts.tolist()
-        self.scores = torch.zeros(2, int(store.lengths.sum()), dtype=torch.float64)
-        """[2, total tokens], at the place before that of the token; zero where another rank has them."""
-
-    def record(self, values: Tensor, batch: PackedBatch) -> None:
-        assert batch.loss_mask is not None
-        starts = [self._starts[sample] for sample in batch.sample_ids]
-        places = [start + torch.arange(n) for start, n in zip(starts, batch.sample_lengths, strict=True)]
-        positions = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
-        self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = values
-
-
-class _NextTokens(_Recorder):
-    def __init__(self, ranks: int, slots: int) -> None:
-        super().__init__("next_tokens")
-        self.values = torch.zeros(ranks, 2, slots, dtype=torch.float64)
-        """Loss and token of each sequence of a pass by data-parallel rank; zero where another rank has them."""
-
-    def record(self, values: Tensor, batch: PackedBatch) -> None:
-        if batch.states is not None and parallel_state.get_context_parallel_rank() == 0:
-            self.values[parallel_state.get_data_parallel_rank(), :, : values.size(1)] = values
 
 
 class Inference:
@@ -152,7 +77,7 @@ class Inference:
         answers: dict[int, Answer] = {}
         for has_state, chosen in indices.items():
             group = [prompts[index] for index in chosen]
-            sampling = _Sampling(decoding.temperature, decoding.seed) if decoding.temperature else None
+            sampling = RandomTokens(decoding.temperature, decoding.seed) if decoding.temperature else None
 
             def continues(index: int, answer: Answer, group: Sequence[Sequence[int]] = group) -> bool:
                 return self._continues(len(group[index]), answer.tokens, decoding)
@@ -172,7 +97,7 @@ class Inference:
             return False
         return not answer or not (answer[-1] in decoding.ends or decoding.is_complete(answer))
 
-    def _continue(self, schedule: Schedule, max_new_tokens: int, sampling: _Sampling | None) -> None:
+    def _continue(self, schedule: Schedule, max_new_tokens: int, sampling: RandomTokens | None) -> None:
         capacity = max((len(prompt) for prompt in schedule.prompts), default=0) + max_new_tokens
         ranks = parallel_state.get_data_parallel_world_size()
         slots = max(_FEWEST_SLOTS, self._batch_tokens // max(1, capacity))
@@ -187,7 +112,7 @@ class Inference:
             inputs = schedule.next_pass()
         self._on_all_ranks("_release")
 
-    def _continue_without_states(self, schedule: Schedule, sampling: _Sampling | None) -> None:
+    def _continue_without_states(self, schedule: Schedule, sampling: RandomTokens | None) -> None:
         """Compute all tokens of the sequences again for each new token."""
         schedule.start(1, len(schedule.prompts), self._batch_tokens)
         while indices := schedule.next_sequences():
@@ -201,10 +126,10 @@ class Inference:
     def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)
 
-    def _score(self, samples: Sequence[Sample], per_token: _PerToken, sampling: _Sampling | None) -> _Scores:
+    def _score(self, samples: Sequence[Sample], per_token: PerToken, sampling: RandomTokens | None) -> _Scores:
         masks = [[0] * (len(tokens) - scored) + [1] * scored for tokens, scored in samples]
         store = SampleStore.from_samples([(tokens, mask) for (tokens, _), mask in zip(samples, masks, strict=True)])
-        recorder = _SampleScores(store, per_token)
+        recorder = SampleScores(store, per_token)
         batches = self._batches(store).eval_batches()
         self._evaluator.evaluate((_with_keys(batch, sampling) for batch in batches), recorder)
         scores = recorder.scores.to(self._evaluator.device)
@@ -223,7 +148,7 @@ class Inference:
     def _release(self) -> None:
         del self._states
 
-    def _run_pass(self, inputs: Sequence[RankInputs], sampling: _Sampling | None) -> list[list[tuple[float, int]]]:
+    def _run_pass(self, inputs: Sequence[RankInputs], sampling: RandomTokens | None) -> list[list[tuple[float, int]]]:
         """Loss and token of each sequence, by data-parallel rank."""
         rank_inputs, parallel = inputs[parallel_state.get_data_parallel_rank()], self._parallel
         for source, target in rank_inputs.moves:
@@ -231,7 +156,7 @@ class Inference:
         batches = [self._batch(rank_inputs, sampling)]
         # Interleaved stages need several micro batches.
         batches += [self._batch(RankInputs(), None)] * ((parallel.pp if parallel.vpp > 1 else 1) - 1)
-        recorder = _NextTokens(len(inputs), self._states.slots)
+        recorder = NextTokens(len(inputs), self._states.slots)
         self._evaluator.evaluate(iter([batches]), recorder)
         values = recorder.values.to(self._evaluator.device)
         dist.all_reduce(values)
@@ -240,7 +165,7 @@ class Inference:
             for rank_values, rank in zip(values.tolist(), inputs, strict=True)
         ]
 
-    def _batch(self, inputs: RankInputs, sampling: _Sampling | None) -> PackedBatch:
+    def _batch(self, inputs: RankInputs, sampling: RandomTokens | None) -> PackedBatch:
         """The packed sequence of a pass; without sequences it has padding only."""
         lengths = tuple(len(tokens) for tokens in inputs.tokens)
         total, multiple = max(1, sum(lengths)), self._parallel.length_multiple
@@ -283,7 +208,7 @@ class Inference:
         return Batches(store, settings, shard)
 
 
-def _with_keys(batches: Sequence[PackedBatch], sampling: _Sampling | None) -> Sequence[PackedBatch]:
+def _with_keys(batches: Sequence[PackedBatch], sampling: RandomTokens | None) -> Sequence[PackedBatch]:
     if sampling is None:
         return batches
     return [sampling.with_keys(batch, [sampling.numbers[sample] for sample in batch.sample_ids]) for batch in batches]

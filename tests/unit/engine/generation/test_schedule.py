@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from isthmus.engine.generation import Answer, RankInputs, Schedule
+from isthmus.engine.generation.schedule import Answer, RankInputs, Schedule
 
 LENGTHS = [2, 5, 1, 3, 4, 1, 2]
 """Tokens of the answer to each prompt; prompt n is n + 1 tokens of value n."""
