@@ -3,7 +3,8 @@
     python benchmarks/generation.py --record
 
 All have the same weights and prompts, and answers of the same length, which are compared before the clock starts.
-Contestants run in alternation in one process, and medians are reported. See README.md.
+Contestants run in alternation in one process, and medians are reported: of the time, and of the CPU time of the process,
+which depends less on other processes. See README.md.
 """
 
 from __future__ import annotations
@@ -143,27 +144,30 @@ def _turns(runs: dict[str, Callable[[], Answers]], rounds: int, row: dict[str, A
     if row["precision"] == "fp32" and not all(equal.values()):
         raise SystemExit(f"answers differ: {equal}")
     times: dict[str, list[float]] = {name: [] for name in runs}
+    cpu_times: dict[str, list[float]] = {name: [] for name in runs}
     watch = CpuWatch()
     for _ in range(rounds):
         for name, run in runs.items():
-            started_s = time.perf_counter()
+            started_s, started_cpu_s = time.perf_counter(), time.process_time()
             run()
             times[name].append(time.perf_counter() - started_s)
+            cpu_times[name].append(time.process_time() - started_cpu_s)
     others = watch.shares()["others_cpu_use"]
-    isthmus_s = statistics.median(times["isthmus"])
+    isthmus_s, isthmus_cpu_s = statistics.median(times["isthmus"]), statistics.median(cpu_times["isthmus"])
     rows = []
     for name, answer in answers.items():
-        median_s = statistics.median(times[name])
+        median_s, cpu_s = statistics.median(times[name]), statistics.median(cpu_times[name])
         tokens = sum(map(len, answer))
         rows.append(
             row | {
                 "contestant": name, "time_s": median_s, "time_s_rounds": times[name], "tokens_per_s": tokens / median_s,
-                "times_isthmus": median_s / isthmus_s, "others_cpu_use": others, "same_answers": equal[name],
+                "times_isthmus": median_s / isthmus_s, "cpu_s": cpu_s, "cpu_s_rounds": cpu_times[name],
+                "cpu_times_isthmus": cpu_s / isthmus_cpu_s, "others_cpu_use": others, "same_answers": equal[name],
             }
         )  # fmt: skip
         print(
             f"{row['kind']:<8} {row['precision']} {name:<14}{median_s:>8.2f} s{tokens / median_s:>9.0f} tokens/s"
-            f"{median_s / isthmus_s:>7.2f} x isthmus",
+            f"{median_s / isthmus_s:>7.2f} x isthmus, CPU time {cpu_s / isthmus_cpu_s:.2f} x",
             flush=True,
         )
     return rows
