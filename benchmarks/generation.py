@@ -3,8 +3,8 @@
     python benchmarks/generation.py --record
 
 All have the same weights and prompts, and answers of the same length, which are compared before the clock starts.
-Contestants run in alternation in one process. Medians of the time are reported, and of the CPU time of the process, which
-depends less on other processes. See README.md.
+Contestants run in alternation in one process. Medians of the time are reported, and of the CPU time of the process,
+which depends less on other processes. See README.md.
 """
 
 from __future__ import annotations
