@@ -45,7 +45,8 @@ def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tm
     placements = all_families()[family].placements(arch).values()
     expected = {placed.canonical for placed in placements if placed.rule.trained and not placed.rule.alias}
     assert results.keys() == expected
-    assert max(results.values()) < 2e-5
+    # dt_bias of delta nets sums over all tokens: up to 2.9e-5, depending on how the matmuls of the CPU round.
+    assert max(results.values()) < 4e-5
 
 
 @pytest.mark.thorough_cases("llama-tied", "mistral-window-of-5", "qwen2-untied")

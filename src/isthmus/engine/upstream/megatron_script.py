@@ -117,8 +117,8 @@ def _failure(script: Path, error: BaseException) -> IsthmusError:
     traceback.print_exception(type(error), error, trace or error.__traceback__)
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    hint = next((f" {hint}" for words, hint in _HINTS.items() if words in text), "")
-    return error_of(1, f"{script.name} failed with {text} ({last.filename}:{last.lineno}).{hint}")
+    hint = next((f". {hint}" for words, hint in _HINTS.items() if words in text), "")
+    return error_of(1, f"{script.name} failed with {text} ({last.filename}:{last.lineno}){hint}")
 
 
 def run_in_child() -> dict[str, Any]:
