@@ -80,6 +80,7 @@ def test_refused_settings(isthmus: ForkServer, sft_args: list[str], settings: li
     assert message in isthmus(*sft_args, *settings).error(2)
 
 
+@pytest.mark.thorough
 def test_adapters_learn_with_the_default_learning_rate(
     isthmus: ForkServer, sft_args: list[str], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 @pytest.mark.thorough_cases(
     "deepseek_v3-rslora",
+    "experts-ep2",
     "llama",
     "mamba2-tp2",
     "multimodal-tp2",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.hf.tiny_model import default_config
-
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -17,6 +15,8 @@ def tokens_beyond_vocabulary(config: Mapping[str, Any]) -> dict[str, None]:
     """
     if "vocab_size" not in config:  # of a language model within another config
         return {}
+    from isthmus.hf.tiny_model import default_config  # imports models, which most conversions do not need
+
     defaults = default_config(config["model_type"])
     tokens = {name: defaults.get(name) for name in SPECIAL_TOKENS if name not in config}
     return {name: None for name, token in tokens.items() if isinstance(token, int) and token >= config["vocab_size"]}
