@@ -147,7 +147,7 @@ _NO_ANSWER = re.compile(r"\bgloo\b|connection (closed|reset|refused)|timed out|t
 
 
 _CREDENTIALS = re.compile(r"(?:(?<=://)|(?<=http:/)|(?<=https:/))[^/\s]+@")
-"""Of a URL, also as a path, which has one slash."""
+"""User and password of a URL, also where it was read as a path, which has one slash."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Without tab and end of line; with those that change the direction of text."""
 

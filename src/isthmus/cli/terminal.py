@@ -18,8 +18,11 @@ def say(text: str, *, end: str = "\n", exact: bool = False) -> None:
 
     An ``exact`` text, such as a config, is escaped on a terminal only.
     """
-    exact_text = escaped(text) if sys.stdout.isatty() else text
-    print(exact_text if exact else printable(text), end=end, flush=True)
+    if exact:
+        shown = escaped(text) if sys.stdout.isatty() else text
+    else:
+        shown = printable(text)
+    print(shown, end=end, flush=True)
 
 
 def show(result: Any, *, as_json: bool) -> None:

@@ -28,7 +28,7 @@ _QUANTIZATION, _TEXT = "quantization_config", "text_config"
 _AUTO_MAP, TOKENIZER_CONFIG = "auto_map", "tokenizer_config.json"
 _MAX_NAME = 255
 """Bytes of a file name."""
-_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKENIZER_FILES = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.jinja"),
@@ -208,7 +208,7 @@ def write_model_files(
     if code is None:
         hf_config = {key: value for key, value in hf_config.items() if key != _AUTO_MAP}
     write_json(folder / "config.json", hf_config)
-    generation = {key: hf_config[key] for key in _GENERATION if hf_config.get(key) is not None}
+    generation = {key: hf_config[key] for key in SPECIAL_TOKENS if hf_config.get(key) is not None}
     if generation:
         write_json(folder / GENERATION_FILE, generation)
     copied = source.small_files() if source else []
@@ -219,7 +219,7 @@ def write_model_files(
         shutil.copyfile(path, folder / path.name)
     if tokenizer is not None and any(path.name == GENERATION_FILE for path in copied):
         other_settings = {
-            key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in _GENERATION
+            key: value for key, value in read_json(folder / GENERATION_FILE).items() if key not in SPECIAL_TOKENS
         }
         write_json(folder / GENERATION_FILE, other_settings | generation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from isthmus.hf.model_folder import SPECIAL_TOKENS as SPECIAL_TOKENS
 
 
 def tokens_beyond_vocabulary(config: Mapping[str, Any]) -> dict[str, None]:

@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 20
 _SMALL_FILE, _SHORT_TEXT = 4 << 20, 64
 """Bytes of a file, and of a mean text: below them, dictionaries are expanded here, which is slower than by Arrow."""
 _ELEMENT_BYTES = 8
-"""Of a number or an offset in a list, which a file can store in less than a bit."""
+"""Bytes of a number or an offset in a list, which a file can store in less than a bit."""
 
 
 @dataclass(frozen=True, slots=True)

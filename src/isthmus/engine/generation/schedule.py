@@ -39,7 +39,7 @@ class RankInputs:
     """The new tokens of the sequences of a data-parallel rank in a forward pass; empty if it has none."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
-    """Of each sequence: a prompt, or one token."""
+    """The new tokens of each sequence: a prompt, or one token."""
     past: tuple[int, ...] = ()
     """Tokens before these."""
     numbers: tuple[int, ...] = ()

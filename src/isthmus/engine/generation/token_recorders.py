@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -36,7 +37,7 @@ class RandomTokens:
         return replace(batch, sampling=SamplingKeys(self.temperature, keys))
 
 
-class _Recorder:
+class _Recorder(ABC):
     """Objective without a loss, which records values of each loss token."""
 
     samples_per_unit = 1
@@ -55,9 +56,9 @@ class _Recorder:
             self.record(losses.cpu(), batch)
         return LossOutput(losses[0].sum().float(), 0, 0.0)
 
+    @abstractmethod
     def record(self, values: Tensor, batch: PackedBatch) -> None:
         """Record the values, float64 [2, n], of the loss tokens of a batch."""
-        raise NotImplementedError
 
     def metrics(self, sums: object, count: float) -> dict[str, float]:
         return {}

@@ -120,7 +120,7 @@ def check_limits(script: Path, ended: str, output: str) -> None:
 
 @cache
 def _usual_variables() -> frozenset[str]:
-    """Those of launchers and of ROCm's scripts."""
+    """Variables of launchers and of ROCm's scripts."""
     from isthmus.config.dialects.rocm_scripts.script_run import TABLES  # imports all settings
 
     scripts = (TABLES[name]["variables"] for name in ("llama", "deepseek_v2", "sft"))
