@@ -94,8 +94,8 @@ class Family:
     """transformers has routed experts as [experts, inputs, out], without the attribute ``is_transposed`` by which PEFT
     knows it: in PEFT's files the transpose of B has the place of A, and that of A the place of B."""
     short_factors_in_transformers: bool = False
-    """transformers uses the short factors of longrope at every length. The published model, and Isthmus, use the long
-    ones beyond the original length."""
+    """transformers uses the short factors of longrope at every length. Isthmus uses the long ones beyond the original
+    length, as transformers does for Phi-3."""
     passed_through: tuple[str, ...] = ()
     """Patterns of the names of tensors that are not computed, such as those of some MTP layers. They are copied."""
     passed_layers: str = ""

@@ -124,11 +124,11 @@ def sample_lengths(
     """Lengths of two samples that both models can run, and a note if they are too short.
 
     The second is longer than any attention window or original context, if that is cheap with so many ``parameters``.
-    ``tokens`` is the requested length; None is 64. ``context`` is the longest for which transformers computes what the
-    published model does; None is any.
+    ``tokens`` is the requested length; None is 64. ``context`` is the longest for which transformers computes what
+    Isthmus does; None is any.
     """
     if context is not None:
-        beyond = f"beyond {context} tokens transformers keeps the short factors of longrope, unlike the published model"
+        beyond = f"beyond {context} tokens transformers keeps the short factors of longrope, and Isthmus does not"
         if (tokens or 0) > context:
             raise UsageError(f"--tokens {tokens}: {beyond}. Use {context} or fewer.")
         short = min(tokens or TOKENS, context)
