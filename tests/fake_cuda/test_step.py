@@ -14,7 +14,10 @@ from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 from isthmus.config.schema.dpo import DpoConfig
+from isthmus.config.schema.grpo import GrpoConfig, RolloutConfig
+from isthmus.data.batching.packed_batch import RolloutBatch
 from isthmus.engine.checkpoint.run_state import sharded_run_state
+from isthmus.engine.loss.policy_loss import PolicyObjective
 from isthmus.engine.loss.preference_loss import PreferenceObjective
 from isthmus.train.work_time import WorkTime
 
@@ -30,12 +33,28 @@ MIXTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def waits_of_a_step(*, pairs: bool = False, measures: bool = False, **settings: Any) -> list[str]:
+def waits_of_a_step(
+    *, pairs: bool = False, grpo: dict[str, Any] | None = None, measures: bool = False, **settings: Any
+) -> list[str]:
     rank = build(**settings)
     batches = [rank.batch(20, 44) for _ in range(2)]
     if pairs:
         rank.stepper.objective = PreferenceObjective(DpoConfig())
         batches = [replace(batch, reference_logps=torch.zeros(2, dtype=torch.float64)) for batch in batches]
+    if grpo is not None:
+        rank.stepper.objective = PolicyObjective(GrpoConfig(**grpo), RolloutConfig())
+        tokens, answers = torch.zeros(64, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        rollout = RolloutBatch(
+            temperature=0.7,
+            advantages=answers,
+            weights=answers,
+            sampling_logps=tokens,
+            old_logps=tokens,
+            reference_logps=tokens,
+            total_tokens=128,
+            total_answers=4,
+        )
+        batches = [replace(batch, rollout=rollout) for batch in batches]
     rank.stepper.train_step(batches)  # tries once what the GPU supports
     time = WorkTime(rank.stepper.device)
     with record() as trace, time.measured() if measures else nullcontext():
@@ -51,6 +70,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pp2-vpp2": {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
     "fsdp": {"model": QWEN3, "size": 2, "fsdp": True},
     "dpo": {"model": QWEN3, "pairs": True},
+    "dapo": {
+        "model": QWEN3,
+        "tp": 2,
+        "size": 2,
+        "grpo": {"kl_weight": 0.1, "entropy_weight": 0.1, "correction": "token"},
+    },
+    "gspo-cp2": {"model": QWEN3, "cp": 2, "size": 2, "grpo": {"loss": "gspo", "correction": "mask"}},
     "offload-dp2": {"model": QWEN3, "size": 2, "sections": {"optim": {"offload": True}}},
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
     "delta nets": {"model": config_of("delta nets, gated attention")},

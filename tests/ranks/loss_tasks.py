@@ -17,6 +17,7 @@ from isthmus.engine.loss.linear_cross_entropy import (
     linear_cross_entropy,
     linear_distillation,
 )
+from isthmus.engine.loss.policy_values import policy_values
 from isthmus.engine.parallel.process_groups import open_groups
 from ranks.pool_worker import platform
 
@@ -72,6 +73,30 @@ def distilled_loss(*, cases: list[dict[str, Any]]) -> list[float]:
         gradients = torch.autograd.grad(losses[0], (hidden, local_weight))
         results.append(max([relative(losses, expected_values), *gradient_differences(gradients, expected, rows)]))
     return results
+
+
+def policy_values_of_shard(*, softcap: float | None, temperature: float) -> list[float]:
+    """Differences of cross entropies, entropies and their gradients from those of torch on materialized logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(VOCAB, HIDDEN, generator=generator)
+    labels, factors = (
+        torch.randint(0, VOCAB, (TOKENS,), generator=generator),
+        torch.randn(2, TOKENS, generator=generator),
+    )
+    local_weight, rows, shard = shard_of(weight)
+    mine = hidden.clone().requires_grad_()
+    values = policy_values(
+        mine, local_weight, labels, VocabShard(*shard, softcap=softcap, temperature=temperature), entropy_gradient=True
+    )
+    result = torch.autograd.grad((values * factors).sum(), (mine, local_weight))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
+    expected_values = torch.stack([-distribution.log_prob(labels), distribution.entropy()])
+    expected = torch.autograd.grad((expected_values * factors).sum(), (hidden, weight))
+    return [relative(values, expected_values), *gradient_differences(result, expected, rows)]
 
 
 def shard_of(weight: Tensor) -> tuple[Tensor, slice, tuple[Any, ...]]:

@@ -18,6 +18,13 @@ def test_smoothed_labels_equal_torch(ranks: int, worlds: dict[int, RankPool]) ->
     assert max(worlds[ranks].run("ranks.loss_tasks.smoothed_loss", rate=0.1)) < 2e-6
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_policy_values_of_vocabulary_shards(ranks: int, softcap: float | None, worlds: dict[int, RankPool]) -> None:
+    task = "ranks.loss_tasks.policy_values_of_shard"
+    assert max(worlds[ranks].run(task, softcap=softcap, temperature=0.7)) < 2e-6
+
+
 def test_distillation_of_vocabulary_shards(two_ranks: RankPool) -> None:
     cases = [
         {"beta": beta, "top_k": top_k, "temperature": temperature, "sft_weight": 0.3}

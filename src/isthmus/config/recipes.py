@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RecipeName = Literal["sft", "dpo", "kto", "reward", "distill", "pretrain"]
+RecipeName = Literal["sft", "dpo", "kto", "reward", "distill", "grpo", "pretrain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RecipeSettings:
     """Line in the list of verbs."""
     help: str
     """Description in the help of the verb."""
-    records: Literal["text", "chat", "preference", "unpaired"] = "chat"
+    records: Literal["text", "chat", "preference", "unpaired", "prompt"] = "chat"
     """Kind of the records that it trains on, of :mod:`isthmus.data.tokenize.record_kinds`."""
     answers: str | None = None
     """Trains on answers to prompts: the records, which mock data cannot make; None: it trains on single samples."""
@@ -45,6 +45,8 @@ class RecipeSettings:
     """Its loss is the cross entropy of ``train.label_smoothing``."""
     generates: bool = True
     """Trains a language model, which can answer ``eval.prompts``."""
+    sections: tuple[str, ...] = ()
+    """Further sections that belong to it alone."""
     required: tuple[str, ...] = ()
     """Settings without a default, ``section.setting``."""
     full: LearningRate = _FULL
@@ -105,6 +107,17 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
         generates=False,
         full=LearningRate(1e-5, 0.03, "as in the example of TRL for reward models"),
         adapters=LearningRate(1e-4, 0.03, "as in the example of TRL for reward models with adapters"),
+    ),
+    "grpo": RecipeSettings(
+        short_help="Train a model on rewards of its own answers.",
+        help="Train a model on rewards of its own answers to prompts, with GRPO and its relatives.",
+        records="prompt",
+        answers="prompts with what their rewards need",
+        packed="answers by length",
+        sections=("rollout",),
+        required=("rollout.reward",),
+        full=LearningRate(1e-6, 0.0, "the default of TRL for GRPO"),
+        adapters=LearningRate(1e-5, 0.0, "ten times the one of full fine-tuning, as TRL recommends for adapters"),
     ),
     "pretrain": RecipeSettings(
         short_help="Train a model on text.",

@@ -23,7 +23,7 @@ from isthmus.engine.decoder.mtp import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
 from isthmus.engine.linear.fp8_linear import quantize_weights_once
-from isthmus.engine.loss.objective import NEXT_TOKEN, Objective, PreparedObjective
+from isthmus.engine.loss.objective import NEXT_TOKEN, Objective, PeakObjective, PreparedObjective
 from isthmus.engine.loss.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
 from isthmus.engine.moe.moe_layer import MoeBlock
@@ -39,6 +39,17 @@ from isthmus.errors import Diverged
 
 class NotFinite(Diverged):
     """The loss or the gradient norm of a step is not finite; the weights are unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPeak:
+    """The largest of a value of the loss tokens of a step."""
+
+    value: float
+    sample: int
+    """Index in the store of the token's sample."""
+    position: int
+    """Of the token in its sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,8 @@ class StepResult:
     """Steps without an update so far because a float16 gradient overflowed; None unless the model is float16."""
     host_sums: Sequence[float] = ()
     """Sums over all ranks of the numbers that the caller of the step gave."""
+    peak: TokenPeak | None = None
+    """None unless the objective is a :class:`~isthmus.engine.loss.objective.PeakObjective`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,9 @@ def _forward_step(
 def _loss_output(
     objective: Objective, batch: PackedBatch, positions: Tensor, mtp_positions: Sequence[Tensor]
 ) -> DecoderOutput:
+    if objective.per_token in ("policy", "policy_entropy"):
+        entropy_gradient = objective.per_token == "policy_entropy"
+        return partial(Decoder.policy_values, positions=positions, entropy_gradient=entropy_gradient)
     if objective.per_token == "scores":
         return partial(Decoder.token_scores, positions=positions)
     if objective.per_token == "next_tokens":
@@ -250,15 +266,17 @@ class Stepper(Evaluator):
         with trace_region("optimizer"):
             # The only read of the device in a step: everything before it is queued, and no weight has changed.
             numbers = to_device(torch.tensor(host_numbers(), dtype=torch.float64), self.device)
-            everywhere = torch.cat([sums, numbers, routed.flatten()])
+            parts = [sums, numbers, self._peak_by_rank(), routed.flatten()]
+            everywhere = torch.cat(parts)
             dist.all_reduce(everywhere)
-            sums, numbers, flat = everywhere.split([len(sums), len(numbers), routed.numel()])
+            sums, numbers, peaks, flat = everywhere.split([len(part) for part in parts])
             routed = flat.view_as(routed)
-            totals, host_sums, (square, overflow, scale), load = _read(
-                sums, numbers, prepare_grads(self.optimizer), load_stats(routed, sums[1])
+            totals, host_sums, peak_numbers, (square, overflow, scale), load = _read(
+                sums, numbers, peaks, prepare_grads(self.optimizer), load_stats(routed, sums[1])
             )
             norm = square**0.5
             result = self._result(totals, load, host_sums, loss_scale=scale if self.model[0].config.fp16 else None)
+            result = self._with_peak(result, peak_numbers)
             if not self._check(result.loss, norm, overflow=bool(overflow), loss_scale=result.loss_scale):
                 return replace(result, skipped=self.skipped)
             result = replace(result, grad_norm=norm)
@@ -309,6 +327,26 @@ class Stepper(Evaluator):
             host_sums=host_sums,
         )
 
+    def _peak_by_rank(self) -> Tensor:
+        """1 and the peak of this rank in its place, zeros for other ranks: a sum gathers them; float64 [4 W]."""
+        if not isinstance(self.objective, PeakObjective):
+            return torch.empty(0, dtype=torch.float64, device=self.device)
+        by_rank = torch.zeros(dist.get_world_size(), 4, dtype=torch.float64, device=self.device)
+        peak = self.objective.take_peak()
+        if peak is not None:
+            by_rank[dist.get_rank()] = torch.cat([peak.new_ones(1), peak])
+        return by_rank.flatten()
+
+    def _with_peak(self, result: StepResult, by_rank: list[float]) -> StepResult:
+        if not isinstance(self.objective, PeakObjective):
+            return result
+        rows = [by_rank[start : start + 4] for start in range(0, len(by_rank), 4)]
+        _, value, sample, position = max(rows)  # a rank with a peak before those without
+        if not any(has_peak for has_peak, *_ in rows):
+            return result
+        metrics = {**result.metrics, self.objective.peak_name: value}
+        return replace(result, metrics=metrics, peak=TokenPeak(value, int(sample), int(position)))
+
     def _check(self, loss: float, norm: float, *, overflow: bool, loss_scale: float | None) -> bool:
         """Whether to update the weights; raises Diverged if training cannot continue."""
         if not math.isfinite(loss):
@@ -322,7 +360,9 @@ class Stepper(Evaluator):
             self.skipped_in_a_row += 1
             return False
         self.skipped_in_a_row = 0
-        _check_gradient(math.inf if overflow else norm, loss)
+        # All ratios of a policy loss may be clipped: then its gradient is zero.
+        may_be_zero = self.objective.per_token in ("policy", "policy_entropy")
+        _check_gradient(math.inf if overflow else norm, loss, may_be_zero=may_be_zero)
         return True
 
     def _router_sums(self) -> Tensor:
@@ -375,10 +415,10 @@ def _micro_batches(
 _DIVERGED_HINT = "Lower optim.lr, lengthen optim.warmup_steps, or resume from an earlier checkpoint."
 
 
-def _check_gradient(norm: float, loss: float) -> None:
+def _check_gradient(norm: float, loss: float, *, may_be_zero: bool) -> None:
     if not math.isfinite(norm):
         raise NotFinite(f"the gradient norm is {norm} at a loss of {loss:.4f}. {_DIVERGED_HINT}")
-    if norm == 0 and loss > _NEGLIGIBLE_LOSS:
+    if norm == 0 and loss > _NEGLIGIBLE_LOSS and not may_be_zero:
         # With very large weights the mean square in a norm overflows. Then all gradients before the norm are zero.
         raise Diverged(f"the gradient is zero at a loss of {loss:.4f}, so training makes no progress. {_DIVERGED_HINT}")
 

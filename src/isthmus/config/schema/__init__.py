@@ -16,6 +16,7 @@ from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.config.schema.distillation import DistillConfig
 from isthmus.config.schema.dpo import DpoConfig, KtoConfig, RewardConfig
 from isthmus.config.schema.evaluation import EvalConfig
+from isthmus.config.schema.grpo import GrpoConfig, RolloutConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
 from isthmus.config.schema.moe import MoeConfig
@@ -31,8 +32,8 @@ class RunConfig(Section):
 
     recipe: RecipeName
     """sft: fine-tune on chats; dpo: train on preference pairs; kto: train on answers with labels; reward: train a
-    reward model on preference pairs; distill: learn the probabilities of a teacher on chats; pretrain: train on
-    text."""
+    reward model on preference pairs; distill: learn the probabilities of a teacher on chats; grpo: reinforcement
+    learning on prompts with rewards; pretrain: train on text."""
     out: PathText
     """Run folder for metrics, resolved config, checkpoints and the exported model."""
     model: ModelConfig
@@ -50,6 +51,8 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     kto: KtoConfig = KtoConfig()
     reward: RewardConfig = RewardConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    rollout: RolloutConfig = RolloutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
@@ -118,16 +121,39 @@ class RunConfig(Section):
                 "eval.generate",
                 f"eval.generate needs a language model, and recipe {self.recipe} trains a reward model; leave it out",
             )
-        for other in RECIPE_SETTINGS:
-            section = getattr(self, other, None)  # some recipes have no settings of their own
+        foreign = [(other, name) for other, settings in RECIPE_SETTINGS.items() for name in (other, *settings.sections)]
+        for other, section_name in foreign:
+            section = getattr(self, section_name, None)  # some recipes have no settings of their own
             for name, field in type(section).model_fields.items() if section and other != self.recipe else ():
                 if (value := getattr(section, name)) != field.get_default(call_default_factory=True):
                     reason = f"{name}={value} is for recipe {other}, got {self.recipe}; leave it out"
-                    refuse(f"{other}.{name}", reason)
+                    refuse(f"{section_name}.{name}", reason)
         for setting in recipe.required:
             section_name, _, name = setting.partition(".")
-            if getattr(getattr(self, section_name), name) is None:
+            if getattr(getattr(self, section_name), name) in (None, ()):
                 lacks(setting)
+        return self
+
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> RunConfig:
+        group, answers = self.rollout.group_size, self.grpo.updates_per_rollout * self.train.global_batch_size
+        if "rollout" not in RECIPE_SETTINGS[self.recipe].sections:
+            return self
+        if self.rollout.max_new_tokens >= self.data.seq_length:
+            tokens, length = self.rollout.max_new_tokens, self.data.seq_length
+            refuse(
+                "rollout.max_new_tokens",
+                f"max_new_tokens={tokens} leaves no room for a prompt in data.seq_length={length}; lower it, or raise "
+                "data.seq_length",
+            )
+        if answers % group:
+            below = answers // group * group
+            sizes = " or ".join(f"{size}" for size in (below, below + group) if size)
+            refuse(
+                "train.global_batch_size",
+                f"a rollout has {answers} answers (grpo.updates_per_rollout x global_batch_size), which is not a "
+                f"multiple of rollout.group_size={group}; use {sizes} answers",
+            )
         return self
 
     @model_validator(mode="after")

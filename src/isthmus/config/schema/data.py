@@ -75,7 +75,7 @@ class DataConfig(Section):
     turn."""
     overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
     """All but pretrain: a sample of more than seq_length tokens is truncated, split into several (chats only), dropped,
-    or an error."""
+    or an error. A prompt of grpo without room for an answer is dropped, or an error."""
     on_error: Literal["stop", "skip"] = "stop"
     """Stop at a record that cannot be read, or skip and count it."""
     length_buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()

@@ -15,7 +15,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         data.packing data.reset_attention_mask data.reset_position_ids data.eod_mask_loss data.seed data.loss_on
         data.overlong data.on_error chat.system chat.override_system chat.reasoning chat.split_turns
         train.global_batch_size train.freeze optim.optimizer kto.loss lora.rank lora.alpha lora.targets
-        lora.modules_to_save lora.init lora.dora lora.rslora
+        lora.modules_to_save lora.init lora.dora lora.rslora rollout.group_size grpo.updates_per_rollout
     """,
     # Names of files, whose content is compared instead.
     "content": """
@@ -33,7 +33,10 @@ _TABLE: Mapping[ResumeRule, str] = {
         moe.expert_bias_update_rate dpo.beta dpo.loss dpo.label_smoothing dpo.simpo_gamma dpo.sft_weight
         dpo.length_normalized distill.teacher_dtype distill.beta distill.temperature distill.top_k distill.sft_weight
         kto.beta kto.desirable_weight kto.undesirable_weight reward.center_rewards_coefficient lora.dropout
-        lora.lr_ratio lora.quantize
+        lora.lr_ratio lora.quantize rollout.reward rollout.reward_weights rollout.max_new_tokens rollout.temperature
+        rollout.top_p rollout.seed grpo.loss grpo.clip_low grpo.clip_high grpo.kl_weight grpo.kl_ratio grpo.kl_estimator
+        grpo.scale_advantages grpo.mask_truncated grpo.length_penalty_tokens grpo.dynamic_sampling
+        grpo.max_generations grpo.entropy_weight grpo.correction grpo.correction_cap
     """,
     # Accepted without a question, logged and recorded.
     "noted": "train.steps train.epochs",
@@ -50,6 +53,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public logging.to
         logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
+        rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

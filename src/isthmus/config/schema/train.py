@@ -33,10 +33,10 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0, le=1e6)
     """Passes over the training data, also fractions; 1 if steps is not given."""
     global_batch_size: Sequences = 16
-    """Sequences (dpo, reward: pairs; kto: answers) per optimizer step, over all ranks. Not given: halved, also several
-    times, while train.epochs are less than 20 steps; not for the loss kto."""
+    """Sequences (dpo, reward: pairs; kto, grpo: answers) per optimizer step, over all ranks. Not given: halved, also
+    several times, while train.epochs are less than 20 steps; not for the loss kto and for grpo."""
     micro_batch_size: Sequences = 1
-    """Sequences (dpo, reward: pairs; kto: answers) per forward pass of one data parallel rank."""
+    """Sequences (dpo, reward: pairs; kto, grpo: answers) per forward pass of one data parallel rank."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Precision of matmuls and activations; all but fp32 keep float32 main weights. null: the platform's default."""
     initial_loss_scale: float = Field(default=4096.0, ge=1, le=1e12)

@@ -27,6 +27,34 @@ class SamplingKeys:
     temperature: float
     tokens: Tensor
     """int64 [T], a random key of each token of the whole packed sequence."""
+    top_p: float = 1.0
+    """Tokens are drawn from the most probable ones that have this probability together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """What the loss on generated answers needs besides their tokens.
+
+    Log-probabilities are float64 [T] of the whole packed sequence, at the place of the token before (as ``labels``),
+    zero where there is no loss, at ``temperature``.
+    """
+
+    temperature: float
+    """The logits are divided by it."""
+    advantages: Tensor
+    """float64 [samples without padding]"""
+    weights: Tensor
+    """float64 [samples without padding], 0 for answers without a loss, else 1."""
+    sampling_logps: Tensor
+    """As computed in generation."""
+    old_logps: Tensor | None = None
+    """As computed by training before the first update on these answers; None in that update."""
+    reference_logps: Tensor | None = None
+    """Under the reference policy; None without a KL divergence."""
+    total_tokens: int = 0
+    """Loss tokens of the answers with weight 1 in the global batch of this update; for an entropy bonus."""
+    total_answers: int = 0
+    """Answers in the global batch of this update, of any weight; for an entropy bonus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +115,8 @@ class PackedBatch:
     """Set to draw random tokens."""
     teacher: Any = None
     """Set by the training step of distillation on the last pipeline stage: the engine's ``TeacherOutput``."""
+    rollout: RolloutBatch | None = None
+    """Of generated answers (GRPO)."""
     states: Any = None
     """Set by generation: the engine's ``BatchStates`` of the samples, which continue earlier batches. Each rank of
     context parallelism has all tokens then."""

@@ -41,6 +41,7 @@ from isthmus.engine.loss.linear_cross_entropy import (
     token_cross_entropies,
     token_scores,
 )
+from isthmus.engine.loss.policy_values import policy_values
 from isthmus.engine.moe.load_balancing import token_groups
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.live_parameters import freeze
@@ -260,6 +261,13 @@ class Decoder(MegatronModule):
         if self.architecture.head.score_head:
             return self._rewards(states.hidden, positions)
         return token_cross_entropies(*self._loss_inputs(states.hidden, positions, states.labels[positions]))
+
+    def policy_values(self, states: LastStates, positions: Tensor, *, entropy_gradient: bool) -> Tensor:
+        """Cross entropies and entropies of int64 [n] positions at the temperature of the rollout, float32 [2, n]."""
+        assert states.batch.rollout is not None
+        hidden, weight, labels, shard = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        shard = replace(shard, temperature=states.batch.rollout.temperature)
+        return policy_values(hidden, weight, labels, shard, entropy_gradient=entropy_gradient)
 
     def token_scores(self, states: LastStates, positions: Tensor) -> Tensor:
         """Cross entropies of int64 [n] positions and the most probable tokens, float64 [2, n].

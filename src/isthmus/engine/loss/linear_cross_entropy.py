@@ -7,8 +7,8 @@ backward pass scales them. For per-token losses the backward pass recomputes the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isthmus.config.schema.distillation import DistillConfig
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.layers.dropout import gumbel_noise
+from isthmus.engine.layers.dropout import hashed
 from isthmus.engine.linear.matmul import add_matmul, matmul
 from isthmus.engine.loss import cross_entropy_cpu, cross_entropy_gpu, distillation_loss
 from isthmus.engine.loss.cross_entropy_cpu import Smoothing
@@ -27,18 +27,20 @@ from isthmus.engine.parallel.context_parallel import local_tokens
 
 @dataclass(frozen=True, slots=True)
 class TokenSampling:
-    """Draws tokens from the softmax of logits: the largest sum of a logit and Gumbel noise."""
+    """Draws tokens from the softmax of logits."""
 
     temperature: float
     keys: Tensor
-    """int64 [n], a random key of each position. The noise is a hash of it, so all layouts draw the same tokens."""
+    """int64 [n], a random key of each position, so that all layouts draw the same tokens."""
+    top_p: float = 1.0
+    """Only of the most probable tokens that have this probability together (arXiv 1904.09751)."""
 
     def __getitem__(self, rows: slice) -> TokenSampling:
-        return TokenSampling(self.temperature, self.keys[rows])
+        return TokenSampling(self.temperature, self.keys[rows], self.top_p)
 
-    def noise(self, start: int, size: int) -> Tensor:
-        """Float64 [n, size] for the vocabulary indices from ``start`` on."""
-        return gumbel_noise(self.keys, start, size)
+    def uniform(self) -> Tensor:
+        """Float64 [n] in [0, 1), hashes of the keys."""
+        return (hashed(self.keys) >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
 def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:
@@ -46,10 +48,10 @@ def sampling_at(positions: Tensor, batch: PackedBatch) -> TokenSampling | None:
     if batch.sampling is None:
         return None
     keys = local_tokens(batch.sampling.tokens, batch.spans).to(positions.device)
-    return TokenSampling(batch.sampling.temperature, keys[positions])
+    return TokenSampling(batch.sampling.temperature, keys[positions], batch.sampling.top_p)
 
 
-def _device_code(hidden: Tensor) -> ModuleType:
+def device_code(hidden: Tensor) -> ModuleType:
     return cross_entropy_cpu if hidden.device.type == "cpu" else cross_entropy_gpu
 
 
@@ -91,13 +93,15 @@ class VocabShard:
     smoothing: Smoothing | None = None
     bias: Tensor | None = None
     """Bias of the logits, [V / tp]."""
+    temperature: float = 1.0
+    """Divisor of the capped logits in :mod:`isthmus.engine.loss.policy_values`."""
 
     def chunk_losses(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, gradients: Gradients | None = None
     ) -> Iterator[Tensor]:
         """Yield the cross entropies of each chunk of tokens, float32 [m]."""
-        device = _device_code(hidden)
-        for tokens, logits in self._chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
+        device = device_code(hidden)
+        for tokens, logits in self.chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
             scale = None if gradients is None else gradients.scale_of(tokens)
             arguments = (labels[tokens] - self.start, self.group, scale, self.softcap)
             yield device.chunk_losses(logits, *arguments, gradient=gradients is not None, smoothing=self.smoothing)
@@ -113,11 +117,11 @@ class VocabShard:
         gradients: Gradients | None = None,
     ) -> Iterator[Tensor]:
         """Yield the losses of distillation of each chunk of tokens, float32 [m, 3]."""
-        elements = _device_code(hidden).chunk_elements(hidden.device)
+        elements = device_code(hidden).chunk_elements(hidden.device)
         if hidden.is_cuda:
             elements //= distillation_loss.CHUNK_SHARE
         teacher_buffer: Tensor | None = None
-        for tokens, logits in self._chunk_logits(hidden, weight, elements):
+        for tokens, logits in self.chunk_logits(hidden, weight, elements):
             if teacher_buffer is None:  # the first chunk is the longest
                 teacher_buffer = cross_entropy_gpu.new_buffer(*logits.shape, like=teacher.hidden)
             scale = None if gradients is None else gradients.scale_of(tokens)
@@ -134,24 +138,26 @@ class VocabShard:
     ) -> tuple[Tensor, Tensor]:
         """Cross entropies, float32 [n], and the most probable tokens or random ones, int64 [n].
 
-        Without ``labels`` the cross entropies are those of the chosen tokens.
+        Without ``labels`` the cross entropies are those of the chosen tokens. With ``sampling`` they are at its
+        temperature, of the distribution over the whole vocabulary, also with ``top_p``.
         """
-        device, chosen = _device_code(hidden), torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        device, chosen = device_code(hidden), torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         labels = chosen if labels is None else labels
         losses = [hidden.new_empty(0, dtype=torch.float32)]
-        for tokens, logits in self._chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
-            chosen[tokens] = self._choose(logits, None if sampling is None else sampling[tokens])
-            arguments = (labels[tokens] - self.start, self.group, None, self.softcap)
+        shard = self if sampling is None else replace(self, temperature=sampling.temperature)
+        for tokens, logits in self.chunk_logits(hidden, weight, device.chunk_elements(hidden.device)):
+            chosen[tokens] = self._choose(logits, None if sampling is None else sampling[tokens], weight.size(0))
+            arguments = (labels[tokens] - self.start, self.group, None, shard.apply_temperature(logits))
             losses.append(device.chunk_losses(logits, *arguments, gradient=False, smoothing=self.smoothing))
         return torch.cat(losses), chosen
 
-    def _chunk_logits(self, hidden: Tensor, weight: Tensor, most_elements: int) -> Iterator[tuple[slice, Tensor]]:
+    def chunk_logits(self, hidden: Tensor, weight: Tensor, most_elements: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield each chunk of tokens with its logits [m, rows]; all chunks share the memory of the logits."""
         rows = weight[: self.rows]
         # Not by ``rows``: ranks with and without padding have the same chunks.
         chunks = [slice(*bounds) for bounds in chunk_bounds(hidden.size(0), weight.size(0), most_elements)]
         longest = max((tokens.stop - tokens.start for tokens in chunks), default=0)
-        buffer = _device_code(hidden).new_buffer(longest, rows.size(0), like=hidden)
+        buffer = device_code(hidden).new_buffer(longest, rows.size(0), like=hidden)
         for tokens in chunks:
             logits = buffer[: tokens.stop - tokens.start]
             matmul(hidden[tokens], rows.t(), out=logits)
@@ -159,23 +165,77 @@ class VocabShard:
                 logits += self.bias[: self.rows]
             yield tokens, logits
 
-    def _choose(self, logits: Tensor, sampling: TokenSampling | None) -> Tensor:
-        """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks."""
+    def apply_temperature(self, logits: Tensor) -> float | None:
+        """Divide ``logits`` by the temperature; returns the softcap of the result."""
+        if self.temperature == 1:
+            return self.softcap
+        # Not the hidden states: logits in training and generation are rounded in the same places.
+        logits.div_(self.temperature)
+        return None if self.softcap is None else self.softcap / self.temperature
+
+    def _choose(self, logits: Tensor, sampling: TokenSampling | None, shard_rows: int) -> Tensor:
+        """The token of the largest logit, of equal ones the first, or a random token; int64 [n], equal on all ranks.
+
+        ``shard_rows`` are the rows of each rank with padding.
+        """
         if sampling is not None:
-            if (cap := self.softcap) is not None:
-                logits = torch.tanh(logits.float() / cap) * cap
-            logits = logits.float() / sampling.temperature + sampling.noise(self.start, logits.size(1))
+            return self._draw(logits, sampling, shard_rows)
         largest, token = logits.max(dim=1)
         token += self.start
         if self.group is None:
             return token
-        local = torch.stack([largest.double(), token.double()])
-        ranks = local.new_empty(self.group.size(), *local.shape)
-        dist.all_gather_into_tensor(ranks.flatten(0, 1), local, group=self.group)
+        ranks = self._gather(torch.stack([largest.double(), token.double()]))
         return ranks[:, 1].gather(0, ranks[:, 0].argmax(0, keepdim=True))[0].long()
 
+    def _draw(self, logits: Tensor, sampling: TokenSampling, shard_rows: int) -> Tensor:
+        """Random tokens by inversion: the first whose cumulative probability exceeds a uniform number."""
+        if (cap := self.softcap) is not None:
+            logits = torch.tanh(logits.float() / cap) * cap
+        logits = logits.float() / sampling.temperature
+        if sampling.top_p < 1:
+            smallest = _smallest_kept(self._gather_rows(logits, shard_rows), sampling.top_p)
+            logits = logits.masked_fill(logits < smallest, -math.inf)
+        largest = logits.amax(1, keepdim=True)
+        if self.group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        # Sums in float64: the ranks of a layout add up the same float32 numbers in another order.
+        sums = (logits - largest).exp_().cumsum(1, dtype=torch.float64)
+        totals = self._gather(sums[:, -1])  # [tp, n]
+        bounds = totals.cumsum(0)
+        target = sampling.uniform() * bounds[-1]
+        rank = (bounds <= target).sum(0).clamp(max=len(bounds) - 1)
+        target -= (bounds - totals).gather(0, rank[None])[0]
+        last = torch.searchsorted(sums, sums[:, -1:].contiguous())  # with a probability, if the target was rounded up
+        row = torch.minimum(torch.searchsorted(sums, target[:, None], right=True), last)[:, 0]
+        if self.group is None:
+            return row + self.start
+        token = torch.where(rank == self.group.rank(), row + self.start, 0)
+        dist.all_reduce(token, group=self.group)
+        return token
 
-_ALL_ROWS = VocabShard()
+    def _gather(self, local: Tensor) -> Tensor:
+        """[tp, ...] of the ranks of the vocabulary."""
+        if self.group is None:
+            return local[None]
+        ranks = local.new_empty(self.group.size(), *local.shape)
+        dist.all_gather_into_tensor(ranks.flatten(0, 1), local.contiguous(), group=self.group)
+        return ranks
+
+    def _gather_rows(self, logits: Tensor, shard_rows: int) -> Tensor:
+        """Logits [n, tp * shard_rows] of all ranks, -inf for padding."""
+        logits = torch.nn.functional.pad(logits, (0, shard_rows - logits.size(1)), value=-math.inf)
+        return self._gather(logits).movedim(0, 1).flatten(1)
+
+
+def _smallest_kept(logits: Tensor, top_p: float) -> Tensor:
+    """Smallest logit [n, 1] of the most probable tokens whose probabilities [n, V] together reach ``top_p``."""
+    ordered = logits.sort(1, descending=True).values
+    probabilities = ordered.softmax(1).double()
+    is_kept = probabilities.cumsum(1) - probabilities < top_p  # the probability before a token
+    return ordered.where(is_kept, math.inf).amin(1, keepdim=True)
+
+
+ALL_ROWS = VocabShard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +342,34 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        grad_hidden, (weight_sum, grad_weight) = torch.empty_like(hidden), _weight_grads(ctx.weight)
-        bias_sum, grad_bias = _weight_grads(ctx.bias)
-        gradients = Gradients(grads[0][:, None].contiguous(), grad_hidden, weight_sum, bias_sum)
-        for _ in ctx.shard.chunk_losses(hidden, weight, labels, gradients):
-            pass
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        else:
-            _mark_as_added(ctx.weight)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias.dtype)
-        else:
-            _mark_as_added(ctx.bias)
-        return grad_hidden, grad_weight, grad_bias, None, None
+
+        def add(gradients: Gradients) -> None:
+            for _ in ctx.shard.chunk_losses(hidden, weight, labels, gradients):
+                pass
+
+        return *recomputed_gradients(hidden, ctx.weight, ctx.bias, grads[0], add), None, None
+
+
+def recomputed_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, add: Callable[[Gradients], None]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients to return to autograd of ``hidden``, ``weight`` and ``bias``.
+
+    ``grad`` is the gradient of the losses, [n]; ``add`` computes the others in the memory that it is called with.
+    """
+    grad_hidden, (weight_sum, grad_weight) = torch.empty_like(hidden), _weight_grads(weight)
+    bias_sum, grad_bias = _weight_grads(bias)
+    add(Gradients(grad[:, None].contiguous(), grad_hidden, weight_sum, bias_sum))
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    else:
+        _mark_as_added(weight)
+    if grad_bias is not None:
+        assert bias is not None
+        grad_bias = grad_bias.to(bias.dtype)
+    else:
+        _mark_as_added(bias)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def chunk_bounds(num_tokens: int, num_rows: int, most_elements: int) -> Iterator[tuple[int, int]]:
@@ -310,7 +384,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    shard: VocabShard = _ALL_ROWS,
+    shard: VocabShard = ALL_ROWS,
     *,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
@@ -330,7 +404,7 @@ def linear_distillation(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    shard: VocabShard = _ALL_ROWS,
+    shard: VocabShard = ALL_ROWS,
     *,
     teacher: TeacherOutput,
     grad_scale: Tensor | None = None,
@@ -356,7 +430,7 @@ def _sum_of_losses(
     return _LinearCrossEntropy.apply(hidden, weight, shard.bias, labels, shard, scale, wants_grad, teacher)
 
 
-def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = _ALL_ROWS) -> Tensor:
+def token_cross_entropies(hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard = ALL_ROWS) -> Tensor:
     """Per-token losses, float32 [n]; otherwise like :func:`linear_cross_entropy`."""
     return _TokenCrossEntropy.apply(hidden, weight, shard.bias, labels, shard)
 
@@ -366,13 +440,13 @@ def token_scores(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor | None,
-    shard: VocabShard = _ALL_ROWS,
+    shard: VocabShard = ALL_ROWS,
     *,
     sampling: TokenSampling | None = None,
 ) -> Tensor:
     """Per-token losses and the most probable tokens, or with ``sampling`` random ones; float64 [2, n], no gradient.
 
-    Without ``labels`` the losses are those of these tokens.
+    See :meth:`VocabShard.scores`.
     """
     losses, tokens = shard.scores(hidden, weight, labels, sampling)
     return torch.stack([losses.double(), tokens.double()])

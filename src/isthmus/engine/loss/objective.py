@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from megatron.core import parallel_state
@@ -29,14 +29,19 @@ class LossOutput:
     """Other sums to report, by name; see :attr:`Objective.sums`."""
 
 
+PerToken: TypeAlias = bool | Literal["scores", "next_tokens", "policy", "policy_entropy"]
+
+
 class Objective(Protocol):
     """Turns token losses into the loss of a batch."""
 
     @property
-    def per_token(self) -> bool | Literal["scores", "next_tokens"]:
+    def per_token(self) -> PerToken:
         """Whether :meth:`loss` needs per-token losses instead of their sum; ``scores``: also the most probable tokens.
 
         ``next_tokens``: losses of these instead of the labels. Both are float64 [2, n] and have no gradient.
+        ``policy``: losses and entropies at the temperature of the rollout, float32 [2, n]. The losses have a gradient,
+        and the entropies with ``policy_entropy``.
         """
 
     @property
@@ -60,6 +65,21 @@ class Objective(Protocol):
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Metrics of a step besides the loss, from the sums over the global batch."""
+
+
+@runtime_checkable
+class PeakObjective(Objective, Protocol):
+    """An objective that also reports the largest of a value of the loss tokens of a step."""
+
+    @property
+    def peak_name(self) -> str:
+        """Its name in the metrics."""
+
+    def take_peak(self) -> Tensor | None:
+        """The largest value of this rank since the last call, with sample id and position in the sample.
+
+        Float64 [3]; None without loss tokens on this rank.
+        """
 
 
 MeanLoss = Callable[[Sequence[PackedBatch], Objective], float]

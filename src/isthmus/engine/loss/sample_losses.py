@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.loss.objective import LossOutput, Objective, counts_batch, sample_sums
+from isthmus.engine.loss.objective import LossOutput, Objective, PerToken, counts_batch, sample_sums
+from isthmus.engine.loss.policy_loss import PolicyObjective
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,12 @@ class SampleLosses:
     Objectives of pairs and answers compute their own losses. For others, also distillation, it is the cross entropy.
     """
 
-    per_token = True
     samples_per_unit = 1
     sums = ()
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
+        self.per_token: PerToken = objective.per_token if isinstance(objective, PolicyObjective) else True
         self.losses: list[SampleLoss] = []
         """On one of the ranks that share a packed sequence."""
 
@@ -43,7 +44,11 @@ class SampleLosses:
     def loss(
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
-        sums = sample_sums(losses.detach(), batch)  # over the context parallel ranks
+        # Over the context parallel ranks.
+        if isinstance(self._objective, PolicyObjective):
+            sums = self._objective.answer_losses(losses.detach(), batch)
+        else:
+            sums = sample_sums(losses.detach(), batch)
         if counts_batch() and parallel_state.get_tensor_model_parallel_rank() == 0:
             self.losses += self._losses(sums, batch)
         return LossOutput(sums.sum().float(), 0, 0.0)
@@ -53,7 +58,7 @@ class SampleLosses:
 
     def _losses(self, sums: Tensor, batch: PackedBatch) -> Iterator[SampleLoss]:
         samples = len(batch.sample_lengths)
-        if not self._objective.per_token:
+        if not self._objective.per_token or isinstance(self._objective, PolicyObjective):
             values = sums.tolist()
             for sample, value, tokens in zip(batch.sample_ids, values, batch.loss_tokens, strict=False):
                 yield SampleLoss(sample, value, tokens)

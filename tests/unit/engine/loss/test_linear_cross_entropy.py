@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.loss import cross_entropy_cpu, cross_entropy_gpu
@@ -284,7 +285,7 @@ def test_scores_are_losses_and_most_probable_tokens(softcap: float | None) -> No
 
 
 def test_random_tokens_follow_the_softmax() -> None:
-    """Over many positions with the same logits, and the same tokens if two ranks have a part of the vocabulary each."""
+    """Over many positions with the same logits."""
     torch.manual_seed(0)
     logits, size = torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5]), 20_000
     hidden, weight = torch.ones(size, 1), logits[:, None]
@@ -292,8 +293,35 @@ def test_random_tokens_follow_the_softmax() -> None:
     tokens = token_scores(hidden, weight, torch.zeros(size, dtype=torch.int64), sampling=sampling)[1].long()
     shares = tokens.bincount(minlength=5) / size
     assert (shares - (logits / 0.7).softmax(0)).abs().max() < 0.012
-    noise = torch.cat([sampling[:100].noise(start, count) for start, count in ((0, 2), (2, 3))], 1)
-    assert torch.equal(noise, sampling[:100].noise(0, 5))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_random_tokens_of_a_nucleus() -> None:
+    """As from the softmax of the logits that transformers keeps."""
+    size, temperature = 5_000, 0.7
+    logits = torch.cat([torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5]), torch.full((VOCAB - 5,), -20.0)])
+    scores = TopPLogitsWarper(0.9)(torch.empty(0), logits[None] / temperature)[0]
+    assert scores.isfinite().sum() == 3
+    sampling = TokenSampling(temperature, torch.arange(size) << 32, top_p=0.9)
+    tokens = token_scores(torch.ones(size, 1), logits[:, None], None, sampling=sampling)[1].long()
+    assert ((tokens.bincount(minlength=VOCAB) / size) - scores.softmax(0)).abs().max() < 0.02
+
+
+def test_the_most_probable_token_is_in_every_nucleus() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    sampling = TokenSampling(1.0, torch.arange(100), top_p=1e-6)
+    assert token_scores(torch.ones(100, 1), logits[:, None], None, sampling=sampling)[1].unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_losses_of_random_tokens_are_at_their_temperature(top_p: float) -> None:
+    """Of the distribution over all tokens, also with a nucleus."""
+    hidden, weight, _ = inputs(37, torch.float32)
+    shard = VocabShard(softcap=3.0)
+    losses, tokens = token_scores(hidden, weight, None, shard, sampling=TokenSampling(0.7, torch.arange(37), top_p))
+    logits = 3 * torch.tanh(hidden @ weight.t() / 3) / 0.7
+    expected = torch.nn.functional.cross_entropy(logits, tokens.long(), reduction="none")
+    assert error(losses, expected) < 1e-6
 
 
 @pytest.mark.parametrize("per_token", [False, True])
