@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.data.batching.batches import BatchSettings, BatchShard
+from isthmus.data.batching.rollout_batches import GeneratedAnswers, RolloutBatches
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.generation.schedule import Decoding
+from isthmus.engine.generation.token_recorders import LogpRecorder
 from isthmus.engine.layers.sequence_states import SequenceStates
 from isthmus.engine.step import Evaluator
 from isthmus.recipes.model.load_model import build_from_folder
+from isthmus.recipes.model.rank_model import RankModel
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder, load_network
 from ranks.tiny_families.gemma4 import SMALL
@@ -36,20 +42,50 @@ RECOMPUTED: dict[str, Any] = {
 """The frequencies of a sample depend on its length, beyond 8 tokens."""
 
 
-def generate(*, model: str, temperature: float = 0.0, order: list[int], **parallel: Any) -> dict[str, Any]:
-    """Task of a rank: continuations of the prompts in this order, and their scores in packed forward passes."""
+def generate(
+    *, model: str, temperature: float = 0.0, top_p: float = 1.0, order: list[int], **parallel: Any
+) -> dict[str, Any]:
+    """Task of a rank: continuations of the prompts in this order, and their scores in packed forward passes.
+
+    At a temperature, the scores are those that training computes.
+    """
     built = build_from_folder(model, parallel)
-    inference = Inference(Evaluator(built.stages), built.plan.architecture, ParallelConfig(**parallel), batch_tokens=16)
-    decoding = Decoding(NEW_TOKENS, (), temperature, seed=3)
+    evaluator = Evaluator(built.stages)
+    inference = Inference(evaluator, built.plan.architecture, ParallelConfig(**parallel), batch_tokens=16)
+    decoding = Decoding(NEW_TOKENS, (), temperature, seed=3, top_p=top_p)
     answers = inference.answers([PROMPTS[number % len(PROMPTS)] for number in order], decoding, order)
     by_number = dict(zip(order, answers, strict=True))
-    tokens = [by_number[number].tokens for number in sorted(order)]
-    samples = [([*PROMPTS[number % len(PROMPTS)], *tokens], NEW_TOKENS) for number, tokens in enumerate(tokens)]
-    return {
-        "tokens": tokens,
-        "logps": [by_number[number].logps for number in sorted(order)],
-        "packed": [[-loss for loss in losses] for losses, _ in inference.score(samples)],
-    }
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in sorted(order)]
+    tokens, logps = zip(*((by_number[number].tokens, by_number[number].logps) for number in sorted(order)), strict=True)
+    if temperature:
+        packed = training_logps(evaluator, built, prompts, tokens, temperature).tolist()
+    else:
+        samples = [([*prompt, *answer], NEW_TOKENS) for prompt, answer in zip(prompts, tokens, strict=True)]
+        packed = [[-loss for loss in losses] for losses, _ in inference.score(samples)]
+    return {"tokens": list(tokens), "logps": list(logps), "packed": packed}
+
+
+def training_logps(
+    evaluator: Evaluator, model: RankModel, prompts: list[list[int]], tokens: tuple[list[int], ...], temperature: float
+) -> torch.Tensor:
+    """Log-probabilities of answers of equal length as training computes them, float64 [answers, tokens]."""
+    zeros, parallel = np.zeros(len(tokens)), model.plan.parallel
+    answers = GeneratedAnswers(
+        prompts=prompts,
+        answers=tokens,
+        advantages=zeros,
+        weights=zeros,
+        sampling_logps=[np.zeros(NEW_TOKENS)] * len(tokens),
+    )
+    settings = BatchSettings(seq_length=24, micro_batch_size=1, global_batch_size=len(tokens), packing=True)
+    shard = BatchShard(
+        dp_rank=model.position.dp_rank,
+        dp_size=parallel.dp(dist.get_world_size()),
+        pad_to_multiple_of=parallel.length_multiple,
+    )
+    recorder = LogpRecorder(answers.store())
+    evaluator.evaluate(RolloutBatches(answers, temperature, settings, shard).eval_batches(), recorder)
+    return recorder.gathered(evaluator.device).view(len(tokens), NEW_TOKENS)
 
 
 def state_elements(*, model: str) -> tuple[int, int]:
@@ -94,21 +130,22 @@ def test_sequences_without_a_state_are_computed_again(one_rank: RankPool, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "top_p"),
     [
-        pytest.param("kimi_linear", {"tp": 2}, id="delta-latent-tp2"),
-        pytest.param("nemotron_h", {"pp": 2}, id="mamba2-pp2"),
-        pytest.param("gpt_oss", {"ep": 2}, id="ep2-dp2"),
-        pytest.param("lfm2", {"tp": 2, "sp": True}, id="convolution-tp2-sp"),
-        pytest.param("falcon_mamba", {}, id="mamba-dp2"),
+        pytest.param("kimi_linear", {"tp": 2}, 0.7, id="delta-latent-tp2-nucleus"),
+        pytest.param("nemotron_h", {"pp": 2}, 1.0, id="mamba2-pp2"),
+        pytest.param("gpt_oss", {"ep": 2}, 0.7, id="ep2-dp2-nucleus"),
+        pytest.param("lfm2", {"tp": 2, "sp": True}, 1.0, id="convolution-tp2-sp"),
+        pytest.param("falcon_mamba", {}, 1.0, id="mamba-dp2"),
     ],
 )
 def test_random_answers_depend_on_seed_and_number_only(
-    family: str, layout: dict[str, Any], one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
+    family: str, layout: dict[str, Any], top_p: float, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
+    """Their log-probabilities are those that training computes, over all tokens at the temperature."""
     # More prompts than slots, so that some wait for others.
     order, task = list(range(12)), "ranks.test_generation.generate"
-    settings = {"model": build_model_folder(tmp_path / "model", family), "temperature": 1.5}
+    settings = {"model": build_model_folder(tmp_path / "model", family), "temperature": 1.5, "top_p": top_p}
     result = one_rank.run(task, **settings, order=order)
     assert len({token for tokens in result["tokens"] for token in tokens}) > 2 * NEW_TOKENS
     assert result["tokens"][0] != result["tokens"][4]  # the same prompt

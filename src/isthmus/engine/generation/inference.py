@@ -9,7 +9,7 @@ and all ranks of context parallelism compute the same. Sequences that are longer
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,14 +23,16 @@ from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.generation.schedule import Answer, Decoding, RankInputs, Schedule
-from isthmus.engine.generation.token_recorders import NextTokens, PerToken, RandomTokens, SampleScores
+from isthmus.engine.generation.token_recorders import NextTokens, RandomTokens, SampleScores
 from isthmus.engine.layers.sequence_states import BatchStates, SequenceStates
+from isthmus.engine.loss.objective import PerToken
 from isthmus.engine.step import Evaluator
 from isthmus.families.architecture import Architecture
 
 Sample = tuple[Sequence[int], int]
 """Tokens, and the number of last tokens to score."""
 _Scores = list[tuple[list[float], list[int]]]
+
 
 _FEWEST_SLOTS = 8
 """Sequences at a time, also of more tokens than a packed sequence."""
@@ -42,10 +44,23 @@ class Inference:
     _states: SequenceStates
 
     def __init__(
-        self, evaluator: Evaluator, architecture: Architecture, parallel: ParallelConfig, *, batch_tokens: int
+        self,
+        evaluator: Evaluator,
+        architecture: Architecture,
+        parallel: ParallelConfig,
+        *,
+        batch_tokens: int,
+        slots: int | None = None,
     ) -> None:
-        """``batch_tokens``: tokens of a packed sequence, unless a sample has more."""
-        self._evaluator, self._parallel, self._batch_tokens = evaluator, parallel, batch_tokens
+        """Args:
+        evaluator: of the model.
+        architecture: of the model.
+        parallel: its layout.
+        batch_tokens: tokens of a packed sequence, unless a sample has more.
+        slots: sequences that a data-parallel rank continues at a time; None: those of a packed sequence, at least 8.
+        """
+        self._evaluator, self._parallel, self._batch_tokens, self._slots = evaluator, parallel, batch_tokens, slots
+        self.stages, self.device = evaluator.model, evaluator.device
         self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
         self.longest_with_state = architecture.longest_with_state
         """Most tokens of a sequence that is not computed again for each token; None: any number."""
@@ -63,11 +78,20 @@ class Inference:
         return [answer.tokens for answer in self.answers(prompts, decoding)]
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], decoding: Decoding, numbers: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        decoding: Decoding,
+        numbers: Sequence[int] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Answer]:
         """Continue each prompt (of one token or more).
 
-        ``numbers`` of the prompts select the random tokens, which do not depend on other prompts; None: their order.
+        Args:
+            prompts: token ids.
+            decoding: how to choose tokens.
+            numbers: of the prompts, which select the random tokens, so that these do not depend on other prompts; None:
+                their order.
+            check: called after each forward pass; an error of it, on all ranks, ends the generation.
         """
         numbers = range(len(prompts)) if numbers is None else numbers
         limit = self.longest_with_state or math.inf
@@ -77,18 +101,30 @@ class Inference:
         answers: dict[int, Answer] = {}
         for has_state, chosen in indices.items():
             group = [prompts[index] for index in chosen]
-            sampling = RandomTokens(decoding.temperature, decoding.seed) if decoding.temperature else None
+            random_tokens = RandomTokens(decoding.temperature, decoding.seed, top_p=decoding.top_p)
+            sampling = random_tokens if decoding.temperature else None
 
             def continues(index: int, answer: Answer, group: Sequence[Sequence[int]] = group) -> bool:
                 return self._continues(len(group[index]), answer.tokens, decoding)
 
             schedule = Schedule(group, continues, numbers=[numbers[index] for index in chosen])
             if has_state:
-                self._continue(schedule, decoding.max_new_tokens, sampling)
+                self._continue(schedule, decoding.max_new_tokens, sampling, check)
             else:
-                self._continue_without_states(schedule, sampling)
+                self._continue_without_states(schedule, sampling, check)
             answers |= dict(zip(chosen, schedule.answers, strict=True))
         return [answers[index] for index in range(len(prompts))]
+
+    def repeat(self, tokens: Sequence[int], prompt_tokens: int) -> None:
+        """Run the forward passes of generation for a known sequence, on all data-parallel ranks the same."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        self._on_all_ranks("_allocate", 1, len(tokens))
+        start = 0
+        for end in range(prompt_tokens, len(tokens)):
+            inputs = RankInputs(tokens=(tuple(tokens[start:end]),), past=(start,), numbers=(0,))
+            self._on_all_ranks("_run_pass", [inputs] * ranks, None)
+            start = end
+        self._on_all_ranks("_release")
 
     def _continues(self, prompt_tokens: int, answer: Sequence[int], decoding: Decoding) -> bool:
         if len(answer) == decoding.max_new_tokens:
@@ -97,10 +133,12 @@ class Inference:
             return False
         return not answer or not (answer[-1] in decoding.ends or decoding.is_complete(answer))
 
-    def _continue(self, schedule: Schedule, max_new_tokens: int, sampling: RandomTokens | None) -> None:
+    def _continue(
+        self, schedule: Schedule, max_new_tokens: int, sampling: RandomTokens | None, check: Callable[[], None]
+    ) -> None:
         capacity = max((len(prompt) for prompt in schedule.prompts), default=0) + max_new_tokens
         ranks = parallel_state.get_data_parallel_world_size()
-        slots = max(_FEWEST_SLOTS, self._batch_tokens // max(1, capacity))
+        slots = self._slots or max(_FEWEST_SLOTS, self._batch_tokens // max(1, capacity))
         slots = min(slots, math.ceil(len(schedule.prompts) / ranks))
         schedule.start(ranks, slots, self._batch_tokens)
         inputs = schedule.next_pass()
@@ -110,9 +148,12 @@ class Inference:
         while inputs:
             schedule.add(self._on_all_ranks("_run_pass", inputs, sampling))
             inputs = schedule.next_pass()
+            check()
         self._on_all_ranks("_release")
 
-    def _continue_without_states(self, schedule: Schedule, sampling: RandomTokens | None) -> None:
+    def _continue_without_states(
+        self, schedule: Schedule, sampling: RandomTokens | None, check: Callable[[], None]
+    ) -> None:
         """Compute all tokens of the sequences again for each new token."""
         schedule.start(1, len(schedule.prompts), self._batch_tokens)
         while indices := schedule.next_sequences():
@@ -122,6 +163,7 @@ class Inference:
                 sampling = replace(sampling, numbers=[schedule.numbers[index] for index in indices])
             scores = self._on_all_ranks("_score", samples, "next_tokens", sampling)
             schedule.add([[(loss, token) for (loss,), (token,) in scores]])
+            check()
 
     def _on_all_ranks(self, method: str, *arguments: Any) -> Any:
         return getattr(self, method)(*arguments)

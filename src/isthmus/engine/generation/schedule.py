@@ -23,6 +23,8 @@ class Decoding:
     seed: int = 0
     is_complete: Callable[[Sequence[int]], bool] = lambda answer: False
     """Whether an answer ends after these tokens."""
+    top_p: float = 1.0
+    """Tokens are drawn from the most probable ones that have this probability together, at the temperature."""
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    """Log-probability of each token, at temperature 1."""
+    """Log-probability of each token, at the temperature of the decoding (1 if it is 0) and of all tokens: ``top_p``
+    does not change it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch, SamplingKeys
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.layers.dropout import hashed
-from isthmus.engine.loss.objective import LossOutput
+from isthmus.engine.loss.objective import LossOutput, PerToken
 from isthmus.engine.parallel.context_parallel import local_tokens
-
-PerToken = Literal["scores", "next_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,14 @@ class RandomTokens:
     seed: int
     numbers: Sequence[int] = ()
     """Number of the prompt of each sample of a store."""
+    top_p: float = 1.0
 
     def with_keys(self, batch: PackedBatch, numbers: Sequence[int]) -> PackedBatch:
         """The batch with a key of each token; ``numbers`` are those of its samples."""
         lengths = torch.tensor(batch.lengths)
         samples = torch.tensor([*numbers, *(0,) * (len(lengths) - len(numbers))]).repeat_interleave(lengths)
         keys = hashed(hashed(hashed(torch.tensor(self.seed)) + samples) + batch.position_ids)
-        return replace(batch, sampling=SamplingKeys(self.temperature, keys))
+        return replace(batch, sampling=SamplingKeys(self.temperature, keys, self.top_p))
 
 
 class _Recorder(ABC):
@@ -53,7 +53,7 @@ class _Recorder(ABC):
         self, losses: Tensor, batch: PackedBatch, *, loss_tokens: int, mtp_tokens: int, mtp_weight: float
     ) -> LossOutput:
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            self.record(losses.cpu(), batch)
+            self.record(losses.cpu().double(), batch)
         return LossOutput(losses[0].sum().float(), 0, 0.0)
 
     @abstractmethod
@@ -76,7 +76,24 @@ class SampleScores(_Recorder):
         starts = [self._starts[sample] for sample in batch.sample_ids]
         places = [start + torch.arange(n) for start, n in zip(starts, batch.sample_lengths, strict=True)]
         positions = torch.cat([*places, torch.zeros(batch.padding, dtype=torch.int64)])
-        self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = values
+        self.scores[:, local_tokens(positions, batch.spans)[batch.loss_mask]] = values.double()
+
+
+class LogpRecorder(SampleScores):
+    """Records the log-probability of each loss token of the samples of a store, at the temperature of the rollout."""
+
+    def __init__(self, store: SampleStore) -> None:
+        super().__init__(store, "policy")
+        masks = [store[sample][1].astype(bool) for sample in range(len(store))]
+        for mask in masks:
+            mask[0] = False  # nothing predicts the first token
+        self._places = torch.from_numpy(np.concatenate(masks).nonzero()[0] - 1)
+
+    def gathered(self, device: torch.device) -> Tensor:
+        """The log-probabilities of all samples, float64 [loss tokens], on the host; a collective."""
+        scores = self.scores[0].to(device)
+        dist.all_reduce(scores)
+        return -scores.cpu()[self._places]
 
 
 class NextTokens(_Recorder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -161,10 +162,9 @@ def barrier() -> None:
 def on_rank_0(stage: Callable[[], None], name: str, *, timeout_s: float = 86400.0) -> None:
     """Run ``stage`` on rank 0; the others wait on the rendezvous store, because collectives time out earlier.
 
-    ``name`` is unique in the run. Every rank raises an IsthmusError of ``stage``; after other exceptions the heartbeat
-    ends the ranks.
+    A collective. Every rank raises an IsthmusError of ``stage``; after other exceptions the heartbeat ends the ranks.
     """
-    store, key = dist.distributed_c10d._get_default_store(), f"isthmus/{name}"
+    store, key = dist.distributed_c10d._get_default_store(), f"isthmus/{next(_stages)}/{name}"
     if dist.get_rank() == 0:
         try:
             stage()
@@ -194,6 +194,10 @@ def agree(stage: Callable[[], None], group: dist.ProcessGroup | None = None) -> 
     first = next((error for error in gather_objects(mine, group) if error is not None), None)
     if first is not None:
         raise first from failure
+
+
+_stages = itertools.count()
+"""Numbers the stages of this process: every rank has the same."""
 
 
 def close_groups() -> None:
