@@ -63,7 +63,7 @@ def test_columns_are_those_of_the_setting(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference, unpaired."),
+        (["--kind", "chats"], 2, "--kind chats is not known. Use text, chat, preference, unpaired, prompt."),
         (["--overlong", "cut"], 2, "--overlong cut is not known"),
         (["--columns", "text"], 2, "--columns text: expected KEY=NAME"),
         (["--columns", "{text: 3}"], 2, "--columns {text: 3}: expected KEY=NAME"),

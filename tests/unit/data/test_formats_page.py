@@ -11,6 +11,7 @@ import pytest
 
 from isthmus.data.chat.chat_records import Conversation, LabelledRecord, PreferenceRecord, kinds_of, parse_record
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
+from isthmus.data.chat.rollout_records import parse_prompt
 from isthmus.data.readers.chunks import Record
 from unit.data.records import read_records
 
@@ -51,6 +52,15 @@ def test_examples_have_the_kind_of_their_section(tmp_path: Path, section: str) -
             kinds = kinds_of(record)
             assert name in kinds if name == "unpaired" else kinds[0] == name
             assert isinstance(PARSERS[name](record), kind)
+
+
+def test_examples_of_prompts_have_a_prompt_and_a_right_answer(tmp_path: Path) -> None:
+    for ending, text in examples("Prompts"):
+        path = tmp_path / f"example.{ending}"
+        path.write_text(text)
+        for record in map(parse_prompt, read_records(path)):
+            assert record.prompt in ("2 + 2?", [{"role": "user", "content": "2 + 2?"}])
+            assert {"answer", "solution", "ground_truth"} & record.columns.keys()
 
 
 def test_pair_examples_are_equal(tmp_path: Path) -> None:

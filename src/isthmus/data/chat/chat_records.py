@@ -35,7 +35,7 @@ from isthmus.data.chat.message_normalization import (
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError
 
-Kind = Literal["text", "chat", "preference", "unpaired"]
+Kind = Literal["text", "chat", "preference", "unpaired", "prompt"]
 _FORMATS = (
     "messages, conversations (from/value), instruction+output, prompt+completion, query+response, question+answer, "
     "instruction+response, input+output, text"

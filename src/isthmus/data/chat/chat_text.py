@@ -8,6 +8,7 @@ when others follow it (they drop its reasoning): such a turn gets a separate tex
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,6 +18,7 @@ from isthmus.data.chat.chat_records import Conversation, LabelledRecord, Prefere
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
 from isthmus.data.chat.message_normalization import Message, Messages, Tools
+from isthmus.data.chat.rollout_records import PromptRecord
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
 
@@ -61,6 +63,8 @@ class ChatText:
     loss_spans: list[Span]
     value: float = 0.0
     """The label of an answer, or the margin of a pair."""
+    columns: str = ""
+    """The fields of the record of a prompt, as JSON."""
 
 
 class ChatRenderer:
@@ -82,6 +86,23 @@ class ChatRenderer:
         """The text before the next answer; DataError if the template rejects the turns."""
         messages, _ = adapt(self._settings.applied(messages), None, self.capabilities)
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def prompt_text(self, record: PromptRecord) -> ChatText:
+        """The text before the answer to a prompt, with the fields of its record."""
+        try:
+            messages: list[Message] = (
+                [{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
+            )
+            messages, tools = adapt(self._settings.applied(messages), record.tools, self.capabilities)
+            text = self._tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
+            text.encode("utf-8")
+        except DataError as error:
+            raise DataError(f"{record.where}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise DataError(f"{record.where}: the text contains a lone surrogate.") from error
+        return ChatText(
+            text, [(0, len(text))], columns=json.dumps({**record.columns, "prompt": record.prompt}, default=str)
+        )
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""

@@ -120,7 +120,7 @@ def message(role: str, content: Any, where: str) -> Message:
 
 def side(value: Any, role: str, name: str, where: str) -> list[Message]:
     """The turns of a prompt or an answer: a text of ``role``, a turn, or several turns; turns also as JSON text."""
-    value = _turns_in_text(value)
+    value = turns_in_text(value)
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
@@ -139,7 +139,8 @@ def listed(value: Any, name: str, where: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _turns_in_text(value: Any) -> Any:
+def turns_in_text(value: Any) -> Any:
+    """The turns of a JSON text, as tables have them; other values are unchanged."""
     if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):
         return value
     try:

@@ -25,7 +25,7 @@ PARTIAL = ".partial"
 """Suffix of the folder in which indexed files are prepared."""
 FIELDS = tuple(
     "text messages conversations instruction input output history system tools prompt completion query response chosen "
-    "rejected label kto_tag margin".split()
+    "rejected label kto_tag margin answer".split()
 )
 """All known keys of a record."""
 

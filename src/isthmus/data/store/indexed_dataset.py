@@ -9,8 +9,9 @@ The ``.idx`` is, little-endian and without gaps (megatron.core.datasets.indexed_
     uint64   d, documents + 1
 
 Isthmus adds files, which Megatron ignores: ``PREFIX.mask.bin`` has one byte per token, 1 where the token has loss;
-``PREFIX.values.bin`` has a float32 per sequence, the label of an answer or the margin of a pair; ``PREFIX.json`` is the
-manifest with the sizes and hashes of the others.
+``PREFIX.values.bin`` has a float32 per sequence, the label of an answer or the margin of a pair;
+``PREFIX.columns.jsonl`` has a line per sequence, an object with the other fields of a prompt's record; ``PREFIX.json``
+is the manifest with the sizes and hashes of the others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import xxhash
 
 from isthmus.data.store.manifest import (
     BLOCK_BYTES,
+    COLUMNS,
     HINT,
     MASK,
     SUFFIXES,
@@ -54,6 +56,7 @@ DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint1
 _FLOAT_CODES = {6: "float64", 7: "float32"}
 _CHUNK = 1 << 24
 _WRITTEN_AT_ONCE = 1 << 20  # sequences
+_NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class IndexedDataset:
     """``PREFIX.json``, if it exists."""
     values: npt.NDArray[np.float32] | None = None
     """[n], the label of an answer, or on both answers the margin of a pair."""
+    columns: npt.NDArray[np.uint8] | None = None
+    """Bytes of the lines of columns, one for each sequence."""
     checksums: tuple[tuple[ListedFile, int], ...] = ()
     """Checksums of the files of tokens and mask, with bytes per token; readers check the tokens that they read."""
 
@@ -94,22 +99,22 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         DataError: a file is damaged, truncated, or of another format.
         IOFailure: reading failed.
     """
-    data, index, masked, valued = (indexed_file(prefix, suffix) for suffix in SUFFIXES)
+    data, index, masked, valued, with_columns = (indexed_file(prefix, suffix) for suffix in SUFFIXES)
     manifest_path = Path(manifest) if manifest is not None else indexed_file(prefix, ".json")
     try:
         for path in (data, index):
             if not path.is_file():
                 raise MissingInput(f"{path}: no such file. Prepared data is PREFIX.bin and PREFIX.idx together.")
         record = read_manifest(manifest_path) if manifest_path.is_file() else None
-        present = [path.is_file() for path in (masked, valued)]
+        present = [path.is_file() for path in (masked, valued, with_columns)]
         if record is not None:
             check_sizes(prefix, record, manifest_path)
-            present = [suffix in record["pair"]["files"] for suffix in (MASK, VALUES)]
+            present = [suffix in record["pair"]["files"] for suffix in (MASK, VALUES, COLUMNS)]
         elif verify:
             raise MissingInput(f"{manifest_path}: no such manifest, so {data} cannot be verified.")
         dtype, lengths, documents = _read_index(index, data.stat().st_size)
         if record is not None:
-            checked_suffixes = (".idx", *([VALUES] if present[1] else ()))
+            checked_suffixes = (".idx", *([VALUES] if present[1] else ()), *([COLUMNS] if present[2] else ()))
             for suffix in () if is_trusting() else record["pair"]["files"] if verify else checked_suffixes:
                 path, expected = indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"]
                 if (got := file_hash(path)) != expected:
@@ -117,12 +122,15 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         tokens = _map(data, dtype)
         mask = _map(masked, np.dtype(np.uint8)) if present[0] else None
         values = _map(valued, np.dtype("<f4")) if present[1] else None
+        columns = _map(with_columns, np.dtype(np.uint8)) if present[2] else None
     except OSError as error:
         raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
     if mask is not None and len(mask) != len(tokens):
         raise DataError(f"{masked}: {len(mask)} bytes, expected {len(tokens)}, one per token of {data}. {HINT}")
     if values is not None and len(values) != len(lengths):
         raise DataError(f"{valued}: {len(values)} values, expected {len(lengths)}, one per sequence of {index}. {HINT}")
+    if columns is not None and np.count_nonzero(columns == _NEWLINE) != len(lengths):
+        raise DataError(f"{with_columns}: expected {len(lengths)} lines, one per sequence of {index}. {HINT}")
     mapped = {".bin": tokens} if mask is None else {".bin": tokens, MASK: mask}
     checksums = tuple(
         (listed, array.itemsize)
@@ -130,7 +138,7 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
         if record is not None and (listed := listed_file(prefix, suffix, record, array)) is not None
     )
     starts = np.cumsum(lengths) - lengths
-    return IndexedDataset(Path(prefix), tokens, mask, starts, lengths, documents, record, values, checksums)
+    return IndexedDataset(Path(prefix), tokens, mask, starts, lengths, documents, record, values, columns, checksums)
 
 
 def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -182,7 +190,7 @@ def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
         largest = max(largest, int(part.max()))
         if int(part.min()) < 0:
             raise DataError(f"{pair.prefix}.bin: the token id {int(part.min())} is below zero. {HINT}")
-    optional = {MASK: pair.mask, VALUES: pair.values}
+    optional = {MASK: pair.mask, VALUES: pair.values, COLUMNS: pair.columns}
     suffixes = [suffix for suffix in SUFFIXES if suffix not in optional or optional[suffix] is not None]
     return dataset_record(
         pair.tokens.dtype,
@@ -209,7 +217,7 @@ def find_prefix(name: Path | str) -> Path | None:
         return Path(text)
     if Path(text).exists() and not text.endswith((".bin", ".idx")):
         return None
-    for prefix in (*(text.removesuffix(suffix) for suffix in (MASK, VALUES, ".bin", ".idx")), text):
+    for prefix in (*(text.removesuffix(suffix) for suffix in (MASK, VALUES, COLUMNS, ".bin", ".idx")), text):
         if indexed_file(prefix, ".idx").is_file() or indexed_file(prefix, ".bin").is_file():
             return Path(prefix)
     return None
@@ -227,13 +235,20 @@ class IndexedWriter:
     and renames the files that ``close`` has synced.
     """
 
-    def __init__(self, prefix: Path | str, dtype: npt.DTypeLike, masked: bool = False, valued: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: Path | str,
+        dtype: npt.DTypeLike,
+        masked: bool = False,
+        valued: bool = False,
+        with_columns: bool = False,
+    ) -> None:
         """Create or replace the files; ``dtype`` is one of ``DTYPE_CODES``."""
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._code = DTYPE_CODES[self.dtype.name]
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._tokens, self._largest = 0, -1
-        enabled = {MASK: masked, VALUES: valued}
+        enabled = {MASK: masked, VALUES: valued, COLUMNS: with_columns}
         self._blocks, self._written = WrittenBlocks(BLOCK_BYTES), dict.fromkeys(SUFFIXES, 0)
         self._hashes = {suffix: xxhash.xxh3_128() for suffix in SUFFIXES if enabled.get(suffix, True)}
         self._files: dict[str, BinaryIO] = {}
@@ -253,11 +268,13 @@ class IndexedWriter:
         lengths: Tokens,
         mask: Tokens | None = None,
         values: npt.NDArray[np.float32] | None = None,
+        columns: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Append sequences, concatenated in ``tokens`` [total] and ``mask`` [total], to the open document.
 
-        ``values`` [n] of the sequences are written to files with values; the default is zeros. DataError if a token id
-        is not in the dtype, a sequence has 2**31 tokens or more, or lengths disagree.
+        ``values`` [n] of the sequences are written to files with values; the default is zeros. ``columns`` are the
+        bytes of a line for each sequence. DataError if a token id is not in the dtype, a sequence has 2**31 tokens or
+        more, or lengths disagree.
         """
         ids, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         limits = np.iinfo(self.dtype)
@@ -281,6 +298,8 @@ class IndexedWriter:
             self._write(MASK, np.asarray(mask).astype(np.uint8))
         if VALUES in self._hashes:
             self._write(VALUES, np.zeros(len(sizes), "<f4") if values is None else values.astype("<f4"))
+        if columns is not None:
+            self._write(COLUMNS, columns)
 
     def end_document(self) -> None:
         self._bounds.append(len(self._lengths))

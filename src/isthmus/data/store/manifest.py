@@ -18,9 +18,9 @@ from isthmus.files.atomic_write import write_atomic
 from isthmus.files.checked_files import ListedFile, is_trusting
 from isthmus.files.file_checksums import Blocks, FileChecksums, content_checksum, hash_file
 
-MASK, VALUES = ".mask.bin", ".values.bin"
-SUFFIXES = (".bin", ".idx", MASK, VALUES)
-"""Suffixes of the indexed files; mask and values are optional."""
+MASK, VALUES, COLUMNS = ".mask.bin", ".values.bin", ".columns.jsonl"
+SUFFIXES = (".bin", ".idx", MASK, VALUES, COLUMNS)
+"""Suffixes of the indexed files; mask, values and columns are optional."""
 HINT = "Was it truncated or changed? Copy it again, or prepare it again."
 BLOCK_BYTES = 1 << 18
 """Block size of the checksums: a sample needs at least one block, and has few KiB."""
@@ -55,9 +55,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_manifest(prefix: Path | str, record: dict[str, Any]) -> None:
     """Write ``PREFIX.json`` atomically.
 
-    ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat, preference or unpaired), ``tokenizer``
-    (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller. The manifest
-    also has a checksum of its own content.
+    ``record`` has ``pair`` (from ``IndexedWriter.close``), ``kind`` (text, chat, preference, unpaired or prompt),
+    ``tokenizer`` (``tokenizer_record``), ``seq_length`` (limit of samples, None for documents), and keys of the caller.
+    The manifest also has a checksum of its own content.
     """
     content = {**record, "checksum": content_checksum(record)}
     write_atomic(indexed_file(prefix, ".json"), json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ from isthmus.data.store.sample_store import Samples, SampleStore
 from isthmus.errors import IsthmusError
 
 
-def sample_origin(store: Samples, index: int) -> dict[str, Any]:
+def sample_origin(store: Samples | None, index: int) -> dict[str, Any]:
     """``file`` and ``record`` (from 1) of the raw data, or the indexed file and the number of the ``sequence`` in it.
 
     The record is known if the sequences are of one file of which no record was skipped or dropped. Empty for samples in

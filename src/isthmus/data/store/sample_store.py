@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,24 @@ class Answers(Samples, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RecordColumns:
+    """The fields of the records of prompts, as lines of JSON."""
+
+    lines: UInt8
+    ends: Int64
+    """[n], end of the line of each sequence."""
+    starts: Int64
+    """[n], first token of each sequence, ascending."""
+
+    def of(self, start: int) -> dict[str, Any]:
+        """The fields of the sequence that begins at token ``start``."""
+        sequence = int(np.searchsorted(self.starts, start, side="right")) - 1
+        first = int(self.ends[sequence - 1]) if sequence else 0
+        columns: dict[str, Any] = json.loads(self.lines[first : int(self.ends[sequence])].tobytes())
+        return columns
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSource:
     tokens: npt.NDArray[Any]
     """[total], of any integer dtype."""
@@ -67,6 +86,8 @@ class TokenSource:
     """The mapped file."""
     checksums: tuple[tuple[ListedFile, int], ...] = ()
     """As of :class:`IndexedDataset`."""
+    columns: RecordColumns | None = None
+    """Of prompts."""
 
     def check(self, start: int, stop: int) -> None:
         """Check the blocks of the files that have these tokens and their mask; DataError if they changed."""
@@ -86,7 +107,10 @@ class TokenSource:
         record = indexed.manifest["pair"] if indexed.manifest is not None else scan_indexed(indexed)
         content = ":".join(record["files"][suffix]["xxh3_128"] for suffix in sorted(record["files"]))
         file = indexed_file(indexed.prefix, ".bin")
-        return cls(indexed.tokens, indexed.mask, record["max_token_id"], content, file, indexed.checksums)
+        columns = None
+        if indexed.columns is not None:
+            columns = RecordColumns(indexed.columns, np.flatnonzero(indexed.columns == ord("\n")) + 1, indexed.starts)
+        return cls(indexed.tokens, indexed.mask, record["max_token_id"], content, file, indexed.checksums, columns)
 
 
 class SampleStore:
@@ -176,6 +200,11 @@ class SampleStore:
                     f"written (ids to {source.max_token_id}). It is damaged; copy it again, or prepare it again."
                 )
         return tokens, mask
+
+    def columns(self, index: int) -> dict[str, Any]:
+        """The fields of the record of a prompt; empty for other samples."""
+        columns = self.sources[int(self.which[index])].columns
+        return {} if columns is None else columns.of(int(self.starts[index]))
 
     @property
     def num_tokens(self) -> int:

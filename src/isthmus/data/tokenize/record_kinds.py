@@ -14,6 +14,7 @@ from isthmus.data.chat.chat_records import (
     parse_chat,
 )
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
+from isthmus.data.chat.rollout_records import PromptRecord, parse_prompt
 from isthmus.data.readers.chunks import Record
 from isthmus.errors import DataError, counted
 
@@ -27,7 +28,7 @@ class RecordKind:
     """One record."""
     recipe: str
     """Recipe that messages recommend for it."""
-    parse: Callable[[Record], Conversation | PreferenceRecord | LabelledRecord] | None = None
+    parse: Callable[[Record], Conversation | PreferenceRecord | LabelledRecord | PromptRecord] | None = None
     """None: the record is a text, whose tokens are all targets."""
     is_answers: bool = False
     """Its sequences are a prompt with an answer, and are never split."""
@@ -35,11 +36,13 @@ class RecordKind:
     """Roles of the sequences of a record that are kept or dropped together."""
     has_values: bool = False
     """Each sequence has a value, also if it is zero."""
+    has_columns: bool = False
+    """Each sequence has the fields of its record, of any name."""
 
     def check(self, record: Record) -> None:
         """Raise DataError for a record that is of other kinds only."""
         kinds = kinds_of(record)
-        if kinds and self.name not in kinds:
+        if kinds and not self.has_columns and self.name not in kinds:
             other = RECORD_KINDS[kinds[0]]
             raise DataError(
                 f"{record.where}: {other.phrase} among data of kind {self.name}. Expected {self.phrase}; "
@@ -74,6 +77,7 @@ _KINDS = (
         is_answers=True,
         has_values=True,
     ),
+    RecordKind(name="prompt", phrase="a prompt", recipe="grpo", parse=parse_prompt, has_columns=True),
 )
 RECORD_KINDS: Mapping[Kind, RecordKind] = {kind.name: kind for kind in _KINDS}
-TEXT, CHAT, PREFERENCE, UNPAIRED = _KINDS
+TEXT, CHAT, PREFERENCE, UNPAIRED, PROMPT = _KINDS

@@ -88,8 +88,8 @@ class TokenizeStats:
     def summary(self, kind: RecordKind) -> str:
         """One line for records of ``kind``; counts of zero are omitted."""
         samples = f"{counted(self.records, 'record')} -> {kind.counted(self.samples)}"
-        tokens = f"{counted(self.tokens, 'token')}, {self.loss_tokens:,} with loss"
-        return ", ".join([samples, tokens, *self.changes()])
+        tokens = [counted(self.tokens, "token"), f"{self.loss_tokens:,} with loss"]
+        return ", ".join([samples, *tokens[: 1 if kind.has_columns else 2], *self.changes()])
 
     def changes(self) -> list[str]:
         """The counts above zero of split, cut, dropped and skipped samples."""

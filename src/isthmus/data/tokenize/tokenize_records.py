@@ -18,6 +18,7 @@ from isthmus.data.chat.chat_records import (
 )
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
+from isthmus.data.chat.rollout_records import PromptRecord
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.data_names import FIELDS
 from isthmus.data.readers.file_formats import chunk_records
@@ -26,8 +27,8 @@ from isthmus.data.tokenize.stats import Overlong, TokenizeStats, overlong_sample
 from isthmus.errors import DataError, UsageError
 
 T = TypeVar("T")
-Sequenced = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], float]
-"""Token ids, loss mask and value of one sequence."""
+Sequenced = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], ChatText]
+"""Token ids and loss mask of one sequence, and its text."""
 RecordKey = tuple[int, str]
 """Number of a record in its chunk, and its ``file:line``."""
 _BATCH_RECORDS = 8192
@@ -68,6 +69,8 @@ class TokenizedChunk:
     stats: TokenizeStats
     values: npt.NDArray[np.float32] | None = None
     """[n], the label of an answer or the margin of a pair; None: all zero."""
+    columns: npt.NDArray[np.uint8] | None = None
+    """Bytes of a line for each sequence, the fields of the record of a prompt; None for other records."""
 
 
 class RecordTokenizer:
@@ -128,27 +131,29 @@ class RecordTokenizer:
         tokens: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
         masks: list[npt.NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)]
         documents: list[int] = []
-        values: list[float] = []
+        texts: list[ChatText] = []
         renderer = self._answers if self._kind.is_answers else self._chat
         without_end, empty_answers = renderer.without_end, renderer.empty_answers
         for (_, where), group in groupby(self._encode(self._chat_texts(chunk, stats)), key=lambda pair: pair[0]):
             sequences = self._fit([sequence for _, sequence in group], where, stats)
             tokens += [ids for ids, _, _ in sequences]
             masks += [mask for _, mask, _ in sequences]
-            values += [value for _, _, value in sequences]
+            texts += [text for _, _, text in sequences]
             documents += [len(sequences)] if sequences else []
         stats.without_end = renderer.without_end - without_end
         stats.empty_answers = renderer.empty_answers - empty_answers
         lengths = np.fromiter((len(ids) for ids in tokens[1:]), dtype=np.int64, count=len(tokens) - 1)
         counts = np.array(documents, dtype=np.int64)
-        has_values = self._kind.has_values or any(values)
+        has_values = self._kind.has_values or any(text.value for text in texts)
+        columns = "".join(f"{text.columns}\n" for text in texts).encode()
         return TokenizedChunk(
             np.concatenate(tokens),
             np.concatenate(masks),
             lengths,
             counts,
             stats,
-            np.array(values, dtype=np.float32) if has_values else None,
+            np.array([text.value for text in texts], dtype=np.float32) if has_values else None,
+            np.frombuffer(columns, dtype=np.uint8) if self._kind.has_columns else None,
         )
 
     def _chat_texts(self, chunk: RecordChunk, stats: TokenizeStats) -> Iterator[tuple[str, tuple[RecordKey, ChatText]]]:
@@ -161,6 +166,8 @@ class RecordTokenizer:
     def _render(self, record: Record) -> Sequence[ChatText]:
         assert self._kind.parse is not None
         parsed = self._kind.parse(record)
+        if isinstance(parsed, PromptRecord):
+            return [self._chat.prompt_text(parsed)]
         return self._chat(parsed) if isinstance(parsed, Conversation) else self._answers(parsed)
 
     def _encode(self, texts: Iterator[tuple[str, tuple[RecordKey, ChatText]]]) -> Iterator[tuple[RecordKey, Sequenced]]:
@@ -169,7 +176,7 @@ class RecordTokenizer:
             spans = [chat.loss_spans for _, (_, chat) in batch]
             encoded = self._tokenizer.encode_with_mask([text for text, _ in batch], spans)
             for (_, (key, chat)), (ids, mask) in zip(batch, encoded, strict=True):
-                yield key, (ids, mask, chat.value)
+                yield key, (ids, mask, chat)
 
     def _fit(self, sequences: list[Sequenced], where: str, stats: TokenizeStats) -> list[Sequenced]:
         """The sequences of one record, cut, split or dropped; a pair is kept or dropped as a whole."""
@@ -180,7 +187,7 @@ class RecordTokenizer:
             stats.unsplit_tokens += len(sequences[-1][0])
         fitting: list[Sequenced] = []
         overlong = without_loss = truncated = 0
-        for ids, mask, value in sequences:
+        for ids, mask, text in sequences:
             long = most is not None and len(ids) > most
             if long and self.options.overlong == "error":
                 raise DataError(f"{where}: {overlong_sample(len(ids) - 1, self.options.seq_length)}")
@@ -188,13 +195,13 @@ class RecordTokenizer:
                 overlong += 1
             elif long and self.options.overlong == "split":
                 parts = [part for part in _windows(ids, mask, len(ids[:most]) - 1) if part[1][1:].any()]
-                fitting += [(*part, value) for part in parts]
+                fitting += [(*part, text) for part in parts]
                 stats.split_overlong += bool(parts)
                 without_loss += not parts
             elif not mask[1:most].any():
                 without_loss += 1
             else:
-                fitting.append((ids[:most], mask[:most], value))
+                fitting.append((ids[:most], mask[:most], text))
                 truncated += long
         if is_pair and len(fitting) == 2 and np.array_equal(fitting[0][0], fitting[1][0]):
             fitting, without_loss = [], 1  # identical answers, or cut before they differ
@@ -210,7 +217,7 @@ class RecordTokenizer:
         options, unreadable, known = self.options, SkippedRecords(), frozenset(FIELDS)
         for record in chunk_records(chunk, on_error=options.on_error, skipped=unreadable, columns=options.columns):
             stats.records += 1
-            if not self._kind.is_text and not known.issuperset(record.value):
+            if not (self._kind.is_text or self._kind.has_columns) and not known.issuperset(record.value):
                 stats.unused_fields.update(str(name)[:40] for name in record.value if name not in known)
             try:
                 self._kind.check(record)

@@ -234,7 +234,7 @@ def tokenize_options(settings: DataSettings) -> TokenizeOptions:
         records.name,
         seq_length=None if records.is_text else settings.most_targets,
         loss_on="assistant" if records.is_text or records.is_answers else data.loss_on,
-        overlong=data.overlong,
+        overlong=settings.overlong,
         on_error=data.on_error,
         columns=data.columns,
         chat=settings.chat,

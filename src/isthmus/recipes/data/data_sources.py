@@ -22,6 +22,7 @@ from isthmus.data.readers.data_names import HUB, PARTIAL
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
 from isthmus.data.store.manifest import SUFFIXES, indexed_file
+from isthmus.data.tokenize.stats import Overlong
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.recipe import Recipe
@@ -55,15 +56,25 @@ class DataSettings:
     recipe: Recipe
     data: DataConfig
     chat: ChatSettings
+    answer_tokens: int = 0
+    """Room for an answer that is generated."""
 
     @property
     def most_targets(self) -> int:
         """Most targets of a sample, which has one token more. A reward model also reads the last token."""
-        return self.data.seq_length - self.recipe.trains_scores
+        return self.data.seq_length - self.recipe.trains_scores - self.answer_tokens
+
+    @property
+    def overlong(self) -> Overlong:
+        """``data.overlong``; a prompt is never truncated."""
+        is_prompt = self.recipe.records.has_columns
+        return "drop" if is_prompt and self.data.overlong == "truncate" else self.data.overlong
 
 
 def data_settings(config: RunConfig) -> DataSettings:
-    return DataSettings(recipe_of(config), config.data, chat_settings(config))
+    recipe = recipe_of(config)
+    answer_tokens = config.rollout.max_new_tokens if recipe.generates_answers else 0
+    return DataSettings(recipe, config.data, chat_settings(config), answer_tokens)
 
 
 def find_data_sources(config: RunConfig, tokenized: Path | None = None) -> list[DataSource]:
@@ -152,6 +163,7 @@ def data_fingerprint(
         "files": [file for records in files for file in records],
         "tokenizer": tokenizer_record(tokenizer),
         "recipe": settings.recipe.name,
+        **({"answer_tokens": settings.answer_tokens} if settings.answer_tokens else {}),
         "settings": {name: values[name] for name in sorted(values) if name not in _IRRELEVANT},
         **({} if chat == UNCHANGED else {"chat": chat.as_record()}),
     }

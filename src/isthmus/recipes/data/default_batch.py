@@ -14,12 +14,13 @@ ENOUGH_STEPS = 20
 def default_batch_size(config: RunConfig, sequences: float, dp: int) -> int:
     """``train.global_batch_size``, halved until the epochs have enough steps if it is not given.
 
-    A batch that also estimates a KL divergence is not made smaller.
+    A batch that also estimates a KL divergence, or has groups of answers, is not made smaller.
     """
     train, size = config.train, config.train.global_batch_size
     if "global_batch_size" in train.model_fields_set or train.steps is not None:
         return size
-    if recipe_of(config).has_extra_forward(config):
+    recipe = recipe_of(config)
+    if recipe.has_extra_forward(config) or recipe.generates_answers:
         return size
     parallel = config.parallel
     least = train.micro_batch_size * dp * (parallel.pp if parallel.vpp > 1 else 1)

@@ -32,6 +32,15 @@ def end_tokens(source: ModelFolder, tokenizer: Tokenizer) -> set[int]:
     return source.end_tokens() | {end for end in (tokenizer.eos_id, tokenizer.turn_end_id) if end is not None}
 
 
+def check_end_tokens(source: ModelFolder, tokenizer: Tokenizer) -> None:
+    """Raise UsageError if no token would end an answer."""
+    if not end_tokens(source, tokenizer):
+        raise UsageError(
+            "neither the tokenizer nor the model has an end token (eos_token), so no answer would end. Set one in "
+            "tokenizer_config.json."
+        )
+
+
 def eval_prompts(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> tuple[EvalPrompt, ...]:
     """The prompts, rendered with the chat template except in pretraining; none without ``eval.generate``.
 

@@ -186,7 +186,8 @@ def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
         inputs = np.concatenate([np.repeat(length, (inputs // length).sum()), inputs % length])
     if config.data.packing and recipe.bin_packs:
         return len(Bins.packed(inputs[inputs > 0], length, 0)) if inputs.any() else 0
-    return len(inputs) // recipe.samples_per_sequence
+    answers = config.rollout.group_size if recipe.generates_answers else 1
+    return len(inputs) * answers // recipe.samples_per_sequence
 
 
 def _start_of(chunk: RecordChunk, num_bytes: int) -> RecordChunk:

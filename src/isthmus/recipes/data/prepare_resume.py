@@ -22,7 +22,7 @@ import numpy.typing as npt
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.readers.data_names import PARTIAL
 from isthmus.data.store.indexed_dataset import IndexedWriter
-from isthmus.data.store.manifest import MASK, VALUES, indexed_file, write_manifest
+from isthmus.data.store.manifest import COLUMNS, MASK, VALUES, indexed_file, write_manifest
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
 from isthmus.errors import DataError, OutputExists, disk_errors
@@ -33,7 +33,7 @@ PART_TOKENS = 1 << 21
 """Tokens after which a part is written; memory contains one part."""
 PART_S = 10.0
 """Seconds after which a smaller part is written."""
-_PUBLISHED = (MASK, VALUES, ".bin", ".idx", ".json")
+_PUBLISHED = (MASK, VALUES, COLUMNS, ".bin", ".idx", ".json")
 """In the order of renaming: the manifest comes last."""
 
 
@@ -46,6 +46,8 @@ class PartialOutput:
         """Input chunks in the written parts."""
         self._valued = False
         """Whether a written part has values."""
+        self._with_columns = False
+        """Whether the parts have columns."""
         self._parts = 0
         self._buffer: list[TokenizedChunk] = []
         self._written_s = time.monotonic()
@@ -107,6 +109,7 @@ class PartialOutput:
             chunks, tokenized = part
             self._parts, self.chunks = number + 1, self.chunks + chunks
             self._valued |= tokenized.values is not None
+            self._with_columns |= tokenized.columns is not None
             self.stats.add(tokenized.stats)
 
     def add(self, chunk: TokenizedChunk) -> None:
@@ -126,8 +129,8 @@ class PartialOutput:
             stats.add(chunk.stats)
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(chunk, name) for chunk in chunks])
-            for name in ("tokens", "mask", "lengths", "documents")
-            if name != "mask" or chunks[0].mask is not None
+            for name in ("tokens", "mask", "lengths", "documents", "columns")
+            if getattr(chunks[0], name) is not None
         }
         header = json.dumps({"chunks": len(chunks), "stats": stats.as_dict()}).encode()
         if any(chunk.values is not None for chunk in chunks):
@@ -136,6 +139,7 @@ class PartialOutput:
             arrays["values"] = np.concatenate(
                 [zero if chunk.values is None else chunk.values for chunk, zero in zip(chunks, zeros, strict=True)]
             )
+        self._with_columns |= "columns" in arrays
         arrays["header"] = np.frombuffer(header, dtype=np.uint8)
         with atomic_file(self._part(self._parts)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
@@ -144,12 +148,12 @@ class PartialOutput:
 
     def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any]) -> None:
         """Write the indexed files and the manifest from the parts."""
-        with IndexedWriter(self._staged(""), dtype, masked, self._valued) as writer:
+        with IndexedWriter(self._staged(""), dtype, masked, self._valued, self._with_columns) as writer:
             for number in range(self._parts):
                 part = _read_part(self._part(number))
                 assert part is not None
                 tokenized = part[1]
-                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask, tokenized.values)
+                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask, tokenized.values, tokenized.columns)
                 writer.end_documents(tokenized.documents)
         write_manifest(self._staged(""), manifest | {"pair": writer.close()})
 
@@ -173,9 +177,10 @@ def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
     try:
         with np.load(path) as stored:
             header = json.loads(stored["header"].tobytes())
-            mask, values = (stored[name] if name in stored else None for name in ("mask", "values"))
+            mask, values, columns = (stored[name] if name in stored else None for name in ("mask", "values", "columns"))
             stats = TokenizeStats.from_dict(header["stats"])
-            tokenized = TokenizedChunk(stored["tokens"], mask, stored["lengths"], stored["documents"], stats, values)
+            tokens, lengths, documents = (stored[name] for name in ("tokens", "lengths", "documents"))
+            tokenized = TokenizedChunk(tokens, mask, lengths, documents, stats, values, columns)
             return header["chunks"], tokenized
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
         return None

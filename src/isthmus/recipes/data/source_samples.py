@@ -71,9 +71,9 @@ def open_samples(
         if records.is_text:
             store, fit = text_samples(indexed, seq_length, crosses_documents=data.crosses_documents)
         elif records.roles:
-            store, fit = preference_samples(indexed, seq_length, data.overlong)
+            store, fit = preference_samples(indexed, seq_length, settings.overlong)
         else:
-            store, fit = chat_samples(indexed, seq_length, data.overlong)
+            store, fit = chat_samples(indexed, seq_length, settings.overlong)
         if most is not None:
             store, most = _of_first_documents(store, indexed, most), max(0, most - len(indexed.documents) + 1)
         stores.append(store)

@@ -72,7 +72,7 @@ def test_only_what_is_read_fast_is_read(tmp_path: Path) -> None:
         check_records([["absent.jsonl"]], "chat", {})
     with pytest.raises(DataError, match="plain text among data of kind chat"):
         check_records([[write(tmp_path / "c.jsonl", {"text": "a"})]], "chat", {})
-    assert {*RECORD_KINDS} == {"text", "chat", "preference", "unpaired"}
+    assert {*RECORD_KINDS} == {"text", "chat", "preference", "unpaired", "prompt"}
 
 
 @pytest.mark.processes
