@@ -190,18 +190,87 @@ model_author: swift
 model_name: swift-robot
 """
 
-TEXTS: dict[Program, str] = {"TRL": TRL, "LLaMA-Factory": LLAMA_FACTORY, "axolotl": AXOLOTL, "ms-swift": MS_SWIFT}
+VERL = """
+algorithm:
+  adv_estimator: grpo
+  use_kl_in_reward: false
+data:
+  train_files: ['gsm8k/train.parquet', 'math/train.parquet']
+  val_files: gsm8k/test.parquet
+  train_batch_size: 512
+  max_prompt_length: 512
+  max_response_length: 1024
+  filter_overlong_prompts: true
+  truncation: error
+actor_rollout_ref:
+  model:
+    path: Qwen/Qwen2-7B-Instruct
+    use_remove_padding: true
+    enable_gradient_checkpointing: true
+  actor:
+    strategy: megatron
+    optim: {lr: 2.0e-6}
+    ppo_mini_batch_size: 128
+    ppo_micro_batch_size_per_gpu: 4
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    clip_ratio_low: 0.2
+    clip_ratio_high: 0.28
+    loss_agg_mode: token-mean
+    entropy_coeff: 0
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, param_offload: false}
+  rollout:
+    n: 8
+    name: vllm
+    temperature: 0.9
+    tensor_model_parallel_size: 2
+    gpu_memory_utilization: 0.6
+    log_prob_micro_batch_size_per_gpu: 8
+  ref:
+    log_prob_use_dynamic_bsz: true
+custom_reward_function: {path: my_rewards.py, name: score}
+reward_model:
+  overlong_buffer: {enable: true, len: 256, penalty_factor: 1.0}
+trainer:
+  critic_warmup: 0
+  logger: [console, wandb]
+  project_name: mine
+  experiment_name: first
+  n_gpus_per_node: 8
+  nnodes: 1
+  save_freq: 20
+  test_freq: 5
+  total_epochs: 15
+  device: ${oc.select:global_profiler.tool,null}
+"""
+
+TEXTS: dict[Program, str] = {
+    "TRL": TRL,
+    "LLaMA-Factory": LLAMA_FACTORY,
+    "axolotl": AXOLOTL,
+    "ms-swift": MS_SWIFT,
+    "verl": VERL,
+}
 VERBS: dict[Program, str] = {
     "TRL": "from-trl",
     "LLaMA-Factory": "from-llamafactory",
     "axolotl": "from-axolotl",
     "ms-swift": "from-swift",
+    "verl": "from-verl",
 }
 SMALLEST: dict[Program, dict[str, Any]] = {
     "TRL": {"model_name_or_path": "m", "dataset_name": "d.json"},
     "LLaMA-Factory": {"model_name_or_path": "m", "dataset": "d.json"},
     "axolotl": {"base_model": "m", "datasets": [{"path": "d.json"}]},
     "ms-swift": {"model": "m", "dataset": ["d.json"]},
+    "verl": {
+        "actor_rollout_ref.model.path": "m",
+        "data.train_files": "d.parquet",
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 8,
+        "custom_reward_function.path": "f.py",
+    },
 }
 
 
@@ -428,7 +497,9 @@ def test_keys_without_an_equal_setting_are_refused_together(tmp_path: Path) -> N
 
 def test_another_kind_of_training_is_one_error(tmp_path: Path) -> None:
     (line,) = refusals("ms-swift", {**SMALLEST["ms-swift"], "rlhf_type": "grpo", "num_generations": 8}, tmp_path)
-    assert "rlhf_type: grpo  is not a method of Isthmus" in line
+    assert "rlhf_type: grpo  is training on rollouts, which is not translated; see isthmus grpo" in line
+    (line,) = refusals("axolotl", {**SMALLEST["axolotl"], "rl": "grpo"}, tmp_path)
+    assert "rl: grpo  is training on rollouts" in line
 
 
 SCRIPT = """
@@ -496,8 +567,100 @@ def test_a_config_of_another_program_is_recognized(
     assert main(command[1:]) == 0
     ours = tmp_path / "ours.yaml"
     ours.write_text(capsys.readouterr().out)
-    config = load_config("sft", ours)
+    config = load_config("grpo" if program == "verl" else "sft", ours)
     assert config.model.path == YAML(typ="safe").load(TEXTS[program]).get("model_name_or_path", config.model.path)
+
+
+def test_settings_of_verl(tmp_path: Path) -> None:
+    translation = translated("verl", VERL, tmp_path)
+    assert translation.recipe == "grpo" and translation.world.nproc_per_node == 8
+    expected = {
+        "data.files": ["gsm8k/train.parquet", "math/train.parquet"],
+        "data.valid_files": ["gsm8k/test.parquet"],
+        "data.seq_length": 1536,
+        "data.overlong": "drop",
+        "rollout.reward": ["my_rewards.py:score"],
+        "rollout.group_size": 8,
+        "rollout.max_new_tokens": 1024,
+        "rollout.temperature": 0.9,
+        "train.global_batch_size": 1024,
+        "train.micro_batch_size": 4,
+        "grpo.updates_per_rollout": 4,
+        "grpo.loss": "dapo",
+        "grpo.scale_advantages": "group",
+        "grpo.clip_low": 0.2,
+        "grpo.clip_high": 0.28,
+        "grpo.kl_weight": 0.001,
+        "grpo.kl_estimator": "k3",
+        "grpo.kl_ratio": False,
+        "grpo.length_penalty_tokens": 256,
+        "parallel.tp": 2,
+        "parallel.pp": 2,
+        "optim.lr": 2e-6,
+        "optim.weight_decay": 0.01,
+        "checkpoint.every": 80,
+        "train.eval_every": 20,
+        "train.epochs": 15.0,
+        "logging.to": ["wandb"],
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert "parallel.fsdp" not in translation.settings and "parallel.vpp" not in translation.settings
+
+
+VERL_SCRIPT = """
+set -x
+files="['a.parquet', 'b.parquet']"
+python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml \\
+    algorithm.adv_estimator=grpo data.train_files="$files" data.train_batch_size=64 +data.seed=7 \\
+    actor_rollout_ref.model.path=m actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_low=3e-4 \\
+    custom_reward_function.path=r.py trainer.total_training_steps=10 trainer.logger='["console"]' $@ 2>&1 | tee log
+"""
+
+
+def test_the_overrides_of_verl_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(VERL_SCRIPT)
+    settings = translate_trainer("verl", file).settings
+    expected = {
+        "data.files": ["a.parquet", "b.parquet"],
+        "data.seed": 7,
+        "grpo.loss": "gspo",
+        "grpo.clip_low": 3e-4,
+        "rollout.reward": ["r.py:compute_score"],
+        "train.global_batch_size": 256,
+        "train.steps": 10,
+    }
+    assert {name: settings.get(name) for name in expected} == expected
+    assert "parallel.fsdp" not in settings and "grpo.kl_weight" not in settings
+
+
+def test_what_a_shell_fills_in_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text('python3 -m verl.trainer.main_ppo "${DATA[@]}"\n')
+    with pytest.raises(UsageError, match=r"only a shell fills in. Give the config that Hydra wrote"):
+        translate_trainer("verl", file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("algorithm.adv_estimator", "gae", "is not of Isthmus; use grpo"),
+        ("actor_rollout_ref.rollout.n", 1, "must be 2 or more"),
+        ("actor_rollout_ref.actor.ppo_epochs", 2, "an answer is trained on once"),
+        ("data.train_batch_size", 1000, "is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=256"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum", "is not a mean of Isthmus"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "clip_cov", "is not a loss of grpo"),
+        ("algorithm.use_kl_in_reward", True, "is a part of the loss"),
+        ("actor_rollout_ref.rollout.top_k", 50, "tokens are drawn by"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", True, "without calls of tools"),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1", "not rejected by a statistic"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_sise", 8, "did you mean actor_rollout_ref.actor.ppo_mini_batch_size?"),
+    ],
+)
+def test_what_only_verl_has_is_refused(key: str, value: Any, why: str, tmp_path: Path) -> None:
+    lines = refusals("verl", {**SMALLEST["verl"], key: value}, tmp_path)
+    assert len(lines) == 2 and key in lines[1] and why in lines[1]
 
 
 def test_a_few_wrong_keys_are_answered_one_by_one(tmp_path: Path) -> None:
@@ -552,7 +715,7 @@ def test_every_setting_of_trl_has_an_answer() -> None:
     trl = find_spec("trl")
     if trl is None or trl.origin is None:
         pytest.skip("TRL is not installed (extra: bench)")
-    names = ("base", "model", "sft", "dpo", "kto", "reward")
+    names = ("base", "model", "sft", "dpo", "kto", "reward", "grpo", "rloo")
     files = [Path(trl.origin).parent / "trainer" / f"{name}_config.py" for name in names]
     files += [Path(transformers.__file__).parent / "training_args.py"]
     fields = {name for file in files for name in fields_of(file)}

@@ -278,6 +278,13 @@ def from_trl(options: FromCommandOptions) -> int:
     return _from_trainer("TRL", options, recipe=options.recipe)
 
 
+@app.command("from-verl", short_help="Translate a config or a command of verl.")
+@verb
+def from_verl(options: FromTrainerOptions) -> int:
+    """Print the config of a training of verl with GRPO. A key without an equal setting is an error, or a comment."""
+    return _from_trainer("verl", options)
+
+
 @app.command("from-swift", short_help="Translate a config or a command of ms-swift.")
 @verb
 def from_swift(options: FromCommandOptions) -> int:

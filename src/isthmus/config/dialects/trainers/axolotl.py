@@ -174,6 +174,8 @@ def _put_recipe(keys: TrainerConfig) -> None:
         ):
             if keys.has(name):
                 keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+    elif method == "grpo":
+        keys.stop("rl", "is training on rollouts, which is not translated; see isthmus grpo")
     elif method is not None:
         keys.stop("rl", f"is not a method of Isthmus; it has {', '.join(_PREFERENCES)}, kto and reward models")
 

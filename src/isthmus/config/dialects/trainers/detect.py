@@ -28,6 +28,7 @@ _COMMANDS = {
     "axolotl": "from-axolotl",
     "ms-swift": "from-swift",
     "TRL": "from-trl",
+    "verl": "from-verl",
 }
 _FEWEST = 4
 """Keys of other programs that a config has at least; fewer are more likely mistakes in one of ours."""
@@ -35,6 +36,8 @@ _FEWEST = 4
 
 def trainer_of(values: Mapping[str, Any]) -> str | None:
     """The program whose config has these keys; None if it is one of Isthmus, which has sections."""
+    if "actor_rollout_ref" in values:
+        return "verl"
     flat = [name for name, value in values.items() if name not in RunConfig.model_fields]
     sections = [name for name in values if name in RunConfig.model_fields and isinstance(values[name], dict)]
     if len(flat) < _FEWEST or sections:

@@ -69,6 +69,8 @@ def translate_swift(keys: TrainerConfig, verb: str | None, *, megatron: bool) ->
         raise UsageError(f"{verb} is not a training command of ms-swift; those are {', '.join(_VERBS)}.")
     keys.translation.recipe = _VERBS.get(verb, "sft")
     method = (keys.text("rlhf_type") or "dpo") if verb == "rlhf" else ""
+    if method in ("grpo", "ppo"):
+        keys.stop("rlhf_type", "is training on rollouts, which is not translated; see isthmus grpo")
     if method and method not in _METHODS:
         keys.stop("rlhf_type", f"is not a method of Isthmus; it has {', '.join(_METHODS)}")
     keys.translation.recipe = _METHODS.get(method, keys.translation.recipe)

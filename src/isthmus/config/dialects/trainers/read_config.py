@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.yaml_text import TEXT_BYTES, Syntax, read_mapping
+from isthmus.config.yaml_text import TEXT_BYTES, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
 
@@ -21,6 +21,8 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _EXPR = re.compile(r"(?<=\s)\$\(\s*expr\s+(\S+)\s+([-+*/])\s+(\S+)\s*\)|(?<=\s)\$\(\(([^()]*)\)\)")
 _PROGRAMS = re.compile(r"(?:.*/)?(swift|megatron|trl|llamafactory-cli|lmf|axolotl|\w+\.py)")
+_HYDRA = re.compile(r"verl\.\w+(\.\w+)*|recipe(\.\w+)+|(?:.*/)?main_\w+\.py")
+"""Modules of verl, whose options are overrides of Hydra: ``data.train_batch_size=512``."""
 _RANKS = ("NPROC_PER_NODE", "--nproc_per_node", "--nproc-per-node", "--num_processes")
 
 
@@ -121,6 +123,9 @@ def _calculated(match: re.Match[str]) -> str:
 
 
 def _command(words: Sequence[str], variables: Mapping[str, str]) -> TrainerFile | None:
+    module = next((number for number, word in enumerate(words) if _HYDRA.fullmatch(word)), None)
+    if module is not None:
+        return TrainerFile(_overrides(words[module + 1 :]), program="verl", variables=dict(variables))
     place = next((place for place, word in enumerate(words) if _PROGRAMS.fullmatch(word)), None)
     if place is None or not any(word.startswith("--") for word in words[place:]):
         return None
@@ -142,6 +147,29 @@ def _ranks(words: Sequence[str], variables: Mapping[str, str]) -> int | None:
         if flag in _RANKS and value.isdigit():
             return int(value)
     return None
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """``name=value``, ``+name=value`` and ``++name=value`` of Hydra; UsageError for what a shell fills in."""
+    values: dict[str, Any] = {}
+    for before, word in zip(("", *words), words, strict=False):
+        name, equals, value = word.lstrip("+-").replace("config-", "config_", 1).partition("=")
+        if word in ("|", "&", "&&", ";", ">", "2>&1"):
+            break
+        if before in ("--config-name", "--config-path"):
+            name, equals, value = before[2:].replace("-", "_"), "=", word
+        elif (word.startswith("-") and not equals) or word in ("$@", "$*"):
+            continue
+        if not equals:
+            raise UsageError(
+                f"the script has {word}, which only a shell fills in. Give the config that Hydra wrote of a run: "
+                "outputs/DATE/TIME/.hydra/config.yaml."
+            )
+        try:
+            values[name] = read_value(value)
+        except Syntax:
+            values[name] = value
+    return values
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:

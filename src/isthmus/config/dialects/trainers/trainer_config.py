@@ -22,6 +22,10 @@ _OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "no", [], {})
 """Values with which a key has no effect."""
 
 
+_HYDRA = ("verl",)
+"""Programs without TrainingArguments."""
+
+
 @cache
 def tables() -> Mapping[str, Any]:
     """Aliases, defaults and the keys that change a training in a way that Isthmus does not have."""
@@ -203,11 +207,11 @@ def _with_negations(program: str, values: Mapping[str, Any]) -> Iterator[tuple[s
 
 def known_keys(program: str) -> list[str]:
     """The keys of ``program`` in the table of answers."""
-    return [*trainers()[program], *trainers()["common"]]
+    return [*trainers()[program], *(() if program in _HYDRA else trainers()["common"])]
 
 
 def _answer(program: str, name: str) -> str | None:
-    return trainers()[program].get(name, trainers()["common"].get(name))
+    return trainers()[program].get(name, None if program in _HYDRA else trainers()["common"].get(name))
 
 
 def _reason(status: str, program: str, name: str, value: Any) -> str | None:

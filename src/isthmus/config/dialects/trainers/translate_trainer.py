@@ -12,24 +12,35 @@ from isthmus.config.dialects.trainers.ms_swift import translate_swift
 from isthmus.config.dialects.trainers.read_config import read_trainer_file
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig, known_keys
 from isthmus.config.dialects.trainers.trl import translate_trl
+from isthmus.config.dialects.trainers.verl import flattened, translate_verl
 from isthmus.config.dialects.translation import Translation, grouped
 from isthmus.errors import UsageError
 
-Program = Literal["TRL", "LLaMA-Factory", "axolotl", "ms-swift"]
+Program = Literal["TRL", "LLaMA-Factory", "axolotl", "ms-swift", "verl"]
 _RULES: Mapping[Program, Callable[[TrainerConfig], None]] = {
     "TRL": lambda keys: translate_trl(keys, None),
     "LLaMA-Factory": lambda keys: translate_llama_factory(keys, None),
     "axolotl": translate_axolotl,
     "ms-swift": lambda keys: translate_swift(keys, None, megatron=False),
+    "verl": translate_verl,
 }
 _SMALLEST: Mapping[Program, Mapping[str, Any]] = {
     "TRL": {"model_name_or_path": "m", "dataset_name": "d.json"},
     "LLaMA-Factory": {"model_name_or_path": "m", "dataset": "d.json"},
     "axolotl": {"base_model": "m", "datasets": [{"path": "d.json"}], "adapter": "lora"},
     "ms-swift": {"model": "m", "dataset": ["d.json"]},
+    "verl": {
+        "actor_rollout_ref.model.path": "m",
+        "data.train_files": "d.parquet",
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 8,
+    },
 }
 """A config of each program."""
-_DATA_KEYS = ("dataset", "dataset_name", "datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer")
+_DATA_KEYS = (
+    *("dataset", "dataset_name", "datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer"),
+    "data.train_files",
+)
 """Keys that ``data`` replaces."""
 
 
@@ -56,7 +67,7 @@ def translate_trainer(
         UsageError: keys without an equal setting, all in one error.
     """
     file = read_trainer_file(path)
-    values = dict(file.values)
+    values = flattened(file.values) if program == "verl" else dict(file.values)
     if data:
         replaced = [name for name in _DATA_KEYS if name in values]
         values = {name: value for name, value in values.items() if name not in replaced}
@@ -67,6 +78,8 @@ def translate_trainer(
         translate_llama_factory(keys, dataset_info)
     elif program == "axolotl":
         translate_axolotl(keys)
+    elif program == "verl":
+        translate_verl(keys)
     elif program == "TRL":
         translate_trl(keys, verb)
     else:
@@ -101,6 +114,8 @@ def translate_option(name: str, value: str) -> dict[str, Any]:
 
 def _data_values(program: Program, data: tuple[str, ...]) -> dict[str, object]:
     """``data`` as the program writes it."""
+    if program == "verl":
+        return {"data.train_files": list(data)}
     if program == "TRL":
         return {"datasets": [{"path": file} for file in data]}
     return {"datasets": [{"path": file} for file in data]} if program == "axolotl" else {"dataset": list(data)}

@@ -17,6 +17,7 @@ from isthmus.config.dialects.trainers.methods import (
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
 from isthmus.config.dialects.trainers.training_arguments import put_evaluation, put_model, put_training_arguments
+from isthmus.config.dialects.trainers.trl_grpo import put_grpo
 from isthmus.config.dialects.translation import World
 from isthmus.config.recipes import RecipeName
 from isthmus.errors import UsageError
@@ -41,8 +42,14 @@ _VERBS: Mapping[str, RecipeName] = {
     "kto": "kto",
     "reward": "reward",
     "gkd": "distill",
+    "grpo": "grpo",
+    "rloo": "grpo",
 }
 _SIGNS: Mapping[RecipeName, tuple[str, ...]] = {
+    "grpo": (
+        *("num_generations", "reward_funcs", "reward_weights", "num_iterations", "epsilon", "epsilon_high"),
+        *("generation_batch_size", "steps_per_generation", "scale_rewards", "normalize_advantages"),
+    ),
     "distill": ("teacher_model_name_or_path",),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
@@ -52,7 +59,14 @@ _SIGNS: Mapping[RecipeName, tuple[str, ...]] = {
     ),
 }
 """Keys that only the configs of a recipe have."""
-_DEFAULT_LR: Mapping[RecipeName, float] = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "distill": 2e-5}
+_DEFAULT_LR: Mapping[RecipeName, float] = {
+    "sft": 2e-5,
+    "dpo": 1e-6,
+    "kto": 1e-6,
+    "reward": 1e-4,
+    "distill": 2e-5,
+    "grpo": 1e-6,
+}
 
 
 def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
@@ -74,6 +88,8 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
         keys.put("kto.beta", keys.number("beta"), "beta")
         if keys.has("loss_type"):
             keys.put("kto.loss", keys.text("loss_type"), "loss_type")
+    elif recipe == "grpo":
+        put_grpo(keys, rloo=verb == "rloo" or keys.has("normalize_advantages"))
     elif recipe == "distill":
         keys.put("distill.beta", keys.number("beta") if keys.has("beta") else 0.5, "beta")
         if not keys.has("lmbda"):
@@ -83,7 +99,8 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
         keys.ignore("loss_type", "The loss is the cross entropy.")
     elif keys.has("loss_type"):
         keys.refuse("loss_type", "is not the loss of sft, which is the cross entropy")
-    _put_text(keys)
+    if recipe != "grpo":
+        _put_text(keys)
     _put_data(keys)
 
 
