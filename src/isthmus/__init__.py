@@ -1,8 +1,8 @@
 """Isthmus: train Hugging Face models on Megatron-Core, and get Hugging Face models back.
 
 ``isthmus.sft(config)``, ``isthmus.dpo(config)``, ``isthmus.kto(config)``, ``isthmus.reward(config)``,
-``isthmus.distill(config)``, ``isthmus.pretrain(config)`` and ``isthmus.convert(source, destination)`` are what the
-commands of the same name run;
+``isthmus.distill(config)``, ``isthmus.grpo(config)``, ``isthmus.pretrain(config)`` and
+``isthmus.convert(source, destination)`` are what the commands of the same name run;
 ``isthmus.load_model(hf_dir, ...)`` gives the live Megatron-Core model, ``isthmus.AutoBridge`` also writes it back, and
 ``isthmus.register_family`` adds the weight mapping of an architecture; ``isthmus.Callback``
 is the base class of callbacks. They are imported on first use, since
@@ -22,6 +22,7 @@ _LAZY = {
     "kto": ("isthmus.recipes.run", "kto"),
     "distill": ("isthmus.recipes.run", "distill"),
     "reward": ("isthmus.recipes.run", "reward"),
+    "grpo": ("isthmus.recipes.run", "grpo"),
     "pretrain": ("isthmus.recipes.run", "pretrain"),
     "AutoBridge": ("isthmus.recipes.model.auto_bridge", "AutoBridge"),
     "register_family": ("isthmus.families.registry", "register_family"),

@@ -4,6 +4,7 @@ from isthmus.recipes.model.auto_bridge import AutoBridge as AutoBridge
 from isthmus.recipes.model.load_model import load_model as load_model
 from isthmus.recipes.run import distill as distill
 from isthmus.recipes.run import dpo as dpo
+from isthmus.recipes.run import grpo as grpo
 from isthmus.recipes.run import kto as kto
 from isthmus.recipes.run import pretrain as pretrain
 from isthmus.recipes.run import reward as reward
@@ -18,6 +19,7 @@ __all__ = [
     "convert",
     "distill",
     "dpo",
+    "grpo",
     "kto",
     "load_model",
     "pretrain",

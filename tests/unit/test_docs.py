@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 from isthmus import errors
 from isthmus.cli.main import app
 from isthmus.config.load import load_config
+from isthmus.config.setting_errors import trainers
 from isthmus.families.architecture import SETTINGS
 from isthmus.tools.bench.bench_grid import split_values
 
@@ -89,11 +90,14 @@ def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len(overrides) > 5
     for page, verb, override in overrides:
-        more = {"data.files": None, "train.steps": 5} if override == "data.mock=true" else {}
+        more: dict[str, Any] = {"data.files": None, "train.steps": 5} if override == "data.mock=true" else {}
         if verb == "distill":
             more["distill.teacher"] = "teacher"
+        elif verb == "grpo":
+            more["rollout.reward"] = ["exact_match"]
+        recipe = verb if verb in ("dpo", "kto", "reward", "distill", "grpo") else "sft"
         try:
-            load_config(verb if verb in ("dpo", "kto", "reward", "distill") else "sft", None, [override], flags | more)
+            load_config(recipe, None, [override], flags | more)
         except errors.UsageError as error:
             pytest.fail(f"{page}: {override}: {error}")
 
@@ -102,6 +106,7 @@ def test_settings_in_text_are_settings() -> None:
     known = set(re.findall(r"^\| `([a-z_.0-9]+)` \|", (ROOT / "docs/reference/config.md").read_text(), re.MULTILINE))
     groups = {name.partition(".")[0] for name in known if "." in name}
     known |= SETTINGS.keys()  # of architectures, such as moe.top_k
+    known |= trainers()["verl"].keys()  # on its page
     mentions = {
         (name, word.partition("=")[0])
         for page, name in zip(PAGES, IDS, strict=True)
@@ -119,8 +124,9 @@ def test_yaml_blocks_are_configs(tmp_path: Path) -> None:
     for _, text in results:
         file = tmp_path / "page.yaml"
         file.write_text(text)
-        config = load_config("sft", file, [], {})
-        assert config.recipe == "sft"
+        match = re.search(r"^recipe: (\w+)$", text, re.MULTILINE)
+        recipe = match[1] if match else "sft"
+        assert load_config(recipe, file, [], {}).recipe == recipe
 
 
 def test_the_tutorial_shows_the_error_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.config.recipes import RECIPE_SETTINGS
 
-_TRAIN = "the training commands are sft, dpo, kto, reward, distill and pretrain, such as `isthmus sft`"
+_TRAIN = "the training commands are sft, dpo, kto, reward, distill, grpo and pretrain, such as `isthmus sft`"
 _CHAT = "`isthmus chat MODEL` answers prompts in the terminal"
 _EXPORT = (
     "a run exports its model to OUT/hf; `isthmus convert CHECKPOINT OUT --to hf` exports a checkpoint, and "
@@ -22,6 +22,7 @@ _LORA = (
     "`isthmus sft ... lora.rank=16` trains LoRA adapters; lora.quantize=nf4 also quantizes the other weights (QLoRA)"
 )
 _PREFERENCES = "`isthmus dpo`, `isthmus kto` and `isthmus reward` train on preferences"
+_RL = "`isthmus grpo` trains on rewards of the model's own answers"
 COMMANDS: Mapping[str, str] = {
     "train": _TRAIN,
     "finetune": _SFT,
@@ -34,11 +35,16 @@ COMMANDS: Mapping[str, str] = {
     "pt": "`isthmus pretrain` trains a model on text",
     "pretraining": "`isthmus pretrain` trains a model on text",
     "rm": "`isthmus reward` trains a reward model",
-    "rlhf": _PREFERENCES,
+    "rlhf": f"{_PREFERENCES}; {_RL}",
     "orpo": "`isthmus dpo ... dpo.loss=orpo` is ORPO",
     "simpo": "`isthmus dpo ... dpo.loss=simpo` is SimPO",
     "cpo": "`isthmus dpo ... dpo.loss=cpo` is CPO",
     "gkd": "`isthmus distill` learns the probabilities of a teacher",
+    "rl": _RL,
+    "ppo": f"{_RL}; it has no critic",
+    "rloo": "`isthmus grpo ... grpo.loss=rloo` is RLOO",
+    "dapo": "`isthmus grpo ... grpo.loss=dapo` is DAPO",
+    "gspo": "`isthmus grpo ... grpo.loss=gspo` is GSPO",
     "export": _EXPORT,
     "save": _EXPORT,
     "serve": _SERVE,

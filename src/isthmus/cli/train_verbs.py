@@ -1,4 +1,4 @@
-"""``isthmus sft``, ``dpo``, ``kto``, ``reward``, ``distill`` and ``pretrain``."""
+"""``isthmus sft``, ``dpo``, ``kto``, ``reward``, ``distill``, ``grpo`` and ``pretrain``."""
 
 from __future__ import annotations
 

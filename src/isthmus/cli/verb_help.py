@@ -48,6 +48,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "isthmus distill --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/a distill.teacher=Qwen/Qwen3-8B",
         "isthmus distill --model small --data chats.jsonl --out runs/b distill.teacher=large distill.top_k=64",
     ),
+    "grpo": (
+        "isthmus grpo --model Qwen/Qwen3-0.6B --data prompts.jsonl --out runs/a rollout.reward=exact_match",
+        "isthmus grpo --model runs/sft/hf --data math.jsonl --out runs/b rollout.reward=my.py:score grpo.loss=gspo",
+    ),
     "pretrain": (
         "isthmus pretrain --model preset:qwen3-0.6b --data text.jsonl --out runs/a model.init=random "
         "tokenizer.path=Qwen/Qwen3-0.6B",

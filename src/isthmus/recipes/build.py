@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from isthmus.config.load import dump
+from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, remove_old
@@ -35,6 +36,7 @@ from isthmus.recipes.plan.run_record import run_environment
 from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.reference_logps import compute_reference
 from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.rollout.build_rollouts import build_rollouts
 from isthmus.recipes.run_result import RunData
 from isthmus.recipes.trainer import Trainer
 from isthmus.train.early_stopping import EarlyStopping
@@ -74,14 +76,19 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
             parts = {"train": data.train, "valid": data.valid, "test": data.test}
             fresh = context.resume is None
             compute_reference(stepper, parts, run_dir.reference, position, fresh=fresh, stop=stop, log=reporter.log)
+        grace = _grace_period(context, stepper, reporter, stop)
+        rollouts = None
+        if isinstance(data.train, PromptBatches):
+            rollouts = build_rollouts(context, position, data.train, data.steps, stepper, grace, reporter)
         progress = resume(context, stepper, data)
+        if rollouts is not None and context.resume is not None:
+            rollouts.load(context.resume)
         check_profiled_steps(config, data.steps)
         record |= {"data": data.fingerprint} if main else {}
         agree(lambda: _begin(context, record) if main else None)
     saves = _saves(context, progress, reporter, main=main)
-    explainer = StepExplainer(stepper, data.train.store, reporter, config.logging.spike_factor)
+    explainer = StepExplainer(stepper, None if rollouts else data.train.store, reporter, config.logging.spike_factor)
     skipped_steps = SkippedSteps(stepper, reporter)
-    grace = _grace_period(context, stepper, reporter, stop)
     return Trainer(
         context=context,
         recipe=recipe,
@@ -105,6 +112,7 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
             skipped_steps,
             MemoryWarnings(context.platform, reporter),
         ),
+        rollouts=rollouts,
     )
 
 

@@ -22,7 +22,7 @@ class Recipe:
     objective: Callable[[RunConfig], Objective]
     eval_objective: Callable[[], Objective] | None = None
     """Objective of evaluations; None: that of training."""
-    batches: Callable[[RunConfig], type[Batches]] = lambda config: Batches
+    batches: Callable[[RunConfig], Callable[..., Batches]] = lambda config: Batches
     samples_per_sequence: int = 1
     """Samples that ``train.micro_batch_size`` counts as one, such as the answers of a pair."""
     bin_packs: bool = True
@@ -35,6 +35,8 @@ class Recipe:
     """Whether a step has a forward pass over other samples, as many as it trains on."""
     trains_scores: bool = False
     """The model is a reward model: a score of the last token, in place of logits."""
+    generates_answers: bool = False
+    """Trains on answers that the model generates to prompts; see :mod:`isthmus.recipes.rollout`."""
     trains_mtp: bool = False
     """The objective has a loss for MTP layers."""
 

@@ -54,6 +54,11 @@ def distill(config: RunConfig) -> RunResult:
     return _run_as("distill", config)
 
 
+def grpo(config: RunConfig) -> RunResult:
+    """Train on rewards of the model's own answers and export it, as :func:`sft` does."""
+    return _run_as("grpo", config)
+
+
 def pretrain(config: RunConfig) -> RunResult:
     """Pretrain on text and export the model, as :func:`sft` does."""
     return _run_as("pretrain", config)

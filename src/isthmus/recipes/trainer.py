@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from isthmus.config.load import origins_of
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.batches import prefetched
+from isthmus.data.batching.batches import Batches, prefetched
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
@@ -22,7 +24,7 @@ from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.parallel.process_groups import Position, gather_objects
-from isthmus.engine.step import NotFinite, Stepper, StepResult
+from isthmus.engine.step import EvalResult, NotFinite, Stepper, StepResult
 from isthmus.engine.trace_region import trace_region
 from isthmus.errors import Diverged, IsthmusError, Preempted
 from isthmus.launch.heartbeat import leave
@@ -32,6 +34,8 @@ from isthmus.recipes.model.hf_export import checkpoint_args, write_checkpoint_co
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.recipe import Recipe
+from isthmus.recipes.rollout.rollout_state import RolloutState
+from isthmus.recipes.rollout.rollouts import Rollouts
 from isthmus.recipes.run_dir import write_record
 from isthmus.recipes.run_result import RunData, RunResult, describe
 from isthmus.train.concurrent_save import ConcurrentSave
@@ -69,6 +73,8 @@ class Trainer:
     skipped_steps: SkippedSteps
     watchers: Sequence[Watcher]
     """All that attach to the events of steps, in the order in which they are called."""
+    rollouts: Rollouts | None
+    """What generates the answers that are trained on; None for a recipe that trains on data."""
     done: int = 0
     loss: float | None = None
     """Loss of step ``done``; None before the first."""
@@ -166,7 +172,7 @@ class Trainer:
         with ExitStack() as stack:
             for watcher in self.watchers:
                 stack.push(watcher.ended)
-            batches = stack.enter_context(closing(prefetched(self.data.train.step, range(self.start, steps))))
+            batches = stack.enter_context(closing(self._batches(range(self.start, steps))))
             while self.done < steps and not self.early_stopping.stops(self.done):
                 metrics, stop_requested = self.train_step(batches)
                 if stop_requested:
@@ -179,6 +185,12 @@ class Trainer:
                     self._timed = tokens + metrics.num_tokens, seconds + metrics.step_time_s
                 if self.done < steps:
                     self._between_steps(stop_requested)
+
+    def _batches(self, steps: range) -> Generator[Sequence[PackedBatch], None, None]:
+        """This rank's micro batches of each step."""
+        if self.rollouts is None:
+            return prefetched(self.data.train.step, steps)
+        return self.rollouts.batches(steps)
 
     def _stop_watching(self) -> None:
         for watcher in self.watchers:
@@ -221,6 +233,8 @@ class Trainer:
             padding = 1 - tokens / positions
             metrics = self._metrics(step, result, int(tokens), int(squares), padding, elapsed_s, reported)
             self.reporter.step(metrics)
+            if self.rollouts is not None:
+                self.rollouts.check_logps(step, result.peak)
             ranks = self.context.plan.world_size
             if saves_ended >= ranks:
                 self.saves.conclude()
@@ -255,7 +269,7 @@ class Trainer:
         return StepMetrics(
             step=step,
             loss=result.loss,
-            objective=result.metrics,
+            objective={**({} if self.rollouts is None else self.rollouts.metrics), **result.metrics},
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,
@@ -308,15 +322,21 @@ class Trainer:
         source = self.data.valid if part == "valid" else self.data.test
         if source is None:
             return None
-        objective = None if self.recipe.eval_objective is None else self.recipe.eval_objective()
         with trace_region("validation"):
-            result = self.stepper.evaluate(self.grace.evaluated(source.eval_batches(), step), objective)
+            result = self._evaluate(source, step)
         self.reporter.evaluation(step, result.loss, result.metrics, part=part)
         if not math.isfinite(result.loss):
             name = "validation" if part == "valid" else "test"
             hint = "Lower optim.lr or lengthen optim.warmup_steps." if step else "Check the weights and the data."
             raise Diverged(f"the {name} loss is {result.loss} after {step} steps; this state is not saved. {hint}")
         return result.loss
+
+    def _evaluate(self, source: Batches, step: int) -> EvalResult:
+        if isinstance(source, PromptBatches):
+            assert self.rollouts is not None
+            return self.rollouts.evaluate(step, source)
+        objective = None if self.recipe.eval_objective is None else self.recipe.eval_objective()
+        return self.stepper.evaluate(self.grace.evaluated(source.eval_batches(), step), objective)
 
     def generate_samples(self, step: int) -> None:
         """Report answers to the prompts of ``eval.generate`` after ``step``."""
@@ -345,13 +365,15 @@ class Trainer:
             keep=settings.keep,
             keep_best=settings.keep_best,
             args=checkpoint_args(self.model, step),
-            write_beside=self._write_files,
+            write_beside=partial(self._write_files, None if self.rollouts is None else self.rollouts.state(step)),
         )
         return Progress(step=step, data=self.data.fingerprint, best=self.early_stopping.best), options
 
-    def _write_files(self, folder: Path) -> None:
+    def _write_files(self, rollouts: RolloutState | None, folder: Path) -> None:
         """What a checkpoint has besides the state; the rows of its steps are on the disk before it is published."""
         self.reporter.sync()
+        if rollouts is not None:
+            rollouts.write(folder)
         write_checkpoint_config(self.model, folder, self.context.tokenizer)
         write_record(folder, self.record)
 

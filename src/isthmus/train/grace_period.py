@@ -86,6 +86,10 @@ class GracePeriod:
     def half_over(self) -> bool:
         return self.stop.waiting_s > self.seconds / 2
 
+    def check(self, done: int, part: str) -> None:
+        """Abandon a ``part`` of the run that the same command repeats, in half of the time; a collective."""
+        self._abandon_if(self.half_over, done, part)
+
     def _abandon_if(self, late: bool, done: int, part: str) -> None:
         (ranks,) = sum_over_ranks([float(late)], self.device)
         if ranks:

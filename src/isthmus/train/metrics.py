@@ -14,6 +14,8 @@ _PRINTED = {
     "rewards/margins": "margin",
     "rewards/accuracies": "acc",
     "sft_loss": "sft",
+    "reward": "reward",
+    "answer_tokens": "length",
 }
 """Printed metrics of the objective, and their printed names."""
 _PERFORMANCE = (

@@ -184,10 +184,23 @@ class Reporter:
         self._samples.add([{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in answers])
         if self._trackers is not None:
             self._trackers.log_answers(answers, step)
-        text = " ".join(f"{answers[0][0]} -> {answers[0][1]}".split())
+        self._print_answer(step, *answers[0])
+
+    def _print_answer(self, step: int, prompt: str, answer: str) -> None:
+        text = " ".join(f"{prompt} -> {answer}".split())
         cell = step_cell(step, self._total_steps)
         file = f"  ({self._samples_path.name})"
         self._console.print(f"{cell}  {shortened(text, WIDTH - len(cell) - 2 - len(file))}{file}")
+
+    def rollout_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write generated answers with their rewards to ``samples.jsonl`` and the trackers; print the first."""
+        if not self._is_main or not samples:
+            return
+        assert self._samples is not None, "begin() comes first"
+        self._samples.add([{"step": step, **_finite(sample)} for sample in samples])
+        if self._trackers is not None:
+            self._trackers.log_answers([(sample["prompt"], sample["completion"]) for sample in samples], step)
+        self._print_answer(step, samples[0]["prompt"], samples[0]["completion"])
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._metrics is not None, "begin() comes first"

@@ -22,7 +22,7 @@ from isthmus.errors import disk_errors
 from isthmus.files.atomic_write import write_atomic
 from isthmus.files.input_files import parse_json
 
-_EVALUATIONS = ("valid_loss", "test_loss", "answer")
+_EVALUATIONS = ("valid_loss", "test_loss", "answer", "completion")
 """Keys of rows that a resumed run may compute again, at the step from which it resumes."""
 _CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{8})"\}')
 

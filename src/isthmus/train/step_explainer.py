@@ -64,8 +64,8 @@ class StepExplainer(Watcher):
     """All methods are collectives: loss and gradient norm are the same on every rank, and so is what follows."""
 
     stepper: Stepper
-    samples: Samples
-    """That the steps train on."""
+    samples: Samples | None
+    """That the steps train on; None for generated answers."""
     reporter: Reporter
     spike_factor: float | None
     _detectors: dict[str, SpikeDetector] = field(default_factory=dict)

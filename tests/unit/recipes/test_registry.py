@@ -13,7 +13,7 @@ from isthmus.data.tokenize.record_kinds import RECORD_KINDS
 from isthmus.errors import UsageError
 from isthmus.recipes.registry import RECIPES, recipe_of
 
-REQUIRED = {"distill.teacher": "teacher"}
+REQUIRED = {"distill.teacher": "teacher", "rollout.reward": "exact_match"}
 
 
 def config_of(recipe: RecipeName) -> RunConfig:
@@ -33,11 +33,12 @@ def test_traits_agree_with_each_other(name: RecipeName) -> None:
     batches = recipe.batches(config)
     assert recipe.records in RECORD_KINDS.values() and recipe.card
     assert recipe.records.is_text == settings.takes_documents
-    assert recipe.records.is_answers == (settings.answers is not None)
+    assert (recipe.records.is_answers or recipe.generates_answers) == (settings.answers is not None)
+    assert recipe.generates_answers == recipe.records.has_columns == ("rollout" in settings.sections)
     assert recipe.samples_per_sequence == max(1, len(recipe.records.roles))
-    assert recipe.bin_packs == (not recipe.records.is_answers)
+    assert recipe.bin_packs == (settings.answers is None)
     assert recipe.trains_scores == (not settings.generates)
-    assert hasattr(batches, "step") and recipe.objective(config).sums is not None
+    assert callable(batches) and recipe.objective(config).sums is not None
     assert recipe.has_teacher == ("distill.teacher" in settings.required)
 
 

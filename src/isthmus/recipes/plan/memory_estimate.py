@@ -15,6 +15,7 @@ from isthmus.recipes.model.teacher_model import teacher_precision
 from isthmus.recipes.plan.activation_estimate import activations, micro_batches, temporary_bytes
 from isthmus.recipes.plan.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.plan.parameter_counts import PlanCounts
+from isthmus.recipes.registry import recipe_of
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
@@ -44,15 +45,20 @@ class MemoryEstimate:
     """The copy of a checkpoint that is written in the background, on a CPU."""
     teacher: int = 0
     """Weights of the teacher of distillation."""
+    reference: int = 0
+    """The starting weights, as the reference policy of reinforcement learning."""
+    states: int = 0
+    """States of the sequences in generation, at another time than activations."""
 
     @property
     def persistent(self) -> int:
         """Bytes kept from step to step, without the offloaded ones."""
-        return self.weights + self.gradients + self.optimizer + self.teacher + self.copied
+        return self.weights + self.gradients + self.optimizer + self.teacher + self.reference + self.copied
 
     @property
     def total(self) -> int:
-        return self.persistent + self.activations + max(self.temporary, self.logits) + self.quantized
+        training = self.activations + max(self.temporary, self.logits) + self.quantized
+        return self.persistent + max(training, self.states)
 
     def __str__(self) -> str:
         parts = {
@@ -65,6 +71,10 @@ class MemoryEstimate:
             parts["copy for checkpoint.async"] = self.copied
         if self.teacher:
             parts["teacher"] = self.teacher
+        if self.reference:
+            parts["reference"] = self.reference
+        if self.states:
+            parts["(in generation) states of sequences"] = self.states
         if largest := max(self.temporary, self.logits):
             parts["temporary"] = largest
         if self.quantized:
@@ -116,11 +126,26 @@ def estimate_ranks(
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
         moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
         logits = loss if rank == plan.parallel.pp - 1 else 0
+        moved |= _rollout_bytes(plan, config, precision, persistent)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return students
     teachers = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
     return [replace(student, teacher=teacher.weights) for student, teacher in zip(students, teachers, strict=True)]
+
+
+def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate) -> dict[str, int]:
+    """What a pipeline rank of reinforcement learning has besides."""
+    if not recipe_of(config).generates_answers:
+        return {}
+    element, parallel = DTYPES[precision].itemsize, plan.parallel
+    rollout, grpo, capacity = config.rollout, config.grpo, config.data.seq_length + 1
+    answers = grpo.updates_per_rollout * config.train.global_batch_size
+    slots = min(rollout.batch_size, math.ceil(answers / parallel.dp(plan.world_size)))
+    elements = sum(mixer.state_elements(capacity) for layer in plan.architecture.layers for mixer in layer.mixers)
+    states = element * slots * math.ceil(elements / (parallel.pp * parallel.tp)) if rollout.engine == "native" else 0
+    trained = state.gradients // 4  # gradients are float32
+    return {"states": states, "reference": element * trained if grpo.kl_weight else 0}
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
@@ -217,6 +242,8 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
         hints = _smaller_state(plan.parallel, platform, precision, offloaded=config.optim.offload)
     else:
         hints = _smaller_activations(config)
+        if estimate.total == estimate.persistent + estimate.states:
+            hints = ["lower rollout.batch_size or data.seq_length", "raise parallel.tp or parallel.pp over more ranks"]
     hint = "; or ".join(hints)
     raise UsageError(
         f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "

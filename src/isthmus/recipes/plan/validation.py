@@ -22,7 +22,7 @@ from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.data.corpus import check_files
 from isthmus.recipes.data.default_batch import with_batch_size
-from isthmus.recipes.data.eval_prompts import EvalPrompt, eval_prompts
+from isthmus.recipes.data.eval_prompts import EvalPrompt, check_end_tokens, eval_prompts
 from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.teacher_model import check_teacher, teacher_messages
 from isthmus.recipes.plan.layout_checks import check_async_layout, check_offload
@@ -36,6 +36,8 @@ from isthmus.recipes.plan.model_plan import (
     plan_model,
 )
 from isthmus.recipes.plan.step_matmuls import tuning_messages
+from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.rollout.rewards import check_rewards
 from isthmus.recipes.run_dir import RunDir, read_record
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
@@ -72,8 +74,8 @@ def validate(
     1. run folder and checkpoint to resume from,
     2. model folder, family, layout and experts (:func:`plan_model`),
     3. training settings (:func:`check_training`),
-    4. data files, names and shapes of the weights,
-    5. tokenizer, prompts of evaluations,
+    4. data files, names and shapes of the weights, rewards,
+    5. tokenizer, end tokens, prompts of evaluations,
     6. platform, precision, teacher, optimizer offload, attention backend,
     7. memory.
 
@@ -92,11 +94,15 @@ def validate(
     check_training(config, plan)
     check_files(config)
     _check_weights(config, plan)
+    if recipe_of(config).generates_answers:
+        check_rewards(config)
     if config.checkpoint.push is not None:
         check_name(config.checkpoint.push)
     for name in config.callbacks:
         callback_class(name)
     tokenizer = run_tokenizer(config, plan.source, plan.architecture.vocab_size)
+    if recipe_of(config).generates_answers:
+        check_end_tokens(plan.source, tokenizer)
     prompts = eval_prompts(config, tokenizer, plan.architecture)
     shape = RunShape(
         nodes=math.ceil(plan.world_size / ranks_here),

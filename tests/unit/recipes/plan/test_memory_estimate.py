@@ -185,3 +185,35 @@ def test_only_clearly_too_large_runs_are_refused() -> None:
         check(1, {"pp": 2}, 2)
     with pytest.raises(UsageError, match=r"Start more ranks to shard it over; or use a smaller model"):
         check(1, {"fsdp": True}, 2)
+
+
+def grpo_config(**sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, Any] = {
+        "recipe": "grpo",
+        "out": "o",
+        "model": {"path": "m"},
+        "data": {"files": ["d"], "seq_length": 2047},
+        "rollout": {"reward": ["exact_match"], "batch_size": 16},
+        "train": {"steps": 1, "global_batch_size": 512},
+        "parallel": {"tp": 2},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return RunConfig.model_validate(values)
+
+
+def test_states_of_generation_are_at_another_time_than_activations() -> None:
+    run = grpo_config()
+    result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
+    layers, kv_heads, head_dim = 32, 8, 128
+    assert result.states == 16 * 2048 * layers * 2 * kv_heads * head_dim * 2 // 2  # keys, values, bf16, tp=2
+    training = result.activations + max(result.temporary, result.logits)
+    assert result.total == result.persistent + max(result.states, training) and result.reference == 0
+    run = grpo_config(rollout={"batch_size": 256})
+    assert estimate_memory(plan_of(LLAMA_8B, run), run, "bf16").states == 8 * result.states  # 128 answers a rank
+
+
+def test_a_reference_policy_is_a_copy_of_the_trained_weights() -> None:
+    run = grpo_config(grpo={"kl_weight": 0.1})
+    result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
+    assert result.reference == 2 * result.parameters

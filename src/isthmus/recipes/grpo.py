@@ -1,0 +1,18 @@
+"""Reinforcement learning on rewards of the model's own answers, with GRPO and its relatives."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from isthmus.data.batching.rollout_batches import PromptBatches
+from isthmus.engine.loss.policy_loss import PolicyObjective
+from isthmus.recipes.recipe import Recipe
+
+RECIPE = Recipe(
+    name="grpo",
+    card="trained with reinforcement learning (GRPO) on rewards of its own answers",
+    objective=lambda config: PolicyObjective(config.grpo, config.rollout),
+    batches=lambda config: partial(PromptBatches, group_size=config.rollout.group_size),
+    bin_packs=False,
+    generates_answers=True,
+)

@@ -1,0 +1,71 @@
+"""The rollouts of a run, from its validated settings."""
+
+from __future__ import annotations
+
+import torch
+
+from isthmus.config.schema import RunConfig
+from isthmus.data.batching.rollout_batches import PromptBatches
+from isthmus.engine.generation.inference import Inference
+from isthmus.engine.parallel.process_groups import Position, agree
+from isthmus.engine.step import Stepper
+from isthmus.recipes.data.eval_prompts import end_tokens
+from isthmus.recipes.plan.validation import RunContext
+from isthmus.recipes.rollout.engines import NativeEngine
+from isthmus.recipes.rollout.rewards import Rewards, load_rewards
+from isthmus.recipes.rollout.rollouts import Rollouts
+from isthmus.recipes.rollout.starting_weights import StartingWeights
+from isthmus.train.grace_period import GracePeriod
+from isthmus.train.reporter import Reporter
+
+_FLOAT32_TOLERANCE = 1e-4
+"""Of log-probabilities of the native engine, whose kernels add up in another order than those of packed sequences."""
+
+
+def build_rollouts(
+    context: RunContext,
+    position: Position,
+    prompts: PromptBatches,
+    steps: int,
+    stepper: Stepper,
+    grace: GracePeriod,
+    reporter: Reporter,
+) -> Rollouts:
+    """A collective; the present weights become the reference policy.
+
+    ``prompts`` are those of training, ``steps`` the optimizer steps of the run.
+    """
+    config, plan, tokenizer = context.config, context.plan, context.tokenizer
+    rewards: list[Rewards] = []
+    agree(lambda: rewards.append(_rewards(config, prompts, stepper.device)) if position.rank == 0 else None)
+    inference = Inference(
+        stepper,
+        plan.architecture,
+        plan.parallel,
+        batch_tokens=config.train.micro_batch_size * config.data.seq_length,
+        slots=config.rollout.batch_size,
+    )
+    tolerance = config.rollout.logp_tolerance
+    if tolerance is None and context.precision == "fp32":
+        tolerance = _FLOAT32_TOLERANCE
+    return Rollouts(
+        config=config,
+        prompts=prompts,
+        stepper=stepper,
+        engine=NativeEngine(inference),
+        rewards=rewards[0] if rewards else None,
+        ends=frozenset(end_tokens(plan.source, tokenizer)),
+        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        inference=inference,
+        tolerance=tolerance,
+        reference=StartingWeights(stepper.model) if config.grpo.kl_weight else None,
+        total_steps=steps,
+        grace=grace,
+        reporter=reporter,
+    )
+
+
+def _rewards(config: RunConfig, prompts: PromptBatches, device: torch.device) -> Rewards:
+    rewards = load_rewards(config, device)
+    rewards.check_columns({name for sample in range(len(prompts.store)) for name in prompts.store.columns(sample)})
+    return rewards

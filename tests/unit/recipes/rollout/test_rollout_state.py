@@ -1,0 +1,56 @@
+"""The state of rollouts in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isthmus.data.batching.rollout_batches import GeneratedAnswers
+from isthmus.errors import DataError
+from isthmus.recipes.rollout.rollout_state import Rollout, RolloutState
+
+
+def rollout() -> Rollout:
+    answers = GeneratedAnswers(
+        prompts=[[1, 2], [3]],
+        answers=[[4], [5, 6, 7]],
+        advantages=np.array([1.0, -1.0]),
+        weights=np.array([1.0, 0.0]),
+        sampling_logps=[np.array([-0.5]), np.array([-0.1, -0.2, -0.3])],
+        old_logps=[np.array([-0.6]), np.array([-0.1, -0.2, -0.4])],
+    )
+    return Rollout(first_step=4, answers=answers, metrics={"reward": 0.5, "generation_s": 3.0})
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    RolloutState(7, rollout()).write(tmp_path)
+    state = RolloutState.read(tmp_path)
+    assert state.consumed == 7 and state.rollout is not None
+    assert state.rollout.first_step == 4 and state.rollout.metrics == {"reward": 0.5}
+    restored, expected = state.rollout.answers, rollout().answers
+    assert (restored.prompts, restored.answers) == (expected.prompts, expected.answers)
+    assert restored.old_logps is not None and expected.old_logps is not None
+    for logps, others in zip(restored.old_logps, expected.old_logps, strict=True):
+        assert np.array_equal(logps, others)
+    assert restored.reference_logps is None and np.array_equal(restored.weights, expected.weights)
+
+
+def test_between_two_rollouts(tmp_path: Path) -> None:
+    RolloutState(7, None).write(tmp_path)
+    assert RolloutState.read(tmp_path) == RolloutState(7, None)
+
+
+def test_equal_states_are_equal_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        RolloutState(7, rollout()).write(tmp_path / name)
+    assert (tmp_path / "a/rollout.npz").read_bytes() == (tmp_path / "b/rollout.npz").read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive"])
+def test_damaged_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rollout.npz").write_bytes(content)
+    with pytest.raises(DataError, match=r"rollout\.npz: cannot be read.*Resume from another checkpoint"):
+        RolloutState.read(tmp_path)
