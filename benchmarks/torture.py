@@ -44,7 +44,9 @@ JOIN_S = 20
 """How long a rank waits for one that was killed before they met."""
 MOST_KILLS = 12
 """In a case."""
-TIMES = {"time_s", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"}
+TIMES = {"time_s", "tokens_per_s", "tflops_per_device", "mfu", "memory_gib", "step_time_s", "checksum"} | {
+    "generation_s", "reward_s", "rollout_s", "generated_tokens_per_s"
+}  # fmt: skip
 """Keys of metrics.jsonl that differ between equal runs."""
 UNCOMPARED = ("tensorboard/", "trackers.json", "events.jsonl", "environment.json")
 """Of a run folder: interruptions, the state of the machine, and logs of other programs, also of interrupted runs."""
@@ -80,6 +82,21 @@ def _train(*more: str) -> Callable[[Path], list[str | Path]]:
     return args
 
 
+def _grpo(*more: str) -> Callable[[Path], list[str | Path]]:
+    settings = (
+        "data.seq_length=64 data.valid_fraction=0.1 train.global_batch_size=8 train.steps=6 train.eval_every=2 "
+        "optim.lr=1e-3 checkpoint.keep=2 checkpoint.export_final=false rollout.group_size=4 rollout.max_new_tokens=6 "
+        "rollout.samples_every=2 grpo.updates_per_rollout=2 grpo.kl_weight=0.1 checkpoint.every=1"
+    ).split()
+
+    def args(inputs: Path) -> list[str | Path]:
+        files = ["--model", inputs / "model", "--data", inputs / "prompts.jsonl", "--out", "out"]
+        reward = f"rollout.reward={inputs / 'rewards.py'}:parity"
+        return ["grpo", *files, *settings, reward, f"parallel.join_timeout_s={JOIN_S}", *more]
+
+    return args
+
+
 def _convert(source: str, *more: str) -> Callable[[Path], list[str | Path]]:
     return lambda inputs: ["convert", inputs / source, "out", *more]
 
@@ -99,6 +116,8 @@ KINDS = {
     "train, 2 ranks": Kind(_train("checkpoint.every=2", "parallel.tp=2"), ranks=2, victims=2, weight=3),
     "train, 2 ranks, async": Kind(_train("checkpoint.every=2", "checkpoint.async=true"), ranks=2, victims=2, weight=2),
     "train, 1 rank of 2": Kind(_train("checkpoint.every=3"), ranks=2, weight=3),
+    "grpo": Kind(_grpo(), weight=3),
+    "grpo, 2 ranks": Kind(_grpo("parallel.tp=2"), ranks=2, victims=2, weight=2),
     "convert to torch_dist": Kind(_convert("model"), weight=2, publishes=True),
     "convert to legacy": Kind(_convert("model", "--to", "torch", "--tp", "2"), weight=2, publishes=True),
     "convert from torch_dist": Kind(_convert("torch_dist", "--to", "hf"), weight=2, publishes=True),
@@ -116,6 +135,11 @@ def make_inputs(folder: Path, isthmus: Any) -> None:
     folder.mkdir(parents=True)
     tiny_qwen3(folder / "model")
     (folder / "chats.json").write_text(json.dumps(CHATS))
+    prompts = [{"prompt": f"Say the number {number}."} for number in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
+    (folder / "rewards.py").write_text(
+        "def parity(completion_ids, **columns):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+    )
     commands = {
         "torch_dist": ["convert", folder / "model", "torch_dist"],
         "legacy": ["convert", folder / "model", "legacy", "--to", "torch", "--tp", "2"],

@@ -13,9 +13,9 @@ import pytest
 
 from faults.fork_server import ForkServer
 
-KILLED = ("train", "prepare")
+KILLED = ("train", "prepare", "grpo")
 FURTHER = (
-    "train, uneven", "train, lora", "train, 2 ranks", "train, 1 rank of 2",
+    "train, uneven", "train, lora", "train, 2 ranks", "train, 1 rank of 2", "grpo, 2 ranks",
     "convert to torch_dist", "convert to legacy", "merge",
 )  # fmt: skip
 
@@ -43,7 +43,7 @@ def kills(campaign: Any, kind: str, number: int) -> None:
     assert row["lost"] is None, row
 
 
-@pytest.mark.thorough_cases("train")
+@pytest.mark.thorough_cases("train", "grpo")
 @pytest.mark.parametrize("kind", KILLED)
 def test_kills(campaign: Any, kind: str) -> None:
     kills(campaign, kind, 2)

@@ -1,0 +1,1 @@
+"""Contestants of the GRPO benchmark."""
