@@ -330,6 +330,7 @@ _GUIDES = {
     "dpo": "[Preference training](../how-to/preference-training.md)",
     "kto": "[Preference training](../how-to/preference-training.md#answers-with-labels-kto)",
     "distill": "[Distillation](../how-to/distillation.md)",
+    "grpo": "[Reinforcement learning](../how-to/grpo.md)",
     "reward": "[Reward models](../how-to/reward-models.md)",
     "pretrain": "[Preprocess data](../how-to/preprocess-data.md), [Parallelism](../how-to/parallelism.md)",
     "demo": "[Tutorial](../tutorial.md)",
@@ -445,7 +446,7 @@ def api_page() -> str:
         "",
         "The functions and classes of the package are imported on first use, so `import isthmus` takes milliseconds.",
         "The commands call the same functions. `isthmus.sft`, `isthmus.dpo`, `isthmus.kto`, `isthmus.reward`,",
-        "`isthmus.distill` and `isthmus.pretrain` run their recipes. For your own training loop",
+        "`isthmus.distill`, `isthmus.grpo` and `isthmus.pretrain` run their recipes. For your own training loop",
         "see [Use a model from Python](../how-to/use-from-python.md).",
         "",
         "```python",
@@ -462,7 +463,7 @@ def api_page() -> str:
     ]
     functions = {name: getattr(isthmus, name) for name in isthmus.__all__ if name != "__version__"}
     functions["convert"] = importlib.import_module("isthmus.convert.transfer").convert
-    for name in ("sft", "dpo", "kto", "reward", "distill", "pretrain"):
+    for name in ("sft", "dpo", "kto", "reward", "distill", "grpo", "pretrain"):
         title = "Training" if name == "sft" else ""
         lines += ([f"## {title}", ""] if title else []) + _directive(functions[name], f"isthmus.{name}")
     lines += _directive(_result_of(functions["sft"]))
@@ -508,12 +509,14 @@ def _directive(target: Any, shown_as: str | None = None) -> list[str]:
 
 _TRAINERS = {
     "trl": "TRL",
+    "verl": "verl",
     "llama-factory": "LLaMA-Factory",
     "axolotl": "axolotl",
     "ms-swift": "ms-swift",
 }
 _FROM = {
     "trl": "from-trl",
+    "verl": "from-verl",
     "llama-factory": "from-llamafactory",
     "axolotl": "from-axolotl",
     "ms-swift": "from-swift",
@@ -522,8 +525,13 @@ _TRAINER_COMMANDS = {
     "TRL": """\
 `trl sft` and `SFTTrainer` are [`isthmus sft`](cli.md); `trl dpo`, `DPOTrainer`, `CPOTrainer` and `ORPOTrainer` are
 [`isthmus dpo`](../how-to/preference-training.md), `trl kto` and `KTOTrainer` are `isthmus kto`,
-and `trl reward` and `RewardTrainer` are [`isthmus reward`](../how-to/reward-models.md). Records with `prompt`,
+`trl reward` and `RewardTrainer` are [`isthmus reward`](../how-to/reward-models.md), and `trl grpo`, `trl rloo`,
+`GRPOTrainer` and `RLOOTrainer` are [`isthmus grpo`](../how-to/grpo.md). Records with `prompt`,
 `completion`, `messages`, `chosen`, `rejected` and `label` are read as they are.""",
+    "verl": """\
+`python -m verl.trainer.main_ppo` with `algorithm.adv_estimator=grpo` is [`isthmus grpo`](../how-to/grpo.md). Data files
+are read as they are. The config is a script with the command, or the file `.hydra/config.yaml` that Hydra writes of a
+run. A step of verl is a rollout, a step of Isthmus an update of the optimizer.""",
     "LLaMA-Factory": """\
 `llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo`, `isthmus kto` or `isthmus pretrain`, by `stage`.
 Alpaca and ShareGPT files are read as they are. Names of data sets are looked up in `dataset_info.json`, in the
@@ -540,7 +548,7 @@ fields of a record tell its format, without a `type`.""",
 def trainer_page(key: str) -> str:
     """The settings of another program, and ours."""
     program, tables = _TRAINERS[key], trainers()
-    own = tables["common"] | tables[program]
+    own = tables[program] if program == "verl" else tables["common"] | tables[program]
     rows = [f"| `{name}` | {_answer(answer)} |" for name, answer in sorted(own.items())]
     lines = [f"# Settings of {program}", "", _MADE, "", _TRAINER_COMMANDS[program], ""]
     verb = _FROM[key]
@@ -552,7 +560,8 @@ def trainer_page(key: str) -> str:
         "prints the config of Isthmus. Each key is a setting, with the key in a comment, or a comment at the top with",
         "the reason why it has none; a key that changes the training in a way that Isthmus does not have is an error.",
         f"Defaults of {program} are settings where they change the result. The file may also be a shell script with",
-        "the command: it is read, not run. `--nproc` is the number of ranks, which multiply the batch of a rank,",
+        "the command: it is read, not run. `--nproc` is the number of ranks"
+        + (", as `trainer.n_gpus_per_node`," if program == "verl" else ", which multiply the batch of a rank,"),
         "`--data` replaces the data sets, and `name=value` other settings.",
         "",
     ]
