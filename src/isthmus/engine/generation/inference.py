@@ -193,8 +193,8 @@ class Inference:
     def _run_pass(self, inputs: Sequence[RankInputs], sampling: RandomTokens | None) -> list[list[tuple[float, int]]]:
         """Loss and token of each sequence, by data-parallel rank."""
         rank_inputs, parallel = inputs[parallel_state.get_data_parallel_rank()], self._parallel
-        for source, target in rank_inputs.moves:
-            self._states.move(source, target)
+        for source, target in rank_inputs.copies:
+            self._states.copy(source, target)
         batches = [self._batch(rank_inputs, sampling)]
         # Interleaved stages need several micro batches.
         batches += [self._batch(RankInputs(), None)] * ((parallel.pp if parallel.vpp > 1 else 1) - 1)

@@ -30,8 +30,8 @@ class SequenceStates:
             self._tensors[key] = like.new_zeros(self.slots, *shape)
         return self._tensors[key]
 
-    def move(self, source: int, target: int) -> None:
-        """Move a sequence to the slot of one that is complete."""
+    def copy(self, source: int, target: int) -> None:
+        """Copy a sequence to a free slot."""
         for tensor in self._tensors.values():
             tensor[target] = tensor[source]
 

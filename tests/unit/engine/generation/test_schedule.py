@@ -27,7 +27,7 @@ def run(schedule: Schedule, ranks: int, slots: int) -> list[Sequence[RankInputs]
         passes.append(inputs)
         results = []
         for rank, rank_inputs in enumerate(inputs):
-            for source, target in rank_inputs.moves:
+            for source, target in rank_inputs.copies:
                 states[rank][target] = states[rank][source]
             for slot, (tokens, past) in enumerate(
                 zip(rank_inputs.tokens, rank_inputs.past, strict=True), start=rank_inputs.first
@@ -58,3 +58,18 @@ def test_a_prefill_has_no_more_tokens_than_a_batch_and_steps_use_all_slots() -> 
     assert prefills[0] == (0, 1)  # 3 tokens; the third prompt has 3 more
     assert all(sum(map(len, inputs.tokens)) <= 5 or len(inputs.tokens) == 1 for (inputs,) in passes)
     assert sum(len(inputs.tokens) for (inputs,) in passes) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(("ranks", "slots", "computations"), [(1, 2, 3), (1, 6, 1), (2, 3, 2)])
+def test_equal_prompts_are_computed_once(ranks: int, slots: int, computations: int) -> None:
+    """By a rank, in as many slots as it has."""
+    prompts = [[7, 8, 9]] * 4 + [[5]] * 2 + [[6, 6]]
+    lengths = [3, 1, 2, 3, 1, 2, 1]
+    schedule = Schedule(prompts, lambda index, answer: len(answer.tokens) < lengths[index], numbers=range(len(prompts)))
+    schedule.start(ranks, slots, batch_tokens=8)
+    passes = run(schedule, ranks, slots)
+    for prompt, length, answer in zip(prompts, lengths, schedule.answers, strict=True):
+        assert answer.tokens == [100 * (len(prompt) + step) + prompt[0] for step in range(length)]
+    computed = [tokens for inputs in passes for rank in inputs if rank.is_prefill for tokens in rank.tokens]
+    assert computed.count((5,)) == 2 and computed.count((6, 6)) == 1  # no prompt of one token, and no single one
+    assert computed.count((7, 8)) + computed.count((7, 8, 9)) == computations
