@@ -14,5 +14,6 @@ RECIPE = Recipe(
     objective=lambda config: PolicyObjective(config.grpo, config.rollout),
     batches=lambda config: partial(PromptBatches, group_size=config.rollout.group_size),
     bin_packs=False,
+    has_extra_forward=lambda config: config.grpo.kl_weight > 0 or config.grpo.updates_per_rollout > 1,
     generates_answers=True,
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -13,7 +15,7 @@ from isthmus.families.architecture import Architecture
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.layer_time import LayerModel, Times
-from isthmus.tools.planner.cost.workload import Workload
+from isthmus.tools.planner.cost.workload import Generation, Workload
 from isthmus.train.flops import flops_per_batch
 
 CONTENTION = 0.2
@@ -39,7 +41,9 @@ FORMULAS = {
     "bubble": "(pp - 1) / vpp micro batches: the pipeline fills and drains",
     "dp": "gradients (float32) and weights over the replicas, minus what the backward and forward pass hide",
     "optimizer": "bytes per updated parameter over the memory bandwidth; with optim.offload 16 over the host link",
-    "teacher": "forward pass of the teacher; for kto, of the mismatched answers",
+    "teacher": "forward pass of the teacher; for kto, of the mismatched answers; for grpo, of the reference policy",
+    "generation": "for each new token of grpo, a pass through all stages that reads weights and states of sequences at "
+    "the memory bandwidth",
 }
 """What each part of a step is, for ``isthmus plan --explain``."""
 COMPUTE = ("gemm", "attention", "recompute", "teacher")
@@ -137,6 +141,8 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     parts["optimizer"] = _optimizer(slowest, model, cluster)
     if work.teacher is not None:
         parts["teacher"] = number * _teacher(work, parallel, cluster, kernels)
+    if work.generation is not None:
+        parts["generation"] = _generation(work.generation, ranks, model, replicas)
     return StepTime(parts, sum(parts.values()), work, world, cluster.part.peak_tflops[work.precision], number)
 
 
@@ -303,6 +309,24 @@ def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     if model.work.offload:
         seconds = max(seconds, 16 * local / (HOST_SHARE * cluster.part.host_gb_s * 1e9))
     return seconds
+
+
+def _generation(generation: Generation, ranks: Sequence[_Rank], model: LayerModel, replicas: int) -> float:
+    """Answers of the largest length. A pass is a token of each sequence, one stage after the other."""
+    arch, kernels, parallel = model.arch, model.kernels, model.parallel
+    answers = math.ceil(generation.answers / replicas)
+    slots = min(answers, generation.batch_size)
+    passes = math.ceil(answers / slots) * generation.new_tokens
+    tokens = max(1, model.work.seq_length - generation.new_tokens // 2)  # of a sequence, half of its answer on average
+    elements = sum(mixer.state_elements(tokens) for layer in arch.layers for mixer in layer.mixers)
+    states = kernels.element * slots * elements / (parallel.tp * parallel.pp)
+    weights = [kernels.element * (rank.parameters + rank.expert_parameters) for rank in ranks]
+    flops = [2 * slots * (rank.parameters + rank.expert_parameters) for rank in ranks]
+    seconds = (
+        max(kernels.memory(read + states, kernels=rank.layers), operations / kernels.rates[False])
+        for rank, read, operations in zip(ranks, weights, flops, strict=True)
+    )
+    return passes * sum(seconds)
 
 
 def _teacher(work: Workload, parallel: ParallelConfig, cluster: Cluster, kernels: Kernels) -> float:

@@ -11,6 +11,18 @@ from isthmus.recipes.registry import recipe_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answers that reinforcement learning generates for a step."""
+
+    answers: int
+    """Of a step, over all ranks."""
+    new_tokens: int
+    """Most tokens of an answer."""
+    batch_size: int
+    """Answers that a data-parallel rank generates at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The settings of a run that change the time of its steps.
 
@@ -43,7 +55,8 @@ class Workload:
     """Adam's moments are in host memory."""
     moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     teacher: Architecture | None = None
-    """Adds a forward pass: of the teacher of distillation, or for KTO's KL divergence of the model itself."""
+    """Adds a forward pass: of the teacher of distillation, or of the model itself, for a KL divergence."""
+    generation: Generation | None = None
 
     @classmethod
     def from_config(
@@ -72,6 +85,7 @@ class Workload:
             offload=config.optim.offload,
             moe_dispatcher=config.moe.dispatcher,
             teacher=teacher,
+            generation=_generation(config),
         )
 
     @property
@@ -82,3 +96,10 @@ class Workload:
     def recomputes(self, module: str) -> bool:
         """Whether selective recomputation includes this module."""
         return self.recompute == "selective" and module in self.recompute_modules
+
+
+def _generation(config: RunConfig) -> Generation | None:
+    if not recipe_of(config).generates_answers or config.rollout.engine != "native":
+        return None
+    rollout, answers = config.rollout, config.train.global_batch_size
+    return Generation(answers=answers, new_tokens=rollout.max_new_tokens, batch_size=rollout.batch_size)

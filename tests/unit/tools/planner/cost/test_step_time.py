@@ -18,7 +18,7 @@ from isthmus.tools.planner.cost import kernels
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.step_time import FORMULAS, StepTime, step_time
-from isthmus.tools.planner.cost.workload import Workload
+from isthmus.tools.planner.cost.workload import Generation, Workload
 from isthmus.train.flops import flops_per_batch
 
 DENSE = from_settings({
@@ -188,7 +188,8 @@ def test_offloaded_moments_take_the_time_of_their_copies() -> None:
 
 
 def test_parts_sum_to_the_step_and_each_has_a_formula() -> None:
-    step = planned(EXPERTS, nodes=4, layout={"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, teacher=DENSE)
+    others = {"teacher": DENSE, "generation": Generation(answers=512, new_tokens=64, batch_size=64)}
+    step = planned(EXPERTS, nodes=4, layout={"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, **others)
     assert step.parts.keys() == FORMULAS.keys() and all(
         seconds > 0 for name, seconds in step.parts.items() if name != "recompute"
     )
@@ -259,3 +260,21 @@ def test_the_workload_of_a_run() -> None:
     )
     assert (result.lora_rank, result.quantized) == (8, True)
     assert of("sft", optim={"offload": True}).offload
+
+
+def generated(nodes: int = 1, layout: dict[str, Any] | None = None, **generation: int) -> float:
+    settings = {"answers": 512, "new_tokens": 1024, "batch_size": 64} | generation
+    return planned(nodes=nodes, layout=layout, generation=Generation(**settings)).parts["generation"]
+
+
+def test_generation_reads_the_weights_for_each_token() -> None:
+    weights_s = 2 * 7.5e9 / part_named("H100").memory_gb_s / 1e9
+    seconds = generated(batch_size=1, answers=8)
+    assert 1024 * weights_s < seconds < 1.5 * 1024 * weights_s
+    assert generated(new_tokens=2048, batch_size=1, answers=8) == pytest.approx(2 * seconds, rel=0.1)
+
+
+def test_generation_is_faster_with_more_sequences_at_a_time_and_shards() -> None:
+    assert generated(batch_size=64) < generated(batch_size=8) / 2
+    assert generated(layout={"tp": 8}) == pytest.approx(generated())  # 8 times as many answers a rank, of 8 ranks
+    assert generated(layout={"tp": 8}, answers=64) == pytest.approx(generated() / 8)
