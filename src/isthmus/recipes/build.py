@@ -79,7 +79,7 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
         grace = _grace_period(context, stepper, reporter, stop)
         rollouts = None
         if isinstance(data.train, PromptBatches):
-            rollouts = build_rollouts(context, position, data.train, data.steps, stepper, grace, reporter)
+            rollouts = build_rollouts(context, model, data.train, data.steps, stepper, grace, reporter)
         progress = resume(context, stepper, data)
         if rollouts is not None and context.resume is not None:
             rollouts.load(context.resume)

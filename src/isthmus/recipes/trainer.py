@@ -101,6 +101,8 @@ class Trainer:
                 self.save(self.done)
             self.saves.finish()
         finally:
+            if self.rollouts is not None:
+                self.rollouts.engine.close()
             self.saves.close(config.checkpoint.grace_s)
         exported_step = self.done
         if config.checkpoint.keep_best and best.step is not None:

@@ -38,6 +38,7 @@ from isthmus.recipes.plan.model_plan import (
 from isthmus.recipes.plan.step_matmuls import tuning_messages
 from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.rollout.rewards import check_rewards
+from isthmus.recipes.rollout.vllm_server import check_engine
 from isthmus.recipes.run_dir import RunDir, read_record
 from isthmus.train.callbacks import callback_class
 from isthmus.train.trackers import check_trackers
@@ -96,6 +97,8 @@ def validate(
     _check_weights(config, plan)
     if recipe_of(config).generates_answers:
         check_rewards(config)
+        if config.rollout.engine == "vllm":
+            check_engine(config)
     if config.checkpoint.push is not None:
         check_name(config.checkpoint.push)
     for name in config.callbacks:

@@ -7,14 +7,16 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.generation.inference import Inference
-from isthmus.engine.parallel.process_groups import Position, agree
+from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.recipes.data.eval_prompts import end_tokens
+from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.validation import RunContext
-from isthmus.recipes.rollout.engines import NativeEngine
+from isthmus.recipes.rollout.engines import NativeEngine, RolloutEngine
 from isthmus.recipes.rollout.rewards import Rewards, load_rewards
 from isthmus.recipes.rollout.rollouts import Rollouts
 from isthmus.recipes.rollout.starting_weights import StartingWeights
+from isthmus.recipes.rollout.vllm_engine import VllmEngine
 from isthmus.train.grace_period import GracePeriod
 from isthmus.train.reporter import Reporter
 
@@ -24,7 +26,7 @@ _FLOAT32_TOLERANCE = 1e-4
 
 def build_rollouts(
     context: RunContext,
-    position: Position,
+    model: RankModel,
     prompts: PromptBatches,
     steps: int,
     stepper: Stepper,
@@ -37,7 +39,7 @@ def build_rollouts(
     """
     config, plan, tokenizer = context.config, context.plan, context.tokenizer
     rewards: list[Rewards] = []
-    agree(lambda: rewards.append(_rewards(config, prompts, stepper.device)) if position.rank == 0 else None)
+    agree(lambda: rewards.append(_rewards(config, prompts, stepper.device)) if model.position.rank == 0 else None)
     inference = Inference(
         stepper,
         plan.architecture,
@@ -45,18 +47,22 @@ def build_rollouts(
         batch_tokens=config.train.micro_batch_size * config.data.seq_length,
         slots=config.rollout.batch_size,
     )
-    tolerance = config.rollout.logp_tolerance
-    if tolerance is None and context.precision == "fp32":
+    is_native, tolerance = config.rollout.engine == "native", config.rollout.logp_tolerance
+    engine: RolloutEngine = NativeEngine(inference)
+    if not is_native:
+        folder = context.run_dir.root
+        engine = VllmEngine.build(config, model, tokenizer, inference, folder, reporter.log, stepper.device)
+    elif tolerance is None and context.precision == "fp32":
         tolerance = _FLOAT32_TOLERANCE
     return Rollouts(
         config=config,
         prompts=prompts,
         stepper=stepper,
-        engine=NativeEngine(inference),
+        engine=engine,
         rewards=rewards[0] if rewards else None,
         ends=frozenset(end_tokens(plan.source, tokenizer)),
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        inference=inference,
+        inference=inference if is_native else None,
         tolerance=tolerance,
         reference=StartingWeights(stepper.model) if config.grpo.kl_weight else None,
         total_steps=steps,

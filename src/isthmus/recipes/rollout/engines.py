@@ -32,6 +32,9 @@ class RolloutEngine(Protocol):
             check: called again and again; raises on all ranks if the generation has to end.
         """
 
+    def close(self) -> None:
+        """End what the engine has started."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeEngine:
@@ -50,3 +53,6 @@ class NativeEngine:
         check: Callable[[], None],
     ) -> list[Answer]:
         return self.inference.answers(prompts, decoding, numbers, check)
+
+    def close(self) -> None:
+        """The training processes are not the engine's."""
