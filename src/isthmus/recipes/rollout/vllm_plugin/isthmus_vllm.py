@@ -25,6 +25,7 @@ class RolloutWorker:
 
     vllm_config: Any
     model_runner: Any
+    device: torch.device
     reload_weights: Any
 
     def isthmus_settings(self) -> dict[str, Any]:
@@ -62,6 +63,10 @@ class RolloutWorker:
 
         # Names as load_weights returns them, before layers with adapters are put around.
         parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters() if "lora_" not in name}
+        if self.device.type == "cpu":
+            for module in model.modules():  # else vLLM 0.32 does not pack the new weights of experts for its CPU kernel
+                if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    method.moe_kernel = None
         model.load_weights = recorded  # vLLM only logs parameters that were not loaded
         try:
             self.reload_weights(weights_iterator=hashed())

