@@ -65,11 +65,12 @@ def assert_agreement(rows: list[dict[str, Any]]) -> None:
 
 
 def test_rollouts_of_tensor_parallel_training(two_ranks: RankPool, tmp_path: Path) -> None:
-    assert_agreement(train_with_vllm(two_ranks, tmp_path, **{"parallel.tp": 2}))
+    settings: dict[str, Any] = {"parallel.tp": 2}
+    assert_agreement(train_with_vllm(two_ranks, tmp_path, **settings))
 
 
 def test_rollouts_of_adapters_at_another_temperature(one_rank: RankPool, tmp_path: Path) -> None:
-    settings = {"lora.rank": 4, "rollout.temperature": 0.8}
+    settings: dict[str, Any] = {"lora.rank": 4, "rollout.temperature": 0.8}
     assert_agreement(train_with_vllm(one_rank, tmp_path, **settings))
 
 

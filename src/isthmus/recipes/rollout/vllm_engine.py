@@ -97,16 +97,14 @@ class VllmEngine:
         Raises:
             UsageError: a server has another model, tokenizer or settings; or on GPUs there is no ``rollout.url``.
         """
-        servers: list[VllmServer] = []
-        if model.position.rank == 0 and config.rollout.url:
-            servers += [VllmServer(url) for url in config.rollout.url]
-        elif model.position.rank == 0:
-            if device.type != "cpu":
-                raise UsageError(
-                    "rollout.engine=vllm on GPUs needs rollout.url: a server does not share the GPUs of training. "
-                    + how_to_start("servers on other GPUs")
-                )
-            servers.append(StartedServer(_arguments(config, model), folder.absolute() / "vllm.log"))
+        if not config.rollout.url and device.type != "cpu":
+            raise UsageError(
+                "rollout.engine=vllm on GPUs needs rollout.url: a server does not share the GPUs of training. "
+                + how_to_start("servers on other GPUs")
+            )
+        servers: list[VllmServer] = [VllmServer(url) for url in config.rollout.url]
+        if not servers:
+            servers = [StartedServer(_arguments(config, model), folder.absolute() / "vllm.log")]
         engine = cls(
             config=config,
             model=model,
@@ -115,7 +113,7 @@ class VllmEngine:
             folder=folder.absolute() / "vllm",
             device=device,
             log=log,
-            servers=servers,
+            servers=servers if model.position.rank == 0 else [],
         )
         on_rank_0(engine._check_running, "vLLM servers")
         return engine
@@ -159,7 +157,7 @@ class VllmEngine:
         generation: _Generation | None = None
         if self.model.position.rank == 0:
             bodies = [self._request(prompt, n, decoding) for prompt, n in zip(prompts, numbers, strict=True)]
-            generation = _Generation(bodies, numbers, self._ask, self._deadline)
+            generation = _Generation(bodies, numbers, self._ask, self._deadline, _REQUESTS * len(self.servers))
         try:
             while True:
                 ended = torch.tensor([float(generation is not None and generation.wait(_WAIT_S))], device=self.device)
@@ -390,6 +388,7 @@ class _Generation:
         numbers: Sequence[int],
         ask: Callable[[dict[str, Any], int, Callable[[VllmServer], None], float], Answer],
         deadline: float,
+        threads: int,
     ) -> None:
         self._bodies, self._numbers, self._ask, self._deadline = bodies, numbers, ask, deadline
         self._answers: list[Answer | None] = [None] * len(bodies)
@@ -397,7 +396,7 @@ class _Generation:
         self._waiting = deque(range(len(bodies)))
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        for _ in range(min(len(bodies), _REQUESTS)):
+        for _ in range(min(len(bodies), threads)):
             threading.Thread(target=self._work, name="vLLM requests", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
@@ -447,11 +446,10 @@ class _Generation:
 
 def has_adapter(config: RunConfig, model: RankModel) -> bool:
     """Whether servers get the adapter and keep the base model; else they get all weights, with the adapter merged."""
-    lora, adapters = config.lora, model.plan.adapters
-    if adapters is None or lora.dora or lora.quantize is not None or config.model.init != "hf":
+    lora, plan = config.lora, model.plan
+    if plan.adapters is None or plan.existing is not None or config.model.init != "hf":
         return False
-    modules = lora.modules_to_save if model.plan.existing is None else model.plan.existing.config.modules_to_save
-    return not modules and model.plan.architecture.moe is None and model.plan.existing is None
+    return not (lora.dora or lora.quantize or lora.modules_to_save) and plan.architecture.moe is None
 
 
 def probe_samples(vocab_size: int) -> list[tuple[list[int], int]]:
@@ -516,7 +514,7 @@ def parsed_answer(server: str, reply: Any, max_new_tokens: int, vocab_size: int)
         (choice,) = reply["choices"]
         tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
         are_tokens = all(type(token) is int and 0 <= token < vocab_size for token in tokens)
-        are_logps = all(isinstance(logp, float | int) and math.isfinite(logp) and logp <= 0 for logp in logps)
+        are_logps = all(isinstance(logp, float | int) and math.isfinite(logp) and logp < 1e-3 for logp in logps)
         if not (0 < len(tokens) <= max_new_tokens and len(tokens) == len(logps) and are_tokens and are_logps):
             raise ValueError(f"{len(tokens)} tokens {tokens[:8]}, {len(logps)} log-probabilities {logps[:8]}")
     except (LookupError, TypeError, ValueError) as error:

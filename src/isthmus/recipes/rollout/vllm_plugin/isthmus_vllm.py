@@ -65,7 +65,8 @@ class RolloutWorker:
         parameters = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters() if "lora_" not in name}
         if self.device.type == "cpu":
             for module in model.modules():  # else vLLM 0.32 does not pack the new weights of experts for its CPU kernel
-                if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
                     method.moe_kernel = None
         model.load_weights = recorded  # vLLM only logs parameters that were not loaded
         try:
@@ -90,7 +91,7 @@ COMPARED_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attentio
 def tensor_hash(tensor: Tensor) -> str:
     """SHA-256 of the tensor's bytes."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy()).hexdigest()
+    return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def main() -> None:
