@@ -35,11 +35,17 @@ def kills_the_server(completions, letters, trainer_state, **_):
 
 
 def train_with_vllm(
-    ranks: RankPool, folder: Path, *, experts: bool = False, reward: str = "share_of_letters", **settings: Any
+    ranks: RankPool,
+    folder: Path,
+    *,
+    experts: bool = False,
+    tied: bool = False,
+    reward: str = "share_of_letters",
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """The rows of three steps of grpo with rollouts by a vLLM server."""
     sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2)
-    model = build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", **sizes)
+    model = build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", tie_word_embeddings=tied, **sizes)
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Write {n}.", "letters": "abcdefgh"}) + "\n" for n in range(12)))
     rewards = REWARDS.replace("KILLED", str(folder / "killed")).replace("LOG", str(folder / "run" / "vllm.log"))
@@ -76,6 +82,10 @@ def test_rollouts_of_adapters_at_another_temperature(one_rank: RankPool, tmp_pat
 
 def test_rollouts_of_experts(one_rank: RankPool, tmp_path: Path) -> None:
     assert_agreement(train_with_vllm(one_rank, tmp_path, experts=True))
+
+
+def test_rollouts_with_tied_embeddings(one_rank: RankPool, tmp_path: Path) -> None:
+    assert_agreement(train_with_vllm(one_rank, tmp_path, tied=True))
 
 
 def test_a_server_that_is_killed_is_started_again(one_rank: RankPool, tmp_path: Path) -> None:

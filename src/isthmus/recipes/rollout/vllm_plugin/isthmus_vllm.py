@@ -73,6 +73,11 @@ class RolloutWorker:
             self.reload_weights(weights_iterator=hashed())
         finally:
             del model.load_weights
+        if self.device.type == "cpu":
+            for module in model.modules():  # else vLLM 0.32 multiplies by the packed old weights of tied embeddings
+                method = getattr(module, "quant_method", None)
+                if hasattr(method, "tie_weights"):
+                    method.process_weights_after_loading(module)
         return {"hashes": hashes, "missing": sorted(parameters - loaded)}
 
     def isthmus_hashes(self, folder: str) -> dict[str, Any]:
