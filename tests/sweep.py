@@ -1,4 +1,7 @@
-"""Sweeps over all families, presets or values: `make unit` runs a case of each kind, `make test` runs all of them."""
+"""Sweeps over all families, presets or values, of which a tier of the tests runs a case of each kind.
+
+`make unit` leaves out the others that are marked ``sweep``, `make test` those that are marked ``thorough``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,22 @@ BLOCK_FAMILIES = (
 """Together they have every kind of block (tests/unit/families/test_block_families.py); one is multimodal."""
 
 
-def swept(values: Iterable[Any], always: Iterable[Any] = BLOCK_FAMILIES) -> list[Any]:
-    """The values as cases of ``parametrize``; those not in ``always`` are marked ``sweep``."""
-    return [
-        value if value in always else pytest.param(value, marks=pytest.mark.sweep, id=str(value)) for value in values
-    ]
+SETTING_FAMILIES = (
+    *BLOCK_FAMILIES, "apertus", "bailing_hybrid", "bamba", "codegen", "cohere2", "cohere2_moe", "deepseek_v2",
+    "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "flex_olmo", "gemma2", "gemma4", "gemma4_text", "gpt_neox",
+    "granite", "granitemoehybrid", "isthmus", "jamba", "lfm2_moe", "llama4", "mimo_v2_flash", "ministral3",
+    "nanochat", "olmo", "olmo_hybrid", "opt", "phimoe", "stablelm", "step3p5",
+)  # fmt: skip
+"""Together they have every kind of setting and of tensor rule (tests/parity/test_sweeps.py)."""
+
+
+def swept(
+    values: Iterable[Any], always: Iterable[Any] = BLOCK_FAMILIES, *, further: pytest.MarkDecorator = pytest.mark.sweep
+) -> list[Any]:
+    """The values as cases of ``parametrize``; those not in ``always`` are marked with ``further``."""
+    return [value if value in always else pytest.param(value, marks=further, id=str(value)) for value in values]
+
+
+def thorough_but(values: Iterable[Any], always: Iterable[Any] = SETTING_FAMILIES) -> list[Any]:
+    """The values as cases of ``parametrize``; those not in ``always`` are ``thorough``."""
+    return swept(values, always, further=pytest.mark.thorough)

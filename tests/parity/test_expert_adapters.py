@@ -14,6 +14,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
 from ranks.tiny import VOCAB, build_model_folder, load_network, tiny_config
+from sweep import BLOCK_FAMILIES, thorough_but
 
 peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
 TOKENS = torch.arange(3, 27)[None] % VOCAB
@@ -32,14 +33,20 @@ def adapted_experts(name: str) -> list[HfLinear]:
 
 
 WITH_EXPERTS = [name for name in all_families() if tiny(name)[1].moe is not None]
+IN_MAKE_TEST = (
+    *BLOCK_FAMILIES, "cohere2_moe", "deepseek_v2", "ernie4_5_moe", "gemma4_text", "isthmus", "jamba", "lfm2_moe",
+    "llama4", "phimoe",
+)  # fmt: skip
+"""Together they have every kind of setting of experts and of tensor rule (test_sweeps.py)."""
 REFUSED = {"step3p5": "its class has experts that PEFT cannot adapt"}
+ADAPTED = [name for name in WITH_EXPERTS if name not in REFUSED]
 
 
 def test_families_without_adapters_of_experts() -> None:
     assert {name for name in WITH_EXPERTS if not adapted_experts(name)} == REFUSED.keys()
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if name not in REFUSED])
+@pytest.mark.parametrize("name", thorough_but(ADAPTED, IN_MAKE_TEST))
 def test_peft_computes_what_the_merged_model_computes(name: str, tmp_path: Path) -> None:
     linears = [linear for group in all_linears(*tiny(name)).values() for linear in group]
     experts = adapted_experts(name)

@@ -17,6 +17,7 @@ from isthmus.recipes.model.model_source import open_source
 from ranks.rank_pool import RankPool
 from ranks.tiny import SIZES, VOCAB, build_model_folder
 from ranks.tiny_families import TINY_FAMILIES
+from sweep import BLOCK_FAMILIES, thorough_but
 
 LENGTHS = [97, 1, 40, 2]
 """Up to more than any window and any original context below."""
@@ -207,11 +208,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
+IN_MAKE_TEST = (
+    *BLOCK_FAMILIES, "apertus", "bailing_hybrid", "bamba", "cohere-qk-norm", "cohere2", "cohere2_moe",
+    "cohere2_moe-sum", "deepseek_v2-lite", "ernie4_5_moe", "exaone4", "falcon_h1", "falcon_h1-norm-first",
+    "flex_olmo", "gemma4_text", "gemma4_text-small", "glm_moe_dsa-shared", "granitemoehybrid", "hunyuan_v1_dense",
+    "isthmus-mixed", "isthmus-parallel-layers", "jamba", "lfm2_moe-no-bias", "llama-rope-dynamic",
+    "llama-rope-linear", "llama4_text", "mimo_v2_flash", "nanochat", "olmo", "olmo_hybrid", "opt", "phi",
+    "phimoe-longrope", "qwen3-tied", "step3p5", "step3p5-heads",
+)  # fmt: skip
+"""Together they have every kind of setting (test_sweeps.py); the others run in `make test-all`."""
+
+
 def test_every_family_has_a_case() -> None:
     assert {family for family, _, _ in CASES.values()} == set(all_families())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thorough_but(CASES, IN_MAKE_TEST))
 def test_logits_equal_transformers(case: str, one_rank: RankPool, tmp_path: Path) -> None:
     family, settings, off = CASES[case]
     model = build_model_folder(tmp_path / "model", family, **settings)

@@ -15,6 +15,7 @@ from isthmus.convert.transfer import convert
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder
 from ranks.tiny_families import TINY_FAMILIES
+from sweep import BLOCK_FAMILIES, thorough_but
 
 # Each in one layout, in which its special tensors are sharded.
 OTHERS: list[tuple[str, dict[str, int]]] = [
@@ -51,6 +52,11 @@ WITH_EXPERTS = [
     "gpt_oss",
     "isthmus",
 ]
+IN_MAKE_TEST = (
+    *BLOCK_FAMILIES, "apertus", "aria_text", "codegen", "ernie4_5_moe", "gemma4_text", "gpt_neox", "llama4", "mistral",
+    "stablelm", "step3p7",
+)  # fmt: skip
+"""Together they have every kind of tensor rule (test_sweeps.py); tests/unit/convert/test_online.py has all families."""
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"tp": 2}, id="tp2"),
@@ -88,13 +94,18 @@ def test_export_equals_transformers_file(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [*OTHERS, *(pytest.param(*case, marks=pytest.mark.thorough) for case in FURTHER)], ids=str
+    ("family", "layout"),
+    [
+        pytest.param(*case, marks=() if case in OTHERS and case[0] in IN_MAKE_TEST else pytest.mark.thorough)
+        for case in [*OTHERS, *FURTHER]
+    ],
+    ids=str,
 )
 def test_export_of_other_families(family: str, layout: dict[str, int], two_ranks: RankPool, tmp_path: Path) -> None:
     assert_exports_unchanged(two_ranks, build_model_folder(tmp_path / "source", family), tmp_path / "export", **layout)
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", thorough_but(WITH_EXPERTS, IN_MAKE_TEST))
 def test_export_of_moe_families(family: str, two_ranks: RankPool, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", family, num_hidden_layers=2)
     assert_exports_unchanged(two_ranks, source, tmp_path / "export", tp=2)

@@ -14,6 +14,7 @@ from ranks.tasks import CLIP_GRAD
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import VOCAB, build_model_folder
 from ranks.tiny_families import TINY_FAMILIES
+from sweep import thorough_but
 
 CAPPED = {"sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
 MULTIPLIERS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
@@ -31,12 +32,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{family: tiny.training for family, tiny in TINY_FAMILIES.items()},
 }
 """Settings for family features that are off by default."""
+FAMILIES = sorted(all_families())
 GEMMA4 = TINY_FAMILIES["gemma4_text"].training
 ONE_OF_EACH_MIXER = ("kimi_linear", "qwen3_next", "nemotron_h", "jamba", "lfm2", "deepseek_v32")
 """Of ``TINY_FAMILIES``: `make test` takes their steps on two ranks, `make test-all` those of all."""
 
 
-@pytest.mark.parametrize("family", sorted(all_families()))
+@pytest.mark.parametrize("family", thorough_but(FAMILIES))
 def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family, **{"num_hidden_layers": 2, **SETTINGS.get(family, {})})
     results = one_rank.run("parity.tasks.gradients", model=model, length=40, vocab_size=VOCAB)
@@ -71,7 +73,9 @@ def test_twenty_steps_equal_plain_transformers(
     assert min(theirs["grad_norm"]) < CLIP_GRAD < max(theirs["grad_norm"])
 
 
-@pytest.mark.thorough_cases("gemma2")
+@pytest.mark.thorough_cases(
+    "gemma", "gemma2", "glm4", "gpt2-no-sp", "gpt_neox", "olmo2", "phi3", "seed_oss", "starcoder2"
+)
 @pytest.mark.parametrize(
     ("family", "settings", "layout"),
     [
