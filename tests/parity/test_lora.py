@@ -50,7 +50,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
         ),
     ],
 )  # fmt: skip
-def test_twenty_steps_and_the_exported_adapter_equal_peft(
+def test_steps_and_the_exported_adapter_equal_peft(
     family: str,
     model: dict[str, Any],
     lora: dict[str, Any],

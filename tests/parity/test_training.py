@@ -62,7 +62,7 @@ def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tm
         pytest.param("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, id="llama-tied"),
     ],
 )
-def test_twenty_steps_equal_plain_transformers(
+def test_steps_equal_plain_transformers(
     family: str, settings: dict[str, Any], one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
     model = build_model_folder(tmp_path / "model", family, **settings)

@@ -24,10 +24,11 @@ from isthmus.errors import DataError
 from isthmus.platforms.torch_features import fsdp_sums_gradients
 from isthmus.recipes.data.corpus import Corpus, check_fingerprint
 from ranks.rank_pool import RankPool
+from ranks.tasks import TOTAL_STEPS
 from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder, build_samples, open_samples
 
-HALF = 10
+HALF = TOTAL_STEPS // 2
 NEEDS_FSDP = pytest.mark.skipif(not fsdp_sums_gradients(), reason="fully_shard of this torch averages gradients")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (extra: qlora)"
@@ -41,7 +42,7 @@ def halves(
     samples: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., tuple[dict[str, Any], Path]]:
-    """A run of 20 steps with a checkpoint at step 10, once per layout: (result, checkpoint folder)."""
+    """A run with a checkpoint at half of its steps, once per layout: (result, checkpoint folder)."""
     cache: dict[str, tuple[dict[str, Any], Path]] = {}
 
     def make(ranks: int, **layout: Any) -> tuple[dict[str, Any], Path]:
@@ -96,11 +97,11 @@ def test_optimizer_offload_is_bitwise_identical(
     full, saved = halves(2, precision="bf16")
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
     offloaded = two_ranks.run(
-        "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[15], root=tmp_path, **settings
+        "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[6], root=tmp_path, **settings
     )
-    back = two_ranks.run("ranks.tasks.train", resume=tmp_path / "iter_0000015", **settings)
+    back = two_ranks.run("ranks.tasks.train", resume=tmp_path / "iter_0000006", **settings)
     for curve in ("loss", "grad_norm", "lr", "loss_tokens"):
-        assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][15:]
+        assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][6:]
     assert offloaded["digest"] == back["digest"] == full["digest"]
 
 

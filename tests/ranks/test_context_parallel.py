@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ranks.rank_pool import RankPool
+from ranks.tasks import TOTAL_STEPS
 from ranks.tiny import build_model_folder
 
 TOLERANCE = 1e-5
@@ -61,7 +62,7 @@ def test_context_parallel_trains_as_single_process(
     family, settings, layouts = MODELS[name]
     model = build_model_folder(tmp_path / "model", family, **settings)
     run: dict[str, Any] = {"model": model, "samples": samples, "evaluate": True, "micro_batch_size": 2}
-    steps = 20 if name == "grouped queries" else 4
+    steps = TOTAL_STEPS if name == "grouped queries" else 4
     if "experts" in name:
         run["moe"] = {
             "aux_loss": 0.1,

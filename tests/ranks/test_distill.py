@@ -14,6 +14,7 @@ from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import VALID_SAMPLES, VOCAB, build_model_folder, open_samples
 
 TRAIN = "ranks.tasks.train"
+SHARED = {"micro_batch_size": 2, "steps": 4, "evaluate": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], samples: Path, teachers: dict[str, str]) -> dict[str, Any]:
     distill = {"teacher": teachers["llama"], "beta": 0.5, "temperature": 2.0, "sft_weight": 0.1}
-    return {"model": models["qwen3-tied"], "samples": samples, "distill": distill, "steps": 4, "evaluate": True}
+    return {"model": models["qwen3-tied"], "samples": samples, "distill": distill, **SHARED}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,11 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
+        pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
         pytest.param(2, {"pp": 2}, id="pp2"),
-        pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
-        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
-        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"fsdp": True}, id="fsdp2"),
+        pytest.param(2, {"cp": 2}, id="cp2"),
     ],
 )
 def test_layout_trains_as_single_process(
@@ -79,7 +80,7 @@ def test_experts_of_student_and_teacher(
     student = build_model_folder(tmp_path / "student", "qwen2_moe", num_hidden_layers=2)
     for teacher in ("experts", "llama"):
         case = run | {"model": student, "steps": 2, "distill": {"teacher": teachers[teacher]}}
-        assert_same(two_ranks.run(TRAIN, **case | {"ep": 2, "micro_batch_size": 2}), one_rank.run(TRAIN, **case))
+        assert_same(two_ranks.run(TRAIN, **case | {"ep": 2}), one_rank.run(TRAIN, **case))
 
 
 def test_adapters_of_the_student(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any]) -> None:
@@ -92,7 +93,7 @@ def test_adapters_of_the_student(one_rank: RankPool, two_ranks: RankPool, run: d
 
 
 def test_resumes_bitwise(one_rank: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
-    run = run | {"precision": "bf16", "micro_batch_size": 2, "evaluate": False}
+    run = run | {"precision": "bf16", "evaluate": False}
     uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
     resumed = one_rank.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == uninterrupted["digest"]

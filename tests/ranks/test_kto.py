@@ -12,13 +12,14 @@ from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import build_answers, build_model_folder
 
 TRAIN = "ranks.tasks.train"
+SHARED = {"micro_batch_size": 2, "steps": 4, "evaluate": True}
 
 
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     samples = build_answers(tmp_path_factory.mktemp("answers") / "store")
     kto = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
-    return {"model": models["qwen3-tied"], "samples": samples, "kto": kto, "steps": 4, "evaluate": True}
+    return {"model": models["qwen3-tied"], "samples": samples, "kto": kto, **SHARED}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def divergences(result: dict[str, Any]) -> list[float]:
     ("ranks", "layout"),
     [
         pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="micro-batch-4-unpacked"),
-        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
-        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
-        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
-        pytest.param(4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}, id="pp2-vpp2-dp2"),
+        pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
+        pytest.param(2, {"fsdp": True}, id="fsdp2"),
+        pytest.param(2, {"cp": 2}, id="cp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2}, id="pp2-vpp2-dp2"),
     ],
 )
 def test_layout_trains_as_single_process(
@@ -57,7 +58,7 @@ def test_experts(
     model = build_model_folder(tmp_path / "model", "qwen2_moe", num_hidden_layers=2)
     case = run | {"model": model, "lora": lora, "steps": 2}
     alone = one_rank.run(TRAIN, **case)
-    assert_same(two_ranks.run(TRAIN, **case, ep=2, micro_batch_size=2), alone)
+    assert_same(two_ranks.run(TRAIN, **case, ep=2), alone)
     assert alone["loss"][0] == pytest.approx(0.5, abs=1e-6) and abs(alone["loss"][1] - alone["loss"][0]) > 1e-5
 
 

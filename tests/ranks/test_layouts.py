@@ -40,11 +40,17 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any]) -> None:
         assert run[key] == pytest.approx(truth[key], rel=TOLERANCE)
 
 
-def test_single_process_reduces_loss_and_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:
+def test_twenty_steps_reduce_the_loss(one_rank: RankPool, models: dict[str, Path], samples: Path) -> None:
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True, "steps": 20}
+    result = one_rank.run("ranks.tasks.train", **run, optim={"schedule": "constant"})
+    assert result["loss"][-1] < result["loss"][0] - 0.5
+    assert result["valid_after"] < result["valid_before"] - 0.5
+
+
+def test_single_process_clips_some_steps(alone: dict[str, dict[str, Any]]) -> None:
     for run in alone.values():
         assert len(run["loss"]) == TOTAL_STEPS
-        assert run["loss"][-1] < run["loss"][0] - 0.5
-        assert run["valid_after"] < run["valid_before"] - 0.5
+        assert run["valid_after"] < run["valid_before"]
         assert min(run["grad_norm"]) < CLIP_GRAD < max(run["grad_norm"])
         assert len(set(run["loss_tokens"])) > 5
 

@@ -13,6 +13,7 @@ import pytest
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from ranks.rank_pool import RankPool
+from ranks.tasks import TOTAL_STEPS
 from ranks.test_layouts import CURVES, TOLERANCE, max_relative_difference
 from ranks.tiny import build_model_folder
 
@@ -80,7 +81,7 @@ def single_process(one_rank: RankPool, folders: dict[str, Path], samples: Path) 
 @pytest.mark.parametrize(
     ("name", "ranks", "steps", "layout"),
     [
-        pytest.param("tied", 2, 20, {"pp": 2, "vpp": 2}, id="tied-pp2-vpp2"),
+        pytest.param("tied", 2, TOTAL_STEPS, {"pp": 2, "vpp": 2}, id="tied-pp2-vpp2"),
         pytest.param(
             "tied",
             4,

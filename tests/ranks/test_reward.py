@@ -17,12 +17,13 @@ from ranks.test_layouts import assert_same
 from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN, SAVE = "ranks.tasks.train", "ranks.tasks.save_and_export"
+REWARD = {"center_rewards_coefficient": 0.1}
 
 
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     samples = build_pairs(tmp_path_factory.mktemp("pairs") / "store", margins=True)
-    return {"model": models["qwen3-tied"], "samples": samples, "reward": {"center_rewards_coefficient": 0.1}}
+    return {"model": models["qwen3-tied"], "samples": samples, "reward": REWARD, "micro_batch_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,17 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     ("ranks", "layout"),
     [
         pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="micro-batch-4-unpacked"),
-        pytest.param(2, {"tp": 2, "micro_batch_size": 2}, id="tp2"),
-        pytest.param(2, {"tp": 2, "sp": True, "micro_batch_size": 2}, id="tp2-sp"),
-        pytest.param(2, {"fsdp": True, "micro_batch_size": 2}, id="fsdp2"),
-        pytest.param(2, {"cp": 2, "micro_batch_size": 2}, id="cp2"),
-        pytest.param(4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}, id="pp2-vpp2-dp2"),
+        pytest.param(2, {"tp": 2}, id="tp2"),
+        pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
+        pytest.param(2, {"fsdp": True}, id="fsdp2"),
+        pytest.param(2, {"cp": 2}, id="cp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2}, id="pp2-vpp2-dp2"),
     ],
 )
 def test_layout_trains_as_single_process(
     ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
 ) -> None:
-    result = worlds[ranks].run(TRAIN, **run, **layout, steps=4, evaluate=True)
+    result = worlds[ranks].run(TRAIN, **run | layout, steps=4, evaluate=True)
     assert_same(result, alone)
     assert alone["valid_after"] < alone["valid_before"]
 
@@ -52,14 +53,14 @@ def test_layout_trains_as_single_process(
 def test_experts(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     case = run | {"model": build_model_folder(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)}
     case |= {"steps": 2, "evaluate": True}
-    assert_same(two_ranks.run(TRAIN, **case, ep=2, micro_batch_size=2), one_rank.run(TRAIN, **case))
+    assert_same(two_ranks.run(TRAIN, **case, ep=2), one_rank.run(TRAIN, **case))
 
 
 def test_adapters_and_score_head(one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
     """Trained like in one process; PEFT and a second run compute the scores of the merged model."""
     case = run | {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}, "steps": 4, "evaluate": True}
     alone = one_rank.run(TRAIN, **case, exports=tmp_path, save_at=[2], root=tmp_path)
-    assert_same(two_ranks.run(TRAIN, **case, tp=2, sp=True, micro_batch_size=2), alone)
+    assert_same(two_ranks.run(TRAIN, **case, tp=2, sp=True), alone)
     assert_same(two_ranks.run(TRAIN, **case, pp=2), alone)
     resumed = one_rank.run(TRAIN, **case, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == alone["digest"] and resumed["loss"] == alone["loss"][2:]
@@ -91,7 +92,7 @@ def test_adapters_and_score_head(one_rank: RankPool, two_ranks: RankPool, run: d
 
 
 def test_resumes_bitwise_in_bf16(one_rank: RankPool, run: dict[str, Any], tmp_path: Path) -> None:
-    run = run | {"precision": "bf16", "micro_batch_size": 2, "steps": 4}
+    run = run | {"precision": "bf16", "steps": 4}
     uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
     resumed = one_rank.run(TRAIN, **run, resume=tmp_path / "iter_0000002")
     assert resumed["digest"] == uninterrupted["digest"] and resumed["loss"] == uninterrupted["loss"][2:]
