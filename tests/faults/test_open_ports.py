@@ -39,7 +39,7 @@ def attack(port):
 threads = [threading.Thread(target=attack, args=(int(port),), daemon=True) for port in sys.argv[3:]]
 for thread in threads:
     thread.start()
-until = time.monotonic() + 6
+until = time.monotonic() + 3
 for thread in threads:
     thread.join(max(0, until - time.monotonic()))
 os._exit(0)

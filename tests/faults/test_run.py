@@ -460,7 +460,7 @@ def test_a_run_without_out_has_a_new_folder_and_never_resumes(
     assert "resumed" not in second.stderr
     resumed = isthmus(*args, "--out", "runs/sft-tiny-1", "train.steps=3", cwd=tmp_path)
     assert "resumed from runs/sft-tiny-1/checkpoints/iter_0000002" in resumed.stderr
-    ranks = finished(start(*args, "--nproc", "2", cwd=tmp_path))
+    ranks = isthmus(*args, "--nproc", "2", cwd=tmp_path)
     assert ranks.result["out"] == "runs/sft-tiny-3" and len(list((tmp_path / "runs").iterdir())) == 3
     environment = json.loads((tmp_path / "runs" / "sft-tiny-3" / "environment.json").read_text())
     assert "--out" not in environment["command"]
