@@ -120,7 +120,10 @@ def test_text_needs_documents_and_eos(tmp_path, tokenizer):
         tokenized("text", [tmp_path / "none.txt"], tokenizer, 4)
 
 
-@pytest.mark.parametrize(("name", "records"), [("alpaca_en_demo.json", 999), ("glaive_toolcall_en_demo.json", 300)])
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [pytest.param("alpaca_en_demo.json", 999, marks=pytest.mark.sweep), ("glaive_toolcall_en_demo.json", 300)],
+)
 def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")

@@ -133,6 +133,7 @@ def test_bad_folders(folder, tmp_path):
         load_tokenizer(code)
 
 
+@pytest.mark.sweep  # every text of two files; test_tokenizer_kinds.py has the kind
 def test_tokens_equal_sentencepiece(shared_data, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     folder = shared_data / "llama2-tokenizer"

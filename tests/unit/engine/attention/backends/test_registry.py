@@ -33,6 +33,9 @@ SPANS: dict[str, Spans | None] = {
 }
 
 
+OPTIONS: list[dict[str, Any]] = [{"softcap": 0.5}, {"sinks": 0}, {"softcap": 2.0, "sinks": 0, "scale": 0.3}]
+
+
 def inputs(groups: int, value_width: int = 16) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     shapes = ((groups, 4 // groups, 16), (groups, 16), (groups, value_width))
@@ -66,8 +69,8 @@ def test_values_and_gradients(
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("options", [{"softcap": 0.5}, {"sinks": 0}, {"softcap": 2.0, "sinks": 0, "scale": 0.3}])
+@pytest.mark.parametrize("window", swept([None, 7], always=(7,)))
+@pytest.mark.parametrize("options", swept(OPTIONS, always=OPTIONS[-1:]))
 def test_softcap_and_sinks(options: dict[str, Any], window: int | None, spans: Spans | None) -> None:
     arguments = dict(options)
     if "sinks" in arguments:
