@@ -16,11 +16,18 @@ sys.path.insert(0, str(TESTS))
 _IMPORTED_FOR_ALL = (
     "isthmus.engine.parallel.process_groups",  # first: it quiets megatron-core
     "isthmus.engine.decoder.decoder",
+    "isthmus.engine.decoder.model_config",
+    "isthmus.engine.lora.attach",
+    "isthmus.engine.moe.gemm_choice",
+    "isthmus.engine.optim.learning_rate",
     "isthmus.engine.optim.optimizer",
     "isthmus.engine.parallel.fsdp",
     "isthmus.engine.step",
     "isthmus.recipes.model.rank_model",
     "isthmus.hf.tiny_model",  # for the known keys of a config
+    "isthmus.platforms.detect",
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.transformer.multi_token_prediction",
     "torch._dynamo",
     "torch._meta_registrations",
     "fake_cuda.world",
@@ -33,6 +40,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print goes to the log
     for name in _IMPORTED_FOR_ALL:
         importlib.import_module(name)
+    importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()
     for line in sys.stdin:
         read, write = os.pipe()
