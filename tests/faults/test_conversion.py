@@ -45,9 +45,7 @@ def request(model: Path, out: Path, target: str, number: int, point: Any) -> dic
 def test_killed_conversion_leaves_nothing_or_everything(model: Path, tmp_path: Path) -> None:
     cases = {f"{target}-{point}": (target, point) for target in TARGETS for point in POINTS}
     random_state = random.Random(0)
-    cases |= {
-        f"{target}-{number}": (target, random_state.uniform(0.0, 0.15)) for target in TARGETS for number in range(3)
-    }
+    cases |= {f"{target}-random": (target, random_state.uniform(0.0, 0.15)) for target in TARGETS}
     requests = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
     for (name, (target, point)), code in zip(cases.items(), outcomes(requests), strict=True):
         destination, partial = tmp_path / name, tmp_path / f".tmp-{name}"

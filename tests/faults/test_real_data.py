@@ -29,6 +29,7 @@ def llama(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough_cases("alpaca_en_demo.json")
 @pytest.mark.parametrize("name", ["alpaca_en_demo.json", "glaive_toolcall_en_demo.json"])
 def test_fine_tuning(isthmus: ForkServer, llama: Path, shared_data: Path, tmp_path: Path, name: str) -> None:
     import sentencepiece
