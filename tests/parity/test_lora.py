@@ -66,7 +66,7 @@ def test_steps_and_the_exported_adapter_equal_peft(
     world = two_ranks if layout else one_rank
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
     decay = 0.0 if "lr_ratio" in lora else 0.1  # in PEFT's LoRA+ also that of magnitudes
-    settings["optim"] = {"weight_decay": decay}
+    settings["optim"] = {"weight_decay": decay, "lr": 5e-3}
     ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
     reference = {"model": base, "samples": samples, "adapter": tmp_path / "before", "quantize": lora.get("quantize")}
     reference |= {"lr_ratio": lora.get("lr_ratio", 1.0), "weight_decay": decay}

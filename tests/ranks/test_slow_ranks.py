@@ -39,6 +39,7 @@ def test_a_slow_rank_is_named(layout: dict[str, Any], two_ranks: RankPool, run: 
     assert "rank 1 on node1 is slow" in event["text"]
 
 
+@pytest.mark.thorough
 def test_measured_steps_are_bitwise_the_same(two_ranks: RankPool, run: dict[str, Any]) -> None:
     case = {name: value for name, value in run.items() if name != "interval"} | {"tp": 2, "slow_rank": None}
     often, never = (two_ranks.run(TASK, **case, interval=interval) for interval in (1, 0))

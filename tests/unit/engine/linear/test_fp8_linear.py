@@ -232,6 +232,7 @@ def test_the_kernel_agrees_with_the_emulation(scaling: Scaling, public: bool, mo
     assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes  # the C++ compiler
 def test_compiled_quantization_pads_any_length() -> None:
     """The length is a variable to the compiler; in torch 2.6 it rounds quotients of negative sizes to zero."""

@@ -42,6 +42,7 @@ def drawn(tokens: int) -> tuple[Tensor, Tensor]:
     return logits, torch.randint(0, VOCAB, (tokens,), generator=generator)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes  # the C++ compiler
 @torch.no_grad()
 def test_compiled_losses_and_gradients(compiled_for_cpu: None) -> None:
