@@ -131,6 +131,13 @@ def test_generation(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_grpo(repository: Path, tmp_path: Path) -> None:
+    rows = run(repository, tmp_path / "grpo.json", "grpo.py")["rows"]
+    assert [row["contestant"] for row in rows] == ["isthmus", "trl"]
+    assert all(row["step_s"] > 0 and row["answer_tokens"] == 4 for row in rows)
+
+
+@pytest.mark.benchmarks
 def test_first_line(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "line.json"
     command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]

@@ -153,8 +153,14 @@ def results(case: str, length: int, device: str = "cpu", dtype: torch.dtype = to
 
 
 @pytest.mark.thorough_cases(
-    "convolution", "gate of a sum", "norm of a gated sum over ranks", "norm of a gated sum", "xielu", "LayerNorm",
-    "partial interleaved rope", "clamped swiglu"
+    "convolution",
+    "gate of a sum",
+    "norm of a gated sum over ranks",
+    "norm of a gated sum",
+    "xielu",
+    "LayerNorm",
+    "partial interleaved rope",
+    "clamped swiglu",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_equals_eager_for_any_length(case: str) -> None:
