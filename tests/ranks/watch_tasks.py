@@ -18,7 +18,7 @@ def train_with_reports(*, interval: int, slow_rank: int | None, steps: int = 6, 
     training = start(**layout)
     if dist.get_rank() == slow_rank:
         for stage in training.stepper.model:
-            stage.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     events: list[dict[str, Any]] = []
     unpatched = dict(vars(dist.ProcessGroup))
     ranks = RankReports(
