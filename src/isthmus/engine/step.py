@@ -49,7 +49,7 @@ class TokenPeak:
     sample: int
     """Index in the store of the token's sample."""
     position: int
-    """Of the token in its sample."""
+    """Position of the token in its sample."""
 
 
 @dataclass(frozen=True, slots=True)

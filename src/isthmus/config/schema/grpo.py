@@ -58,6 +58,8 @@ class RolloutConfig(Section):
             )
         if self.url and self.engine != "vllm":
             refuse("url", f"url is for engine=vllm, got {self.engine}; leave it out")
+        if self.engine != "native" and self.batch_size != type(self).model_fields["batch_size"].default:
+            refuse("batch_size", f"batch_size={self.batch_size} is for engine=native, got {self.engine}; leave it out")
         return self
 
     @property
@@ -71,12 +73,12 @@ class RolloutConfig(Section):
 
         Of several with the same name, all but the first have a number.
         """
-        names: list[str] = []
-        for text in self.reward:
-            name = text.rpartition(":")[2] if ".py:" in text else os.path.basename(text.partition(":")[0].rstrip("/"))
-            count = sum(other.partition("-")[0] == name for other in names)
-            names.append(f"{name}-{count + 1}" if count else name)
-        return tuple(names)
+        names = [
+            text.rpartition(":")[2] if ".py:" in text else os.path.basename(text.partition(":")[0].rstrip("/"))
+            for text in self.reward
+        ]
+        counts = [names[:number].count(name) for number, name in enumerate(names)]
+        return tuple(f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True))
 
 
 class GrpoConfig(Section):
@@ -121,6 +123,16 @@ class GrpoConfig(Section):
     each token, or of the answer, at most correction_cap; mask: by that of the answer, or 0 if it is above."""
     correction_cap: float = Field(default=3.0, gt=1)
     """Largest ratio of a correction."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> GrpoConfig:
+        for name, has_effect, needed in (
+            ("max_generations", self.dynamic_sampling, "dynamic_sampling=true"),
+            ("correction_cap", self.correction != "none", "a correction"),
+        ):
+            if not has_effect and (value := getattr(self, name)) != type(self).model_fields[name].default:
+                refuse(name, f"{name}={value} needs {needed}; set it, or leave {name} out")
+        return self
 
     @property
     def clips(self) -> tuple[float, float]:

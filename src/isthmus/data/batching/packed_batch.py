@@ -116,7 +116,7 @@ class PackedBatch:
     teacher: Any = None
     """Set by the training step of distillation on the last pipeline stage: the engine's ``TeacherOutput``."""
     rollout: RolloutBatch | None = None
-    """Of generated answers (GRPO)."""
+    """What the loss on generated answers (GRPO) needs."""
     states: Any = None
     """Set by generation: the engine's ``BatchStates`` of the samples, which continue earlier batches. Each rank of
     context parallelism has all tokens then."""

@@ -96,8 +96,12 @@ class RolloutBatches(AnswerBatches):
             "total_tokens": int(np.dot(weights > 0, lengths)),
             "total_answers": len(weights),
         }
-        batches = super().step(step_index)
-        return [replace(batch, rollout=replace(batch.rollout, **totals)) for batch in batches if batch.rollout]
+
+        def with_totals(batch: PackedBatch) -> PackedBatch:
+            assert batch.rollout is not None
+            return replace(batch, rollout=replace(batch.rollout, **totals))
+
+        return list(map(with_totals, super().step(step_index)))
 
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch, rollout = super()._pack(samples, total), self._rollout

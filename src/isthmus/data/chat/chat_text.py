@@ -18,7 +18,7 @@ from isthmus.data.chat.chat_records import Conversation, LabelledRecord, Prefere
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.loss_spans import MaskedIds, Span, following, merged, shared_prefix, turn_end
 from isthmus.data.chat.message_normalization import Message, Messages, Tools
-from isthmus.data.chat.rollout_records import PromptRecord
+from isthmus.data.chat.rollout_records import PROMPT, PromptRecord
 from isthmus.data.chat.template_capabilities import TemplateCapabilities, adapt
 from isthmus.errors import DataError
 
@@ -82,27 +82,25 @@ class ChatRenderer:
         self.empty_answers = 0
         """Number of answers so far that have loss and neither text nor calls."""
 
-    def prompt(self, messages: list[Message]) -> str:
+    def prompt(self, messages: list[Message], tools: Tools = None) -> str:
         """The text before the next answer; DataError if the template rejects the turns."""
-        messages, _ = adapt(self._settings.applied(messages), None, self.capabilities)
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        messages, tools = adapt(self._settings.applied(messages), tools, self.capabilities)
+        return self._tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
 
     def prompt_text(self, record: PromptRecord) -> ChatText:
         """The text before the answer to a prompt, with the fields of its record."""
         try:
-            messages: list[Message] = (
-                [{"role": "user", "content": record.prompt}] if isinstance(record.prompt, str) else record.prompt
+            prompt = record.prompt
+            text = self.prompt(
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, record.tools
             )
-            messages, tools = adapt(self._settings.applied(messages), record.tools, self.capabilities)
-            text = self._tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
             text.encode("utf-8")
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
         except UnicodeEncodeError as error:
             raise DataError(f"{record.where}: the text contains a lone surrogate.") from error
-        return ChatText(
-            text, [(0, len(text))], columns=json.dumps({**record.columns, "prompt": record.prompt}, default=str)
-        )
+        columns = json.dumps({**record.columns, PROMPT: record.prompt}, default=str)  # dates of tables become text
+        return ChatText(text, [(0, len(text))], columns=columns)
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""

@@ -87,7 +87,7 @@ class TokenSource:
     checksums: tuple[tuple[ListedFile, int], ...] = ()
     """As of :class:`IndexedDataset`."""
     columns: RecordColumns | None = None
-    """Of prompts."""
+    """Fields of the records of prompts; None for other samples."""
 
     def check(self, start: int, stop: int) -> None:
         """Check the blocks of the files that have these tokens and their mask; DataError if they changed."""

@@ -24,7 +24,7 @@ class LayerDifference:
     layer: int
     """From 0."""
     position: int
-    """Of the token in the sequence."""
+    """Position of the token in the sequence."""
     difference: float
     """Largest difference of an element of the layer's output, relative to the largest element, or to 1."""
 

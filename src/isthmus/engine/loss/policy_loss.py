@@ -250,7 +250,7 @@ class _Tokens:
         """Sample id and position in the sample of each token, int64 [2, n]."""
 
     def of_sequence(self, values: Tensor | None) -> Tensor | None:
-        """Of [T] values of the packed sequence, those of the tokens, [n]."""
+        """Values of the tokens, [n], from those of the packed sequence, [T]."""
         if values is None:
             return None
         assert self.batch.loss_mask is not None

@@ -14,9 +14,9 @@ from isthmus.engine.parallel.sharded_params import local_elements
 
 
 class StartingWeights:
-    """A copy of this rank's trainable weights, as they are now; of adapters it is the base model.
+    """A copy of this rank's trainable weights, as they are now.
 
-    ``B`` of a new adapter is zero, so that the starting weights of adapters change nothing.
+    New adapters change nothing, so with their starting weights the model is the base model.
     """
 
     def __init__(self, stages: Sequence[Any]) -> None:
