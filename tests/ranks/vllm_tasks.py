@@ -35,7 +35,7 @@ def rollout(*, url: str, folder: str) -> list[Any]:
         engine = VllmEngine.build(config, policy, policy, policy, path, lambda text: None, torch.device("cpu"))  # type: ignore[arg-type]
         engine.update_weights(0)
     try:
-        answers = engine.generate([[5, 6], [8]], range(2), Decoding(3, (2,), temperature=1.0), lambda: None)
+        answers = engine.start([[5, 6], [8]], range(2), Decoding(3, (2,), temperature=1.0)).wait(lambda: None)
         result: Any = [[answer.tokens, answer.logps] for answer in answers]
     except Exception as error:
         result = explain(error)

@@ -46,7 +46,7 @@ class MemoryEstimate:
     teacher: int = 0
     """Weights of the teacher of distillation."""
     reference: int = 0
-    """The starting weights, as the reference policy of reinforcement learning."""
+    """Copies of weights in reinforcement learning: the reference policy, and the policy that generates ahead."""
     states: int = 0
     """States of the sequences in generation, at another time than activations."""
 
@@ -72,7 +72,7 @@ class MemoryEstimate:
         if self.teacher:
             parts["teacher"] = self.teacher
         if self.reference:
-            parts["reference"] = self.reference
+            parts["copies of the policy"] = self.reference
         if self.states:
             parts["(in generation) states of sequences"] = self.states
         if largest := max(self.temporary, self.logits):
@@ -145,7 +145,8 @@ def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: Me
     elements = sum(mixer.state_elements(capacity) for layer in plan.architecture.layers for mixer in layer.mixers)
     states = element * slots * math.ceil(elements / (parallel.pp * parallel.tp)) if rollout.engine == "native" else 0
     trained = state.gradients // 4  # gradients are float32
-    return {"states": states, "reference": element * trained if grpo.kl_weight else 0}
+    copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0 and rollout.engine != "native")
+    return {"states": states, "reference": copies * element * trained}
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:

@@ -14,9 +14,10 @@ from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.rollout.engines import NativeEngine, RolloutEngine
 from isthmus.recipes.rollout.rewards import Rewards, load_rewards
+from isthmus.recipes.rollout.rollout_maker import RolloutMaker
 from isthmus.recipes.rollout.rollouts import Rollouts
-from isthmus.recipes.rollout.starting_weights import StartingWeights
 from isthmus.recipes.rollout.vllm_engine import VllmEngine
+from isthmus.recipes.rollout.weights_copy import WeightsCopy
 from isthmus.train.grace_period import GracePeriod
 from isthmus.train.reporter import Reporter
 
@@ -54,7 +55,7 @@ def build_rollouts(
         engine = VllmEngine.build(config, model, tokenizer, inference, folder, reporter.log, stepper.device)
     elif tolerance is None and context.precision == "fp32":
         tolerance = _FLOAT32_TOLERANCE
-    return Rollouts(
+    maker = RolloutMaker(
         config=config,
         prompts=prompts,
         stepper=stepper,
@@ -62,13 +63,12 @@ def build_rollouts(
         rewards=rewards[0] if rewards else None,
         ends=frozenset(end_tokens(plan.source, tokenizer)),
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        inference=inference if is_native else None,
-        tolerance=tolerance,
-        reference=StartingWeights(stepper.model) if config.grpo.kl_weight else None,
+        reference=WeightsCopy(stepper.model) if config.grpo.kl_weight else None,
         total_steps=steps,
         grace=grace,
         reporter=reporter,
     )
+    return Rollouts(maker, inference if is_native else None, tolerance)
 
 
 def _rewards(config: RunConfig, prompts: PromptBatches, device: torch.device) -> Rewards:

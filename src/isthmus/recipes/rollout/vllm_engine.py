@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from isthmus.engine.parallel.process_groups import agree, on_rank_0
 from isthmus.errors import Hang, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.rank_model import RankModel
+from isthmus.recipes.rollout.engines import PendingAnswers
 from isthmus.recipes.rollout.vllm_requests import AnswerRequests, broadcast, completion_request, parsed_answer
 from isthmus.recipes.rollout.vllm_server import ServerLost, StartedServer, VllmServer, how_to_start
 from isthmus.recipes.rollout.vllm_settings import check_server, server_arguments
@@ -36,10 +37,43 @@ _MOST_RESTARTS = 2
 """Restarts of a server in a generation."""
 
 
+@dataclass(slots=True)
+class _ServedAnswers:
+    """Answers that servers generate; rank 0 has the requests."""
+
+    requests: AnswerRequests | None
+    count: int
+    device: torch.device
+    seconds: float = 0.0
+
+    def wait(self, check: Callable[[], None]) -> list[Answer]:
+        """The answers; see :meth:`PendingAnswers.wait`.
+
+        Raises:
+            Hang: no answer within ``rollout.timeout_s``, or no server is left.
+            DataError: a server returns something else than an answer.
+        """
+        requests, started_s = self.requests, time.monotonic()
+        try:
+            while True:
+                ended = torch.tensor([float(requests is not None and requests.wait(_WAIT_S))], device=self.device)
+                dist.broadcast(ended, src=0)
+                if ended:
+                    break
+                check()
+            agree(lambda: None if requests is None else requests.raise_error())
+        finally:
+            if requests is not None:
+                requests.cancel()
+        self.seconds = time.monotonic() - started_s if requests is None else requests.seconds
+        return broadcast([] if requests is None else requests.complete(), self.count, self.device)
+
+
 @dataclass(kw_only=True, slots=True)
 class VllmEngine:
     """Answers of vLLM servers; methods are collectives, as :class:`~isthmus.recipes.rollout.engines.RolloutEngine`."""
 
+    overlaps_training: ClassVar[bool] = True
     config: RunConfig
     model: RankModel
     tokenizer: Tokenizer
@@ -55,6 +89,9 @@ class VllmEngine:
     _lost: set[VllmServer] = field(default_factory=set)
     """Without the present weights."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _requests: AnswerRequests | None = None
+    """The last ones, on rank 0."""
+    _closed: bool = False
 
     @classmethod
     def build(
@@ -106,41 +143,28 @@ class VllmEngine:
         """
         if self._weights is not None and self._weights.step == step:
             return
+        assert self._requests is None or not self._requests.is_running, "servers generate with the weights before"
         weights = ServedWeights.export(step, self.folder, self.config, self.model, self.tokenizer, self.inference)
         previous, self._weights = self._weights, weights
         on_rank_0(lambda: self._update(previous), "weights of vLLM")
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], decoding: Decoding, check: Callable[[], None]
-    ) -> list[Answer]:
-        """Answers of the servers, see :meth:`RolloutEngine.generate`.
-
-        Raises:
-            Hang: no answer within ``rollout.timeout_s``, or no server is left.
-            DataError: a server returns something else than an answer.
-        """
-        generation: AnswerRequests | None = None
+    def start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], decoding: Decoding) -> PendingAnswers:
+        """Request answers; see :meth:`RolloutEngine.start`. The time limit is that of the last answer."""
+        requests: AnswerRequests | None = None
         if self.model.position.rank == 0:
             weights = self._weights
             assert weights is not None
             pairs = zip(prompts, numbers, strict=True)
             bodies = [completion_request(weights, prompt, number, decoding) for prompt, number in pairs]
-            generation = AnswerRequests(bodies, numbers, self._ask, self._deadline, _REQUESTS * len(self.servers))
-        try:
-            while True:
-                ended = torch.tensor([float(generation is not None and generation.wait(_WAIT_S))], device=self.device)
-                dist.broadcast(ended, src=0)
-                if ended:
-                    break
-                check()
-            agree(lambda: None if generation is None else generation.raise_error())
-        finally:
-            if generation is not None:
-                generation.cancel()
-        return broadcast([] if generation is None else generation.complete(), len(prompts), self.device)
+            requests = AnswerRequests(bodies, numbers, self._ask, self._deadline, _REQUESTS * len(self.servers))
+            self._requests = requests
+        return _ServedAnswers(requests, len(prompts), self.device)
 
     def close(self) -> None:
         """End the server of this run and remove the weights."""
+        self._closed = True
+        if self._requests is not None:
+            self._requests.cancel()
         for server in self.servers:
             server.close()
         if self.model.position.rank == 0:
@@ -206,6 +230,8 @@ class VllmEngine:
             except ServerLost as error:
                 lost = error
                 with self._lock:
+                    if self._closed:
+                        raise
                     if not isinstance(server, StartedServer):
                         if server not in self._lost:
                             self.log(f"warning: {error}. Its answers are made by other servers.")

@@ -37,8 +37,17 @@ class AnswerRequests:
         self._waiting = deque(range(len(bodies)))
         self._error: Exception | None = None
         self._changed = threading.Condition()
+        self.started_s = time.monotonic()
+        self.seconds = 0.0
+        """Time until the last answer so far."""
         for _ in range(min(len(bodies), threads)):
             threading.Thread(target=self._work, name="vLLM requests", daemon=True).start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether answers are missing that may still come."""
+        with self._changed:
+            return self._error is None and None in self._answers
 
     def wait(self, seconds: float) -> bool:
         """Whether the generation has ended after so many seconds, with answers or an error."""
@@ -81,6 +90,7 @@ class AnswerRequests:
                 return
             with self._changed:
                 self._answers[index] = answer
+                self.seconds = time.monotonic() - self.started_s
                 self._asked.pop(index, None)
                 self._changed.notify_all()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from isthmus.engine.generation.schedule import Answer, Decoding
-from isthmus.errors import CheckFailed, DataError, Hang, UsageError
+from isthmus.errors import CheckFailed, DataError, Hang, IsthmusError, UsageError
 from isthmus.recipes.rollout import vllm_server, vllm_weights
 from isthmus.recipes.rollout.vllm_engine import VllmEngine
 from isthmus.recipes.rollout.vllm_requests import answer_seed
@@ -78,7 +78,7 @@ def build(policy: Any, folder: Path, *servers: FakeVllm, **rollout: Any) -> Vllm
 
 
 def generate(engine: VllmEngine, decoding: Decoding = DECODING, numbers: Sequence[int] = NUMBERS) -> list[Answer]:
-    return engine.generate(PROMPTS, numbers, decoding, lambda: None)
+    return engine.start(PROMPTS, numbers, decoding).wait(lambda: None)
 
 
 def test_token_ids_go_in_and_out(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
@@ -125,6 +125,17 @@ def test_weights_of_a_step_are_loaded_once(server: FakeVllm, policy: Policy, tmp
     assert [path.name for path in (tmp_path / "vllm").iterdir()] == ["weights-0000004"]
     engine.close()
     assert not (tmp_path / "vllm").exists()
+
+
+def test_weights_do_not_change_while_servers_generate(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+    engine = build(policy, tmp_path, server)
+    engine.update_weights(0)
+    server.delay_s = 0.3
+    pending = engine.start(PROMPTS, NUMBERS, DECODING)
+    with pytest.raises(AssertionError, match="generate with the weights before"):
+        engine.update_weights(1)
+    assert len(pending.wait(lambda: None)) == len(PROMPTS)
+    engine.update_weights(1)
 
 
 def test_another_tensor_is_named(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
@@ -210,7 +221,7 @@ def test_a_check_ends_the_generation(server: FakeVllm, policy: Policy, tmp_path:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, NUMBERS, DECODING, stop)
+        engine.start(PROMPTS, NUMBERS, DECODING).wait(stop)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +345,17 @@ def test_a_started_server_that_dies_is_started_again(program: Path, policy: Poli
     engine.close()
     assert len(starts_of(program)) == 2
     assert any("It is started again" in message for message in policy.messages)
+
+
+@pytest.mark.processes
+def test_a_closed_engine_starts_no_server(program: Path, policy: Policy, tmp_path: Path) -> None:
+    engine = build(policy, tmp_path)
+    engine.update_weights(0)
+    engine.close()
+    pending = engine.start(PROMPTS, NUMBERS, DECODING)
+    with pytest.raises(IsthmusError, match="does not answer"):
+        pending.wait(lambda: None)
+    assert len(starts_of(program)) == 1
 
 
 @pytest.mark.processes
