@@ -101,6 +101,12 @@ def train(*, model: str, data: str, out: str, settings: dict[str, Any], disturbe
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
+def train_with_offload(**run: Any) -> Any:
+    """The rows of metrics.jsonl of a run on a CPU with a setting for GPUs."""
+    with patch("isthmus.recipes.plan.validation.check_offload"):
+        return train(**run)
+
+
 def train_with_intervals(**run: Any) -> Any:
     """The rows of metrics.jsonl, and when rank 0 was in each update and each weight transfer, and servers generated."""
     intervals: dict[str, list[list[float]]] = {"updates": [], "transfers": []}

@@ -226,6 +226,14 @@ def test_layout_equals_a_single_process_one_step_off_policy(
         assert row["correction_mean"] == pytest.approx(other["correction_mean"], rel=1e-4)
 
 
+def test_a_state_that_leaves_during_generation_changes_nothing(
+    one_rank: RankPool, ahead: dict[int, Path], models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    run = {"model": models["dense"], "data": prompts, "out": tmp_path / "run"}
+    rows = one_rank.run("ranks.grpo_tasks.train_with_offload", **run, settings=AHEAD | {"rollout.offload": True})
+    assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[1])]
+
+
 @pytest.mark.thorough_cases("1-1", "2-2")
 @pytest.mark.parametrize(("updates", "done"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(

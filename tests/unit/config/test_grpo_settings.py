@@ -28,6 +28,7 @@ def test_names_of_rewards_are_unique() -> None:
         ({"train.global_batch_size": 12}, "multiple of rollout.group_size=8; use 8 or 16"),
         ({"rollout.ahead": 1}, "gradient is biased; set grpo.correction=token"),
         ({"rollout.ahead": 2, "grpo.correction": "token"}, "rollout.ahead"),
+        ({"rollout.offload": True, "rollout.engine": "vllm"}, "got engine=vllm, whose memory does not change"),
         ({"rollout.max_new_tokens": 4096}, "leaves no room for a prompt"),
     ],
 )

@@ -45,6 +45,9 @@ class RolloutConfig(Section):
     """Rollouts between generation and training: 0: answers are of the present weights; 1: the next rollout is generated
     with the weights before the updates on the present one, by vllm at the same time (one step off policy). 1 needs
     grpo.correction."""
+    offload: bool = False
+    """native, on GPUs: gradients and optimizer state leave the GPU while answers are generated: the state is copied to
+    host memory and back."""
     timeout_s: Seconds = 1800.0
     """Longest time of a generation, of the rewards of a step, and of a weight transfer."""
     logp_tolerance: float | None = Field(default=None, gt=0)
@@ -62,6 +65,12 @@ class RolloutConfig(Section):
             )
         if self.url and self.engine != "vllm":
             refuse("url", f"url is for engine=vllm, got {self.engine}; leave it out")
+        if self.engine != "native" and self.offload:
+            refuse(
+                "offload",
+                f"offload=true makes room for generation by the training processes, got engine={self.engine}, whose "
+                "memory does not change; leave it out",
+            )
         if self.engine != "native" and self.batch_size != type(self).model_fields["batch_size"].default:
             refuse("batch_size", f"batch_size={self.batch_size} is for engine=native, got {self.engine}; leave it out")
         return self

@@ -54,6 +54,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
         rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
+        rollout.offload
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -7,6 +7,7 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.generation.inference import Inference
+from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.recipes.data.eval_prompts import end_tokens
@@ -68,7 +69,8 @@ def build_rollouts(
         grace=grace,
         reporter=reporter,
     )
-    return Rollouts(maker, inference if is_native else None, tolerance)
+    offload = StateOffload(stepper.model, stepper.optimizer) if config.rollout.offload else None
+    return Rollouts(maker, inference if is_native else None, tolerance, offload)
 
 
 def _rewards(config: RunConfig, prompts: PromptBatches, device: torch.device) -> Rewards:

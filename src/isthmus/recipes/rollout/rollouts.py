@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.rollout_batches import PromptBatches, RolloutBatches
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.generation.layer_differences import first_difference
+from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.step import EvalResult, TokenPeak
 from isthmus.recipes.rollout.rollout_maker import PendingRollout, RolloutMaker
 from isthmus.recipes.rollout.rollout_state import Rollout, RolloutState
@@ -33,6 +35,8 @@ class Rollouts:
     """Of the native engine, to find the layers where generation and training differ."""
     tolerance: float | None
     """Largest difference of log-probabilities in generation and training; None: any."""
+    offload: StateOffload | None = None
+    """None: the optimizer state stays in place."""
     _explained: int = 0
     _rollout: Rollout | None = None
     """On which updates are made."""
@@ -69,23 +73,32 @@ class Rollouts:
         if self._pending is not None and self._pending.step < step:
             self._complete_pending()
         if self._next is None:
-            self._pending = self.maker.start(step, step)
-            return self._completed()
+            return self._generated(step, step)
         rollout, self._next = self._next, None
         return rollout
 
     def _start_next(self, step: int) -> None:
         """Begin to generate the rollout after the present one, whose updates begin now."""
-        first_step, engine = step + self._updates, self.maker.engine
+        first_step = step + self._updates
         if self._next is not None or first_step >= self.maker.total_steps:
             return
+        if not self.maker.engine.overlaps_training:
+            self._next = self._generated(step, first_step)
+            return
         self._pending = self.maker.start(step, first_step)
-        if not engine.overlaps_training:
-            self._next = self._completed()
-        elif self._policy is None:
+        if self._policy is None:
             self._policy = WeightsCopy(self.maker.stepper.model)
         else:
             self._policy.update()
+
+    def _generated(self, step: int, first_step: int) -> Rollout:
+        with self._state_on_host():
+            self._pending = self.maker.start(step, first_step)
+            return self._completed()
+
+    def _state_on_host(self) -> AbstractContextManager[None]:
+        """Generation has the memory of gradients and optimizer state with ``rollout.offload``."""
+        return nullcontext() if self.offload is None else self.offload.on_host()
 
     def _completed(self, policy: WeightsCopy | None = None) -> Rollout:
         assert self._pending is not None
@@ -132,7 +145,8 @@ class Rollouts:
         """Mean reward of the most probable answers; the loss is the negated reward."""
         if self._pending is not None:  # the engine gets other weights
             self._complete_pending()
-        return self.maker.evaluate(step, prompts)
+        with self._state_on_host():
+            return self.maker.evaluate(step, prompts)
 
     def state(self, done: int) -> RolloutState:
         """What a run that is resumed after ``done`` steps needs.
