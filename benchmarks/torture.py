@@ -117,6 +117,7 @@ KINDS = {
     "train, 2 ranks, async": Kind(_train("checkpoint.every=2", "checkpoint.async=true"), ranks=2, victims=2, weight=2),
     "train, 1 rank of 2": Kind(_train("checkpoint.every=3"), ranks=2, weight=3),
     "grpo": Kind(_grpo(), weight=3),
+    "grpo, ahead": Kind(_grpo("rollout.ahead=1", "grpo.correction=token"), weight=2),
     "grpo, 2 ranks": Kind(_grpo("parallel.tp=2"), ranks=2, victims=2, weight=2),
     "convert to torch_dist": Kind(_convert("model"), weight=2, publishes=True),
     "convert to legacy": Kind(_convert("model", "--to", "torch", "--tp", "2"), weight=2, publishes=True),

@@ -102,6 +102,7 @@ def install(gpu: Gpu) -> None:
     cuda.Stream = cuda.Event = torch.Stream = torch.Event = _NoStream
     cuda.stream = cuda.StreamContext = lambda _stream: contextlib.nullcontext()
     cuda.device = lambda _device: contextlib.nullcontext()
+    cuda.cudart = _Runtime
     torch.Generator = _Generator  # type: ignore[misc]
     nn.Module._apply = _apply  # type: ignore[method-assign]
     Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
@@ -140,7 +141,25 @@ def mark_pinned(tensor: Tensor) -> Tensor:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    return tensor.untyped_storage()._cdata in _PINNED
+    address = tensor.untyped_storage().data_ptr()
+    registered = any(start <= address < start + size for start, size in _REGISTERED.items())
+    return registered or tensor.untyped_storage()._cdata in _PINNED
+
+
+_REGISTERED: dict[int, int] = {}
+"""Bytes of page-locked host memory by address."""
+
+
+class _Runtime:
+    """Functions of the CUDA runtime, as ``torch.cuda.cudart()``."""
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:
+        _REGISTERED[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del _REGISTERED[address]
+        return 0
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

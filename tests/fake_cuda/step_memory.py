@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fake_cuda.trace import measure
+from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 
 RANKS: dict[str, dict[str, Any]] = {
@@ -59,3 +59,43 @@ def memory(
         "seconds": seconds, "persistent": persistent, "peak": traced.peak_bytes, "text": str(result),
         "estimate": {"persistent": result.persistent, "total": result.total},
     }  # fmt: skip
+
+
+def memory_without_state(**settings: Any) -> dict[str, Any]:
+    """Live bytes around and within ``StateOffload.on_host``, peaks of a step before and after, and the estimate."""
+    from isthmus.config.schema.grpo import RolloutConfig
+    from isthmus.engine.optim.state_offload import StateOffload
+    from isthmus.recipes.plan.memory_estimate import estimate_ranks
+
+    grpo = {"recipe": "grpo", "rollout": RolloutConfig(reward=("exact_match",), max_new_tokens=8, offload=True)}
+    sections = settings.pop("sections", {})
+    with measure() as traced:
+        built = build(_SMALL, sections=sections, **settings)
+        stepper, batches = built.stepper, [built.batch(64)]
+        state = StateOffload(stepper.model, stepper.optimizer)
+        peaks, live = [], []
+        for _ in range(2):
+            stepper.train_step(batches)
+            stepper.optimizer.zero_grad()
+            traced.reset_peak()
+            stepper.train_step(batches)
+            peaks.append(traced.peak_bytes)
+            stepper.optimizer.zero_grad()
+            live.append(traced.live_bytes)
+            with record() as trace, state.on_host():
+                live.append(traced.live_bytes)
+    config = built.config.model_copy(update=grpo)
+    (estimate,) = estimate_ranks(built.model.plan, config, "bf16", gpu_bytes=80 << 30)
+    return {
+        "before": live[0], "within": live[1], "after": live[2], "peak_before": peaks[0], "peak_after": peaks[1],
+        "syncs": [str(sync) for sync in trace.syncs], "estimate": estimate.generation - estimate.states,
+        "text": str(estimate),
+    }  # fmt: skip
+
+
+_SMALL: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Copies to the host have real memory."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fake_cuda.runner import FakeCuda
-from fake_cuda.step_memory import RANKS, memory
+from fake_cuda.step_memory import RANKS, memory, memory_without_state
 
 
 @pytest.mark.thorough_cases(
@@ -28,3 +30,24 @@ def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> No
     if rank != "fsdp":  # whose estimate has the gathered weights, which are not there between steps
         assert estimate["persistent"] == pytest.approx(results["persistent"], rel=0.02)
     assert estimate["total"] == pytest.approx(results["peak"], rel=0.1)
+
+
+@pytest.mark.thorough_cases("dp8")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"tp": 2, "size": 2}, id="tp2"),
+        pytest.param({"size": 8}, id="dp8"),
+        pytest.param({"size": 8, "fsdp": True}, id="fsdp"),
+        pytest.param({"sections": {"optim": {"offload": True}}}, id="moments on the host"),
+        pytest.param({"sections": {"lora": {"rank": 16}}}, id="lora"),
+    ],
+)
+def test_the_state_leaves_the_gpu_and_comes_back(fake_cuda: FakeCuda, settings: dict[str, Any]) -> None:
+    """What is left is what the estimate has for generation; no copy waits, and a step needs what it needed before."""
+    result = fake_cuda.run(memory_without_state, **settings)
+    assert result["syncs"] == []
+    assert result["within"] < result["before"]
+    if "fsdp" not in settings:  # whose estimate has the gathered weights
+        assert result["within"] == pytest.approx(result["estimate"], rel=0.02)
+    assert result["after"] == result["before"] and result["peak_after"] == result["peak_before"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from isthmus.config.schema import ParallelConfig
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.compiled import set_compile
+from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.parallel.process_groups import agree, open_groups, sum_over_ranks
 from ranks.pool_worker import platform
 from ranks.tasks import start, train
@@ -83,6 +84,19 @@ def training_peak(**settings: Any) -> dict[str, int]:
         training.stepper.train_step(training.batches.step(step))
     parameters = sum(parameter.numel() for stage in training.model.stages for parameter in stage.parameters())
     return {"peak": torch.cuda.max_memory_allocated() - before, "parameters": parameters}
+
+
+def memory_without_state(**settings: Any) -> dict[str, int]:
+    """Bytes of GPU memory after a step, while its state is on the host, and after it has come back."""
+    training = start(**settings)
+    stepper = training.stepper
+    stepper.train_step(training.batches.step(0))
+    stepper.optimizer.zero_grad()
+    before = torch.cuda.memory_allocated()
+    with StateOffload(stepper.model, stepper.optimizer).on_host():
+        within = torch.cuda.memory_allocated()
+    parameters = sum(parameter.numel() for stage in stepper.model for parameter in stage.parameters())
+    return {"before": before, "within": within, "after": torch.cuda.memory_allocated(), "parameters": parameters}
 
 
 def compiled(**settings: Any) -> dict[str, Any]:

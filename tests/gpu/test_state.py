@@ -50,6 +50,17 @@ def test_offload_lowers_the_peak(one_rank: RankPool, large: Path, samples: Path)
 
 
 @gpu
+def test_gradients_and_state_leave_for_generation(one_rank: RankPool, large: Path, samples: Path) -> None:
+    """Most of their 16 bytes a parameter; the steps after it are the same."""
+    run = {"model": large, "samples": samples, "precision": "bf16"}
+    result = one_rank.run("gpu.tasks.memory_without_state", **run)
+    assert result["before"] - result["within"] > 15 * result["parameters"], result
+    assert result["after"] == pytest.approx(result["before"], rel=0.01), result
+    runs = [one_rank.run("ranks.tasks.train", **run, steps=3, offload=offload) for offload in (False, True)]
+    assert runs[0]["loss"] == runs[1]["loss"] and runs[0]["grad_norm"] == runs[1]["grad_norm"]
+
+
+@gpu
 @pytest.mark.parametrize(("family", "precision", "tolerance"), [("qwen3", "fp32", 1e-4), ("qwen3_moe", "bf16", 2e-2)])
 def test_compiled_regions(
     family: str, precision: str, tolerance: float, one_rank: RankPool, samples: Path, tmp_path: Path

@@ -10,6 +10,7 @@ import math
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOp
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.linear.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.optim.learning_rate import build_schedule
-from isthmus.engine.optim.optimizer import build_optimizer, torch_optimizers
+from isthmus.engine.optim.optimizer import build_optimizer, memory_stats, torch_optimizers
+from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.live_parameters import live_tensors
@@ -171,9 +173,13 @@ def train(
     slow_rank: int | None = None,
     overflow_at: list[int] | None = None,
     exports: str | None = None,
+    offload: bool | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
     """Train up to step ``steps``; returns curves by step and a digest of the final state.
+
+    With ``offload`` given there is an evaluation before each step, within :meth:`StateOffload.on_host` if it is true;
+    ``evaluation_bytes`` are those of the state in it.
 
     Rank ``slow_rank`` sleeps before each stage, so that messages to it wait. In the steps ``overflow_at`` (from 0) the
     last rank has one infinite gradient. Folder ``exports`` gets the adapters before and after, and the merged model.
@@ -194,7 +200,12 @@ def train(
         result["valid_before"] = stepper.evaluate(training.valid.eval_batches()).loss
     names = ("loss_scale", "skipped") if stepper.loss_scale is not None else ()
     result |= {name: [] for name in names}
+    state = StateOffload(stepper.model, stepper.optimizer)
     for step in range(first, steps):
+        if offload is not None:
+            with state.on_host() if offload else nullcontext():
+                result["evaluation_bytes"] = memory_stats(stepper.model, stepper.optimizer)
+                stepper.evaluate(training.valid.eval_batches())
         _poison(stepper, now=step in (overflow_at or ()))
         done = stepper.train_step(training.batches.step(step))
         result["loss"].append(done.loss)

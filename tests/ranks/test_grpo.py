@@ -152,6 +152,105 @@ def test_dynamic_sampling_replaces_groups_without_variance(
     assert all(row["reward_std"] > 0 and row["loss_tokens"] > 0 for row in rows)
 
 
+AHEAD: dict[str, Any] = {
+    "rollout.ahead": 1,
+    "rollout.reward": f"{grpo_tasks.__file__}:parity",
+    "grpo.correction": "token",
+    "train.steps": 4,
+    "train.micro_batch_size": 4,
+    "optim.lr": 3e-3,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def ahead(
+    one_rank: RankPool, models: dict[str, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
+    """Run folders by updates per rollout."""
+    folder = tmp_path_factory.mktemp("ahead")
+    for updates in (1, 2):
+        settings = AHEAD | {"grpo.updates_per_rollout": updates}
+        one_rank.run(TRAIN, model=models["dense"], data=prompts, out=folder / str(updates), settings=settings)
+    return {updates: folder / str(updates) for updates in (1, 2)}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return steps_of([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_one_step_off_policy_equals_a_loop_written_by_hand(
+    updates: int, one_rank: RankPool, ahead: dict[int, Path], models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    settings = AHEAD | {"grpo.updates_per_rollout": updates}
+    run = {"model": models["dense"], "data": prompts, "out": tmp_path / "run", "settings": settings}
+    losses, answers = one_rank.run("ranks.grpo_tasks.one_step_off_policy", **run)
+    rows = rows_of(ahead[updates])
+    assert [row["loss"] for row in rows] == losses
+    # After the first update on a rollout, a checkpoint has the next one.
+    first_updates = range(1, 4, updates)
+    folders = [ahead[updates] / "checkpoints" / f"iter_{step:07d}" for step in first_updates]
+    saved = one_rank.run("ranks.grpo_tasks.next_answers", checkpoints=folders)
+    expected = [*answers[1:], None] if updates == 2 else answers[1:]
+    assert saved == expected
+
+
+def test_a_rollout_ahead_differs_from_training_by_its_age_alone(ahead: dict[int, Path]) -> None:
+    """Generation is compared with the weights that generated; the correction is that for later weights."""
+    rows = rows_of(ahead[1])
+    assert all(row["logp_difference_max"] < 1e-5 for row in rows)
+    assert rows[0]["correction_mean"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(row["correction_mean"] - 1) > 1e-4 for row in rows[1:])
+    assert all(row["ratio_mean"] == 1 for row in rows)
+
+
+@pytest.mark.thorough_cases("dp2")
+@pytest.mark.parametrize(
+    "layout", [{"parallel.tp": 2, "parallel.sp": True}, {"parallel.pp": 2}, {}], ids=["tp2-sp", "pp2", "dp2"]
+)
+def test_layout_equals_a_single_process_one_step_off_policy(
+    layout: dict[str, Any],
+    two_ranks: RankPool,
+    ahead: dict[int, Path],
+    models: dict[str, Path],
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    settings = AHEAD | layout
+    rows = two_ranks.run(TRAIN, model=models["dense"], data=prompts, out=tmp_path / "run", settings=settings)
+    for row, other in zip(steps_of(rows), rows_of(ahead[1]), strict=True):
+        assert {name: row[name] for name in EXACT} == {name: other[name] for name in EXACT}
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+        assert row["correction_mean"] == pytest.approx(other["correction_mean"], rel=1e-4)
+
+
+def test_a_state_that_leaves_during_generation_changes_nothing(
+    one_rank: RankPool, ahead: dict[int, Path], models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    run = {"model": models["dense"], "data": prompts, "out": tmp_path / "run"}
+    rows = one_rank.run("ranks.grpo_tasks.train_with_offload", **run, settings=AHEAD | {"rollout.offload": True})
+    assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[1])]
+
+
+@pytest.mark.thorough_cases("1-1", "2-2")
+@pytest.mark.parametrize(("updates", "done"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
+    updates: int,
+    done: int,
+    one_rank: RankPool,
+    ahead: dict[int, Path],
+    models: dict[str, Path],
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    checkpoint = ahead[updates] / "checkpoints" / f"iter_{done:07d}"
+    settings = AHEAD | {"grpo.updates_per_rollout": updates, "checkpoint.resume": checkpoint}
+    rows = one_rank.run(TRAIN, model=models["dense"], data=prompts, out=tmp_path / "run", settings=settings)
+    assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[updates])[done:]]
+
+
 @pytest.mark.parametrize("layout", [{"parallel.pp": 2}, {"parallel.tp": 2, "parallel.sp": True}], ids=["pp2", "tp2-sp"])
 def test_the_first_layer_that_differs_is_named(
     layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], prompts: Path, tmp_path: Path
@@ -164,3 +263,12 @@ def test_the_first_layer_that_differs_is_named(
     (event,) = [event for event in events if event["event"] == "logp difference"]
     assert (event["layer"], event["first_token"]) == (1, 0)
     assert "The first difference is in layer 1 at token 1 of the answer" in event["text"]
+
+
+def test_a_fault_of_a_rollout_ahead_is_named(
+    one_rank: RankPool, models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    run = {"model": models["dense"], "data": prompts, "out": tmp_path / "run", "settings": AHEAD | {"train.steps": 2}}
+    one_rank.run(TRAIN, **run, disturbed_layer=1)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "logp difference"] == [1, 2]

@@ -96,3 +96,31 @@ def test_8bit_adamw_resumes(layout: dict[str, Any], worlds: dict[int, RankPool],
     for optim in (eight, settings):
         other = worlds[1].run(task, resume=tmp_path / f"iter_{HALF:07d}", **optim)
         assert max_relative_difference(other["loss"], full["loss"][HALF:]) < 0.02
+
+
+@pytest.mark.thorough_cases("dp2-overlap", "muon-ep2")
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(1, {}, id="fp32"),
+        pytest.param(2, {"precision": "bf16"}, id="bf16-dp2"),
+        pytest.param(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, id="dp2-overlap"),
+        pytest.param(2, {"fsdp": True}, id="fsdp"),
+        pytest.param(2, {"ep": 2, "optim": OPTIM}, id="muon-ep2"),
+        pytest.param(1, {"optim": {"optimizer": "adamw_8bit"}}, id="8-bit"),
+        pytest.param(2, {"pp": 2, "lora": {"rank": 4}}, id="lora-pp2"),
+    ],
+)
+def test_state_that_was_on_the_host_between_steps_is_the_same(
+    ranks: int, settings: dict[str, Any], worlds: dict[int, RankPool], moe: Path, samples: Path
+) -> None:
+    run = {"model": moe, "samples": samples, "steps": 3, **settings}
+    expected, result = (worlds[ranks].run("ranks.tasks.train", **run, offload=offload) for offload in (False, True))
+    assert (result["loss"], result["grad_norm"], result["digest"]) == (
+        expected["loss"],
+        expected["grad_norm"],
+        expected["digest"],
+    )
+    during, otherwise = result["evaluation_bytes"], expected["evaluation_bytes"]
+    assert during["weights"] == otherwise["weights"] and during["gradients"] == 0 < otherwise["optimizer state"]
+    assert during["optimizer state"] < 0.01 * otherwise["optimizer state"]

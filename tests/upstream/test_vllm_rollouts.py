@@ -41,9 +41,10 @@ def train_with_vllm(
     experts: bool = False,
     tied: bool = False,
     reward: str = "share_of_letters",
+    task: str = "ranks.grpo_tasks.train",
     **settings: Any,
-) -> list[dict[str, Any]]:
-    """The rows of three steps of grpo with rollouts by a vLLM server."""
+) -> Any:
+    """The result of a task: three steps of grpo with rollouts by a vLLM server."""
     sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2)
     model = build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", tie_word_embeddings=tied, **sizes)
     data = folder / "prompts.jsonl"
@@ -60,12 +61,13 @@ def train_with_vllm(
         **settings,
     }
     out = folder / "run"
-    rows = ranks.run("ranks.grpo_tasks.train", timeout_s=400, model=model, data=data, out=out, settings=settings)
-    print(json.dumps(rows))  # for a record, with pytest -s
-    return [row for row in rows if "loss" in row]
+    result = ranks.run(task, timeout_s=400, model=model, data=data, out=out, settings=settings)
+    print(json.dumps(result))  # for a record, with pytest -s
+    return result
 
 
 def assert_agreement(rows: list[dict[str, Any]]) -> None:
+    rows = [row for row in rows if "loss" in row]
     assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows[:2])
     assert max(row["logp_difference_max"] for row in rows) < 1e-5
 
@@ -91,3 +93,28 @@ def test_rollouts_with_tied_embeddings(one_rank: RankPool, tmp_path: Path) -> No
 def test_a_server_that_is_killed_is_started_again(one_rank: RankPool, tmp_path: Path) -> None:
     assert_agreement(train_with_vllm(one_rank, tmp_path, reward="kills_the_server"))
     assert (tmp_path / "killed").exists()
+
+
+def test_generation_overlaps_the_updates_one_step_off_policy(one_rank: RankPool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "rollout.ahead": 1,
+        "grpo.correction": "token",
+        "grpo.updates_per_rollout": 2,
+        "train.steps": 6,
+        "rollout.max_new_tokens": 48,
+        "data.seq_length": 96,
+    }
+    rows, intervals = train_with_vllm(one_rank, tmp_path, task="ranks.grpo_tasks.train_with_intervals", **settings)
+    rows = [row for row in rows if "loss" in row]
+    # Generation equals training with the weights that generated, and the policy has changed since.
+    assert len(rows) == 6 and max(row["logp_difference_max"] for row in rows) < 1e-5
+    assert all(abs(row["correction_mean"] - 1) > 1e-4 for row in rows[2:])
+    updates, transfers, generations = (intervals[name] for name in ("updates", "transfers", "generations"))
+    assert (len(updates), len(generations)) == (6, 3)
+    for first_update, generation in zip(updates[::2], generations[1:], strict=False):
+        assert overlap_s(first_update, generation) > 0
+    assert all(overlap_s(transfer, generation) == 0 for transfer in transfers for generation in generations)
+
+
+def overlap_s(interval: list[float], other: list[float]) -> float:
+    return max(0.0, min(interval[1], other[1]) - max(interval[0], other[0]))

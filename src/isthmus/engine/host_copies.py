@@ -1,8 +1,10 @@
-"""Copies between host and GPU that do not block the host. On a CPU they do nothing."""
+"""Copies between host and GPU that do not block the host, and memory for them. On a CPU they do nothing."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,3 +48,14 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return self._values
+
+
+def host_memory(num_bytes: int, *, page_locked: bool) -> Tensor:
+    """uint8 [num_bytes]; torch's own allocator of page-locked memory rounds sizes up to powers of two."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if page_locked:
+        runtime: Any = torch.cuda.cudart()
+        # An error leaves the memory as it is: the copies are slower.
+        if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
+            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory

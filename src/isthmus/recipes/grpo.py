@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from isthmus.config.schema import RunConfig
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.loss.policy_loss import PolicyObjective
 from isthmus.recipes.recipe import Recipe
+
+
+def _has_extra_forward(config: RunConfig) -> bool:
+    """For the reference policy, for the policy before several updates, or for the one that generated ahead."""
+    return config.grpo.kl_weight > 0 or config.grpo.updates_per_rollout > 1 or config.rollout.ahead > 0
+
 
 RECIPE = Recipe(
     name="grpo",
@@ -14,6 +21,6 @@ RECIPE = Recipe(
     objective=lambda config: PolicyObjective(config.grpo, config.rollout),
     batches=lambda config: partial(PromptBatches, group_size=config.rollout.group_size),
     bin_packs=False,
-    has_extra_forward=lambda config: config.grpo.kl_weight > 0 or config.grpo.updates_per_rollout > 1,
+    has_extra_forward=_has_extra_forward,
     generates_answers=True,
 )

@@ -102,7 +102,7 @@ class Trainer:
             self.saves.finish()
         finally:
             if self.rollouts is not None:
-                self.rollouts.engine.close()
+                self.rollouts.close()
             self.saves.close(config.checkpoint.grace_s)
         exported_step = self.done
         if config.checkpoint.keep_best and best.step is not None:

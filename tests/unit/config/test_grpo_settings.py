@@ -26,6 +26,9 @@ def test_names_of_rewards_are_unique() -> None:
         ({"rollout.url": ["http://a:1"]}, "is for engine=vllm"),
         ({"rollout.reward_weights": [1.0, 2.0]}, "give one for each"),
         ({"train.global_batch_size": 12}, "multiple of rollout.group_size=8; use 8 or 16"),
+        ({"rollout.ahead": 1}, "gradient is biased; set grpo.correction=token"),
+        ({"rollout.ahead": 2, "grpo.correction": "token"}, "rollout.ahead"),
+        ({"rollout.offload": True, "rollout.engine": "vllm"}, "got engine=vllm, whose memory does not change"),
         ({"rollout.max_new_tokens": 4096}, "leaves no room for a prompt"),
     ],
 )

@@ -154,6 +154,12 @@ class RunConfig(Section):
                 f"a rollout has {answers} answers (grpo.updates_per_rollout x global_batch_size), which is not a "
                 f"multiple of rollout.group_size={group}; use {sizes} answers",
             )
+        if self.rollout.ahead and self.grpo.correction == "none":
+            refuse(
+                "rollout.ahead",
+                f"ahead={self.rollout.ahead} trains on answers of earlier weights, and without a correction the "
+                "gradient is biased; set grpo.correction=token, sequence or mask",
+            )
         return self
 
     @model_validator(mode="after")

@@ -41,6 +41,13 @@ class RolloutConfig(Section):
     """Tokens are drawn from the most probable ones that have this probability together."""
     seed: Seed = 0
     """Seed of the random tokens."""
+    ahead: Literal[0, 1] = 0
+    """Rollouts between generation and training: 0: answers are of the present weights; 1: the next rollout is generated
+    with the weights before the updates on the present one, by vllm at the same time (one step off policy). 1 needs
+    grpo.correction."""
+    offload: bool = False
+    """native, on GPUs: gradients and optimizer state leave the GPU while answers are generated: the state is copied to
+    host memory and back."""
     timeout_s: Seconds = 1800.0
     """Longest time of a generation, of the rewards of a step, and of a weight transfer."""
     logp_tolerance: float | None = Field(default=None, gt=0)
@@ -58,6 +65,12 @@ class RolloutConfig(Section):
             )
         if self.url and self.engine != "vllm":
             refuse("url", f"url is for engine=vllm, got {self.engine}; leave it out")
+        if self.engine != "native" and self.offload:
+            refuse(
+                "offload",
+                f"offload=true makes room for generation by the training processes, got engine={self.engine}, whose "
+                "memory does not change; leave it out",
+            )
         if self.engine != "native" and self.batch_size != type(self).model_fields["batch_size"].default:
             refuse("batch_size", f"batch_size={self.batch_size} is for engine=native, got {self.engine}; leave it out")
         return self
@@ -119,8 +132,9 @@ class GrpoConfig(Section):
     entropy_weight: float = 0.0
     """Weight of the mean entropy of the tokens' distributions, a bonus."""
     correction: Literal["none", "token", "sequence", "mask"] = "none"
-    """Correction of the loss where the probabilities of generation and training differ: multiply it by the ratio of
-    each token, or of the answer, at most correction_cap; mask: by that of the answer, or 0 if it is above."""
+    """Correction of the loss where the probabilities in generation differ from those in training before the first
+    update on an answer: multiply it by the ratio of each token, or of the answer, at most correction_cap; mask: by that
+    of the answer, or 0 if it is above."""
     correction_cap: float = Field(default=3.0, gt=1)
     """Largest ratio of a correction."""
 

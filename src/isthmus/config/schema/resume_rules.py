@@ -36,7 +36,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         lora.lr_ratio lora.quantize rollout.reward rollout.reward_weights rollout.max_new_tokens rollout.temperature
         rollout.top_p rollout.seed grpo.loss grpo.clip_low grpo.clip_high grpo.kl_weight grpo.kl_ratio grpo.kl_estimator
         grpo.scale_advantages grpo.mask_truncated grpo.length_penalty_tokens grpo.dynamic_sampling
-        grpo.max_generations grpo.entropy_weight grpo.correction grpo.correction_cap
+        grpo.max_generations grpo.entropy_weight grpo.correction grpo.correction_cap rollout.ahead
     """,
     # Accepted without a question, logged and recorded.
     "noted": "train.steps train.epochs",
@@ -54,6 +54,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
         rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
+        rollout.offload
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -47,6 +47,8 @@ class RolloutBatch:
     """float64 [samples without padding], 0 for answers without a loss, else 1."""
     sampling_logps: Tensor
     """As computed in generation."""
+    policy_logps: Tensor | None = None
+    """Of the weights that generated, as computed by training; None: ``old_logps`` are of these weights."""
     old_logps: Tensor | None = None
     """As computed by training before the first update on these answers; None in that update."""
     reference_logps: Tensor | None = None

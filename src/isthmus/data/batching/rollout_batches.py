@@ -66,6 +66,8 @@ class GeneratedAnswers:
     """[answers], 0 without a part in the loss, else 1."""
     sampling_logps: Sequence[Float64]
     """[tokens of the answer] each, as computed in generation."""
+    policy_logps: Sequence[Float64] | None = None
+    """Of the weights that generated, as computed in training; None: ``old_logps`` are of these weights."""
     old_logps: Sequence[Float64] | None = None
     reference_logps: Sequence[Float64] | None = None
 
@@ -119,6 +121,7 @@ class RolloutBatches(AnswerBatches):
                 advantages=torch.from_numpy(rollout.advantages[samples]),
                 weights=torch.from_numpy(rollout.weights[samples]),
                 sampling_logps=at_tokens(rollout.sampling_logps),
+                policy_logps=None if rollout.policy_logps is None else at_tokens(rollout.policy_logps),
                 old_logps=None if rollout.old_logps is None else at_tokens(rollout.old_logps),
                 reference_logps=None if rollout.reference_logps is None else at_tokens(rollout.reference_logps),
             ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from torch import Tensor
+
+from isthmus.engine.host_copies import host_memory
 
 Entries: TypeAlias = dict[str, list[ShardedBase]]
 _ALIGNMENT = 64
@@ -29,7 +30,7 @@ class HostBuffer:
         tensors = [entry.data for entries in state.values() for entry in entries if isinstance(entry, ShardedTensor)]
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if (needed := sum(_padded(tensor.nbytes) for tensor in tensors)) > self.num_bytes:
-            self._memory = _allocate(needed, page_locked=device is not None)
+            self._memory = host_memory(needed, page_locked=device is not None)
         memory, start = self._memory.numpy(), 0
 
         def copy(entry: Any) -> Any:
@@ -52,14 +53,3 @@ class HostBuffer:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _allocate(num_bytes: int, *, page_locked: bool) -> Tensor:
-    """torch's own allocator of page-locked memory rounds sizes up to powers of two."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
-    if page_locked:
-        runtime: Any = torch.cuda.cudart()
-        # An error leaves the memory as it is: the copies are slower.
-        if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
-            weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory

@@ -69,6 +69,7 @@ class PolicyObjective:
         "clip_ratio/high_mean",
         "ratio_mean",
         "logp_difference_mean",
+        "correction_mean",
         "tokens",
         "answers",
     )
@@ -109,8 +110,8 @@ class PolicyObjective:
         """Means with TRL's names: of ratios over what has a ratio (tokens or answers), others over tokens.
 
         ``clip_ratio``: the share of clipped ratios that advantages would push further beyond the limit. ``kl``: only if
-        it is a part of the loss. ``logp_difference_mean``: of log-probabilities in training, before the first update,
-        and in generation.
+        it is a part of the loss. ``logp_difference_mean``: of log-probabilities in training and in generation, of the
+        weights that generated. ``correction_mean``: of the factors of a correction.
         """
         tokens = max(1.0, sums["tokens"])
         ratios = max(1.0, sums["answers"]) if self.settings.has_answer_ratios else tokens
@@ -123,6 +124,8 @@ class PolicyObjective:
             "ratio_mean": sums["ratio_mean"] / ratios,
             "logp_difference_mean": sums["logp_difference_mean"] / tokens,
         }
+        if self.settings.correction != "none":
+            result["correction_mean"] = sums["correction_mean"] / tokens
         has_kl = self.settings.kl_weight and not self.settings.penalizes_rewards
         return result | ({"kl": sums["kl"] / tokens} if has_kl else {})
 
@@ -134,7 +137,8 @@ class PolicyObjective:
         if old_logps is None:
             old_logps = logps.detach()
         assert sampling_logps is not None
-        differences = (old_logps - sampling_logps).abs()
+        policy_logps = tokens.of_sequence(tokens.rollout.policy_logps)
+        differences = ((old_logps if policy_logps is None else policy_logps) - sampling_logps).abs()
         self._keep_peak(differences, tokens)
 
         advantages, weights = tokens.of_answers(tokens.advantages), tokens.of_answers(tokens.weights)
@@ -174,6 +178,7 @@ class PolicyObjective:
             "kl": (divergence.detach() * ratio_weights).sum(),
             **ratio_sums,
             "logp_difference_mean": (differences * weights).sum(),
+            "correction_mean": (corrections * weights).sum(),
             "tokens": weights.sum(),
             "answers": int(counts_batch()) * tokens.weights.sum(),
         }
@@ -208,6 +213,9 @@ class PolicyObjective:
     def _corrections(self, log_ratios: Tensor, tokens: _Tokens) -> Tensor:
         """Ratios of the probabilities in training to those in generation, as constants; [n], 1 without a correction.
 
+        The ratio of the proximal policy (before the first update on an answer) to the behavior policy (that generated
+        it) of decoupled PPO (arXiv 2110.00641, 2505.24298); :func:`clipped_losses` has that of the present one to the
+        proximal one.
         Truncated importance sampling by token or answer, or the answer's ratio with answers beyond the cap left out, as
         in TRL's ``token_truncate``, ``sequence_truncate`` and ``sequence_mask``.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
+from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainConfig
 from isthmus.data.batching.batches import check_batch_sizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -138,11 +138,12 @@ def check_stages(architecture: Architecture, pp: int, vpp: int = 1) -> None:
         )
 
 
-def check_offload(optim: OptimConfig, parallel: ParallelConfig, device_type: str) -> None:
-    if optim.offload and device_type == "cpu":
-        raise UsageError(
-            "optim.offload=true moves optimizer state out of GPU memory, and this run is on a CPU. Leave it out."
-        )
+def check_offload(optim: OptimConfig, rollout: RolloutConfig, parallel: ParallelConfig, device_type: str) -> None:
+    for name, is_set in (("optim.offload", optim.offload), ("rollout.offload", rollout.offload)):
+        if is_set and device_type == "cpu":
+            raise UsageError(
+                f"{name}=true moves optimizer state out of GPU memory, and this run is on a CPU. Leave it out."
+            )
     if optim.offload and parallel.fsdp:
         raise UsageError(
             "optim.offload=true is for the distributed optimizer, which parallel.fsdp=true does not use. Leave one out."

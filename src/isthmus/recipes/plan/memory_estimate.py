@@ -46,9 +46,11 @@ class MemoryEstimate:
     teacher: int = 0
     """Weights of the teacher of distillation."""
     reference: int = 0
-    """The starting weights, as the reference policy of reinforcement learning."""
+    """Copies of weights in reinforcement learning: the reference policy, and the policy that generates ahead."""
     states: int = 0
     """States of the sequences in generation, at another time than activations."""
+    absent: int = 0
+    """Gradients and optimizer state, which ``rollout.offload`` removes during generation."""
 
     @property
     def persistent(self) -> int:
@@ -56,9 +58,18 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.teacher + self.reference + self.copied
 
     @property
+    def training(self) -> int:
+        """Bytes of a step."""
+        return self.persistent + self.activations + max(self.temporary, self.logits) + self.quantized
+
+    @property
+    def generation(self) -> int:
+        """Bytes during the generation of answers."""
+        return self.persistent - self.absent + self.states
+
+    @property
     def total(self) -> int:
-        training = self.activations + max(self.temporary, self.logits) + self.quantized
-        return self.persistent + max(training, self.states)
+        return max(self.training, self.generation)
 
     def __str__(self) -> str:
         parts = {
@@ -72,7 +83,7 @@ class MemoryEstimate:
         if self.teacher:
             parts["teacher"] = self.teacher
         if self.reference:
-            parts["reference"] = self.reference
+            parts["copies of the policy"] = self.reference
         if self.states:
             parts["(in generation) states of sequences"] = self.states
         if largest := max(self.temporary, self.logits):
@@ -80,8 +91,9 @@ class MemoryEstimate:
         if self.quantized:
             parts["fp8 weights"] = self.quantized
         listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
+        phases = f" ({_gib(self.training)} in training, {_gib(self.generation)} in generation)" if self.states else ""
         host = f"; and {_gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
-        return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB: {listed}{host}"
+        return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB{phases}: {listed}{host}"
 
 
 def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str, **options: Any) -> MemoryEstimate:
@@ -126,6 +138,9 @@ def estimate_ranks(
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
         moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
         logits = loss if rank == plan.parallel.pp - 1 else 0
+        if config.rollout.offload:
+            moved["offloaded"] = moved.get("offloaded", 0) + persistent.optimizer
+            moved["absent"] = persistent.gradients + persistent.optimizer
         moved |= _rollout_bytes(plan, config, precision, persistent)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
@@ -145,7 +160,8 @@ def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: Me
     elements = sum(mixer.state_elements(capacity) for layer in plan.architecture.layers for mixer in layer.mixers)
     states = element * slots * math.ceil(elements / (parallel.pp * parallel.tp)) if rollout.engine == "native" else 0
     trained = state.gradients // 4  # gradients are float32
-    return {"states": states, "reference": element * trained if grpo.kl_weight else 0}
+    copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0 and rollout.engine != "native")
+    return {"states": states, "reference": copies * element * trained}
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
@@ -242,8 +258,10 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
         hints = _smaller_state(plan.parallel, platform, precision, offloaded=config.optim.offload)
     else:
         hints = _smaller_activations(config)
-        if estimate.total == estimate.persistent + estimate.states:
+        if estimate.generation > estimate.training:
             hints = ["lower rollout.batch_size or data.seq_length", "raise parallel.tp or parallel.pp over more ranks"]
+            if on_gpu and not config.rollout.offload:
+                hints.insert(0, "set rollout.offload=true")
     hint = "; or ".join(hints)
     raise UsageError(
         f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
@@ -252,7 +270,12 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
 
 
 def _users_of_host_memory(config: RunConfig) -> str:
-    names = ["optim.offload=true"] * config.optim.offload + ["checkpoint.async=true"] * config.checkpoint.asynchronous
+    users = {
+        "optim.offload": config.optim.offload,
+        "rollout.offload": config.rollout.offload,
+        "checkpoint.async": config.checkpoint.asynchronous,
+    }
+    names = [f"{name}=true" for name, is_set in users.items() if is_set]
     return " and ".join(names) + (" put" if len(names) > 1 else " puts")
 
 

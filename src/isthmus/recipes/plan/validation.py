@@ -126,7 +126,7 @@ def validate(
         check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
     check_teacher(config, plan, tokenizer, platform)
     with here():
-        check_offload(config.optim, config.parallel, platform.device_type)
+        check_offload(config.optim, config.rollout, config.parallel, platform.device_type)
     with here():
         check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
     tuned: tuple[str, ...] = ()

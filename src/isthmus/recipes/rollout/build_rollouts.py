@@ -7,6 +7,7 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.generation.inference import Inference
+from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.recipes.data.eval_prompts import end_tokens
@@ -14,9 +15,10 @@ from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.rollout.engines import NativeEngine, RolloutEngine
 from isthmus.recipes.rollout.rewards import Rewards, load_rewards
+from isthmus.recipes.rollout.rollout_maker import RolloutMaker
 from isthmus.recipes.rollout.rollouts import Rollouts
-from isthmus.recipes.rollout.starting_weights import StartingWeights
 from isthmus.recipes.rollout.vllm_engine import VllmEngine
+from isthmus.recipes.rollout.weights_copy import WeightsCopy
 from isthmus.train.grace_period import GracePeriod
 from isthmus.train.reporter import Reporter
 
@@ -54,7 +56,7 @@ def build_rollouts(
         engine = VllmEngine.build(config, model, tokenizer, inference, folder, reporter.log, stepper.device)
     elif tolerance is None and context.precision == "fp32":
         tolerance = _FLOAT32_TOLERANCE
-    return Rollouts(
+    maker = RolloutMaker(
         config=config,
         prompts=prompts,
         stepper=stepper,
@@ -62,13 +64,13 @@ def build_rollouts(
         rewards=rewards[0] if rewards else None,
         ends=frozenset(end_tokens(plan.source, tokenizer)),
         decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        inference=inference if is_native else None,
-        tolerance=tolerance,
-        reference=StartingWeights(stepper.model) if config.grpo.kl_weight else None,
+        reference=WeightsCopy(stepper.model) if config.grpo.kl_weight else None,
         total_steps=steps,
         grace=grace,
         reporter=reporter,
     )
+    offload = StateOffload(stepper.model, stepper.optimizer) if config.rollout.offload else None
+    return Rollouts(maker, inference if is_native else None, tolerance, offload)
 
 
 def _rewards(config: RunConfig, prompts: PromptBatches, device: torch.device) -> Rewards:

@@ -16,7 +16,9 @@ from isthmus.errors import DataError
 from isthmus.files.atomic_write import atomic_file
 
 _FILE = "rollout.npz"
-_TOKENS, _LOGPS = ("prompts", "answers"), ("sampling_logps", "old_logps", "reference_logps")
+_TOKENS, _LOGPS = ("prompts", "answers"), ("sampling_logps", "policy_logps", "old_logps", "reference_logps")
+_NEXT = "next."
+"""Before the names of the arrays of the next rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,21 +37,17 @@ class RolloutState:
     """Prompts of the rollouts so far."""
     rollout: Rollout | None
     """On which updates are still to be made."""
+    next_rollout: Rollout | None = None
+    """The one after it, of weights that are gone."""
 
     def write(self, folder: Path) -> None:
         """Write a file into the folder of a checkpoint."""
         arrays: dict[str, Any] = {}
         header: dict[str, Any] = {"consumed": self.consumed}
         if self.rollout is not None:
-            # Without times, so that equal runs have equal checkpoints.
-            metrics = {name: value for name, value in self.rollout.metrics.items() if not name.endswith("_s")}
-            header |= {"first_step": self.rollout.first_step, "metrics": metrics}
-            answers = self.rollout.answers
-            for name in (*_TOKENS, *_LOGPS):
-                if (values := getattr(answers, name)) is not None:
-                    arrays[name] = np.concatenate([np.asarray(value) for value in values])
-                    arrays[f"{name}_lengths"] = np.array([len(value) for value in values])
-            arrays |= {"advantages": answers.advantages, "weights": answers.weights}
+            header |= _add(arrays, self.rollout)
+        if self.next_rollout is not None:
+            header["next"] = _add(arrays, self.next_rollout, _NEXT)
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         with atomic_file(folder / _FILE) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
@@ -61,19 +59,36 @@ class RolloutState:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
-                if "first_step" not in header:
-                    return cls(header["consumed"], None)
-                lists: dict[str, Any] = {
-                    name: np.split(arrays[name], np.cumsum(arrays[f"{name}_lengths"])[:-1])
-                    for name in (*_TOKENS, *_LOGPS)
-                    if name in arrays
-                }
-                lists |= {name: [tokens.tolist() for tokens in lists[name]] for name in _TOKENS}
-                answers = GeneratedAnswers(**lists, advantages=arrays["advantages"], weights=arrays["weights"])
-                rollout = Rollout(first_step=header["first_step"], answers=answers, metrics=header["metrics"])
-                return cls(header["consumed"], rollout)
+                rollout = _read(arrays, header) if "first_step" in header else None
+                next_rollout = _read(arrays, header["next"], _NEXT) if "next" in header else None
+                return cls(header["consumed"], rollout, next_rollout)
         except (OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile) as error:
             raise DataError(
                 f"{path}: cannot be read, so the run cannot continue with the same prompts and answers ({error}). "
                 "Resume from another checkpoint, or start a new run with --out."
             ) from error
+
+
+def _add(arrays: dict[str, Any], rollout: Rollout, prefix: str = "") -> dict[str, Any]:
+    """Add the arrays of a rollout; returns its other values."""
+    answers = rollout.answers
+    for name in (*_TOKENS, *_LOGPS):
+        if (values := getattr(answers, name)) is not None:
+            arrays[f"{prefix}{name}"] = np.concatenate([np.asarray(value) for value in values])
+            arrays[f"{prefix}{name}_lengths"] = np.array([len(value) for value in values])
+    arrays[f"{prefix}advantages"], arrays[f"{prefix}weights"] = answers.advantages, answers.weights
+    # Without times, so that equal runs have equal checkpoints.
+    metrics = {name: value for name, value in rollout.metrics.items() if not name.endswith("_s")}
+    return {"first_step": rollout.first_step, "metrics": metrics}
+
+
+def _read(arrays: Mapping[str, Any], header: Mapping[str, Any], prefix: str = "") -> Rollout:
+    lists: dict[str, Any] = {
+        name: np.split(arrays[f"{prefix}{name}"], np.cumsum(arrays[f"{prefix}{name}_lengths"])[:-1])
+        for name in (*_TOKENS, *_LOGPS)
+        if f"{prefix}{name}" in arrays
+    }
+    lists |= {name: [tokens.tolist() for tokens in lists[name]] for name in _TOKENS}
+    advantages, weights = arrays[f"{prefix}advantages"], arrays[f"{prefix}weights"]
+    answers = GeneratedAnswers(**lists, advantages=advantages, weights=weights)
+    return Rollout(first_step=header["first_step"], answers=answers, metrics=header["metrics"])

@@ -85,6 +85,7 @@ def memory_parts(candidate: Candidate) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "teacher": memory.teacher,
+        "copies_of_the_policy": memory.reference,
         "activations": memory.activations,
         "fp8_weights": memory.quantized,
         "logits": memory.logits if at_loss else 0,
@@ -112,6 +113,8 @@ def as_json(plans: Plans) -> dict[str, Any]:
             }
         )
         memory = {**memory_parts(candidate), "total": candidate.total_bytes}
+        if candidate.memory.states:
+            memory |= {"training": candidate.memory.training, "generation": candidate.memory.generation}
         host = {"host": candidate.memory.offloaded} if candidate.memory.offloaded else {}
         return {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
 
@@ -146,6 +149,9 @@ def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
     best = plans.best[0]
     lines += [*_table(plans), "", "memory of plan 1, GiB of the GPU that needs most:"]
     lines += _columns({name.replace("_", " "): f"{_gib(number)}" for name, number in memory_parts(best).items()})
+    if best.memory.states:
+        training, generation = _gib(best.memory.training), _gib(best.memory.generation)
+        lines.append(f"  {training} in training; {generation} in generation, with {_gib(best.memory.states)} of states")
     if best.memory.offloaded:
         lines.append(f"  and {_gib(best.memory.offloaded)} of host memory for each GPU")
     if best.total_bytes > (1 - _TIGHT) * machine.memory_bytes:

@@ -96,10 +96,9 @@ class Search:
             try:
                 load_config(None, None, replaced=candidate.config.model_dump(mode="json", exclude_unset=True))
                 check_training(candidate.config, self._plan_of(candidate.config.parallel))
-                check_offload(candidate.config.optim, candidate.config.parallel, "cuda")
-                check_async_layout(
-                    candidate.config.parallel, "cuda", self.precision, ranks_here=self.machine.gpus_per_node
-                )
+                config = candidate.config
+                check_offload(config.optim, config.rollout, config.parallel, "cuda")
+                check_async_layout(config.parallel, "cuda", self.precision, ranks_here=self.machine.gpus_per_node)
             except UsageError as error:
                 refused = refused or error
                 continue

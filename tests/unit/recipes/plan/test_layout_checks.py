@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, TrainConfig
+from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, from_settings
 from isthmus.families.registry import all_families
@@ -96,12 +96,16 @@ def test_async_tp_needs_gpus_of_one_machine(sizes: dict[str, Any], here: dict[st
 
 def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
     offload = OptimConfig(offload=True)
-    check_offload(offload, ParallelConfig(), "cuda")
-    check_offload(OptimConfig(), ParallelConfig(fsdp=True), "cpu")
-    with pytest.raises(UsageError, match=r"this run is on a CPU. Leave it out"):
-        check_offload(offload, ParallelConfig(), "cpu")
+    stays, leaves = RolloutConfig(), RolloutConfig(offload=True)
+    check_offload(offload, leaves, ParallelConfig(), "cuda")
+    check_offload(OptimConfig(), leaves, ParallelConfig(fsdp=True), "cuda")
+    check_offload(OptimConfig(), stays, ParallelConfig(fsdp=True), "cpu")
+    with pytest.raises(UsageError, match=r"optim.offload=true moves .* this run is on a CPU. Leave it out"):
+        check_offload(offload, stays, ParallelConfig(), "cpu")
+    with pytest.raises(UsageError, match=r"rollout.offload=true moves .* this run is on a CPU. Leave it out"):
+        check_offload(OptimConfig(), leaves, ParallelConfig(), "cpu")
     with pytest.raises(UsageError, match=r"parallel.fsdp=true does not use"):
-        check_offload(offload, ParallelConfig(fsdp=True), "cuda")
+        check_offload(offload, stays, ParallelConfig(fsdp=True), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,29 @@ def test_states_of_generation_are_at_another_time_than_activations() -> None:
     assert estimate_memory(plan_of(LLAMA_8B, run), run, "bf16").states == 8 * result.states  # 128 answers a rank
 
 
+@pytest.mark.parametrize("optim", [{}, {"optimizer": "adamw_8bit"}, {"offload": True}], ids=str)
+def test_gradients_and_optimizer_state_are_absent_in_generation(optim: dict[str, Any]) -> None:
+    stays, leaves = (
+        grpo_config(rollout={"batch_size": 512, "offload": offload}, optim=optim) for offload in (False, True)
+    )
+    before, after = (
+        estimate_memory(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=80 << 30) for run in (stays, leaves)
+    )
+    state = before.gradients + before.optimizer
+    assert after.training == before.training and after.generation == before.generation - state
+    assert before.total == before.generation and after.total == max(after.training, after.generation) < before.total
+    assert after.offloaded == before.offloaded + before.optimizer
+    gib = f"{after.training / 2**30:,.1f} in training, {after.generation / 2**30:,.1f} in generation"
+    assert gib in str(after)
+
+
+def test_a_rollout_ahead_of_servers_has_a_copy_of_the_weights_that_generate() -> None:
+    rollout = {"ahead": 1, "engine": "vllm", "batch_size": 64}
+    run = grpo_config(rollout=rollout, grpo={"correction": "token", "kl_weight": 0.1})
+    result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
+    assert result.reference == 2 * 2 * result.parameters and result.states == 0
+
+
 def test_a_reference_policy_is_a_copy_of_the_trained_weights() -> None:
     run = grpo_config(grpo={"kl_weight": 0.1})
     result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,18 @@ def test_round_trip(tmp_path: Path) -> None:
     for logps, others in zip(restored.old_logps, expected.old_logps, strict=True):
         assert np.array_equal(logps, others)
     assert restored.reference_logps is None and np.array_equal(restored.weights, expected.weights)
+
+
+def test_the_next_rollout_of_earlier_weights(tmp_path: Path) -> None:
+    ahead = replace(rollout(), first_step=6)
+    ahead = replace(ahead, answers=replace(ahead.answers, old_logps=None, policy_logps=ahead.answers.sampling_logps))
+    RolloutState(7, None, ahead).write(tmp_path)
+    state = RolloutState.read(tmp_path)
+    assert state.rollout is None and state.next_rollout is not None and state.next_rollout.first_step == 6
+    answers = state.next_rollout.answers
+    assert answers.answers == ahead.answers.answers and answers.old_logps is None
+    assert answers.policy_logps is not None
+    assert list(map(list, answers.policy_logps)) == list(map(list, ahead.answers.sampling_logps))
 
 
 def test_between_two_rollouts(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from isthmus.engine.generation.schedule import Answer, Decoding
-from isthmus.errors import CheckFailed, DataError, Hang, UsageError
-from isthmus.recipes.rollout import vllm_engine, vllm_server
-from isthmus.recipes.rollout.vllm_engine import VllmEngine, answer_seed
+from isthmus.errors import CheckFailed, DataError, Hang, IsthmusError, UsageError
+from isthmus.recipes.rollout import vllm_server, vllm_weights
+from isthmus.recipes.rollout.vllm_engine import VllmEngine
+from isthmus.recipes.rollout.vllm_requests import answer_seed
 from isthmus.recipes.rollout.vllm_server import check_engine
 from unit.recipes.rollout import fake_vllm
 from unit.recipes.rollout.fake_vllm import CONFIG, VOCAB_SIZE, FakeVllm, Policy, rollout_config
@@ -44,7 +45,7 @@ def _exports(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = {"model.norm.weight": torch.full((4,), float(len(exports))), "lm_head.weight": torch.ones(2, 3)}
         save_file(tensors, folder / "model.safetensors")
 
-    monkeypatch.setattr(vllm_engine, "export_hf", export)
+    monkeypatch.setattr(vllm_weights, "export_hf", export)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def build(policy: Any, folder: Path, *servers: FakeVllm, **rollout: Any) -> Vllm
 
 
 def generate(engine: VllmEngine, decoding: Decoding = DECODING, numbers: Sequence[int] = NUMBERS) -> list[Answer]:
-    return engine.generate(PROMPTS, numbers, decoding, lambda: None)
+    return engine.start(PROMPTS, numbers, decoding).wait(lambda: None)
 
 
 def test_token_ids_go_in_and_out(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
@@ -124,6 +125,17 @@ def test_weights_of_a_step_are_loaded_once(server: FakeVllm, policy: Policy, tmp
     assert [path.name for path in (tmp_path / "vllm").iterdir()] == ["weights-0000004"]
     engine.close()
     assert not (tmp_path / "vllm").exists()
+
+
+def test_weights_do_not_change_while_servers_generate(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+    engine = build(policy, tmp_path, server)
+    engine.update_weights(0)
+    server.delay_s = 0.3
+    pending = engine.start(PROMPTS, NUMBERS, DECODING)
+    with pytest.raises(AssertionError, match="generate with the weights before"):
+        engine.update_weights(1)
+    assert len(pending.wait(lambda: None)) == len(PROMPTS)
+    engine.update_weights(1)
 
 
 def test_another_tensor_is_named(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
@@ -209,7 +221,7 @@ def test_a_check_ends_the_generation(server: FakeVllm, policy: Policy, tmp_path:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, NUMBERS, DECODING, stop)
+        engine.start(PROMPTS, NUMBERS, DECODING).wait(stop)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +315,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     path = folder / "python"
     words = f'{sys.executable} {fake_vllm.__file__} {folder} "$@"'
-    source = Path(vllm_engine.__file__).parents[3]
+    source = Path(vllm_server.__file__).parents[3]
     path.write_text(f"#!/bin/sh\nPYTHONPATH={source} exec {words}\n")
     path.chmod(0o755)
     monkeypatch.setenv(vllm_server.PYTHON_VARIABLE, str(path))
@@ -333,6 +345,17 @@ def test_a_started_server_that_dies_is_started_again(program: Path, policy: Poli
     engine.close()
     assert len(starts_of(program)) == 2
     assert any("It is started again" in message for message in policy.messages)
+
+
+@pytest.mark.processes
+def test_a_closed_engine_starts_no_server(program: Path, policy: Policy, tmp_path: Path) -> None:
+    engine = build(policy, tmp_path)
+    engine.update_weights(0)
+    engine.close()
+    pending = engine.start(PROMPTS, NUMBERS, DECODING)
+    with pytest.raises(IsthmusError, match="does not answer"):
+        pending.wait(lambda: None)
+    assert len(starts_of(program)) == 1
 
 
 @pytest.mark.processes

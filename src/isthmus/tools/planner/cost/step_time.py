@@ -44,6 +44,7 @@ FORMULAS = {
     "teacher": "forward pass of the teacher; for kto, of the mismatched answers; for grpo, of the reference policy",
     "generation": "for each new token of grpo, a pass through all stages that reads weights and states of sequences at "
     "the memory bandwidth",
+    "offload": "with rollout.offload, the optimizer state to the host and back over the host link, for each rollout",
 }
 """What each part of a step is, for ``isthmus plan --explain``."""
 COMPUTE = ("gemm", "attention", "recompute", "teacher")
@@ -143,6 +144,7 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
         parts["teacher"] = number * _teacher(work, parallel, cluster, kernels)
     if work.generation is not None:
         parts["generation"] = _generation(work.generation, ranks, model, replicas)
+        parts["offload"] = _state_transfer(work.generation, slowest, model, cluster)
     return StepTime(parts, sum(parts.values()), work, world, cluster.part.peak_tflops[work.precision], number)
 
 
@@ -309,6 +311,18 @@ def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     if model.work.offload:
         seconds = max(seconds, 16 * local / (HOST_SHARE * cluster.part.host_gb_s * 1e9))
     return seconds
+
+
+def _state_transfer(generation: Generation, rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
+    """Moments, and float32 main weights of a 16-bit model, which with fsdp are the weights."""
+    if not generation.offload:
+        return 0.0
+    ordinary, experts = _trained(rank, model)
+    ring, expert_ring = _rings(model, cluster)
+    moments = 0 if model.work.offload else {"adamw": 8, "adamw_8bit": 2, "muon": 4}[model.work.optimizer]
+    main = 4 if model.kernels.element < 4 and not model.parallel.fsdp else 0
+    state = (moments + main) * (ordinary / ring.size + experts / expert_ring.size)
+    return 2 * state / (HOST_SHARE * cluster.part.host_gb_s * 1e9) / generation.updates
 
 
 def _generation(generation: Generation, ranks: Sequence[_Rank], model: LayerModel, replicas: int) -> float:

@@ -20,6 +20,10 @@ class Generation:
     """Most tokens of an answer."""
     batch_size: int
     """Answers that a data-parallel rank generates at the same time."""
+    updates: int = 1
+    """Optimizer steps between two generations."""
+    offload: bool = False
+    """The optimizer state is in host memory while answers are generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,4 +106,10 @@ def _generation(config: RunConfig) -> Generation | None:
     if not recipe_of(config).generates_answers or config.rollout.engine != "native":
         return None
     rollout, answers = config.rollout, config.train.global_batch_size
-    return Generation(answers=answers, new_tokens=rollout.max_new_tokens, batch_size=rollout.batch_size)
+    return Generation(
+        answers=answers,
+        new_tokens=rollout.max_new_tokens,
+        batch_size=rollout.batch_size,
+        updates=config.grpo.updates_per_rollout,
+        offload=rollout.offload,
+    )

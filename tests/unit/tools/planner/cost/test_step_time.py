@@ -187,8 +187,18 @@ def test_offloaded_moments_take_the_time_of_their_copies() -> None:
     assert offloaded.parts["optimizer"] > 16 * 8.03e9 / 8 / 64e9
 
 
+def test_a_state_that_leaves_for_generation_takes_the_time_of_two_copies() -> None:
+    generation = Generation(answers=64, new_tokens=64, batch_size=64, offload=True)
+    seconds = planned(generation=generation).parts["offload"]
+    assert seconds == pytest.approx(2 * 12 * 8.03e9 / 8 / (0.8 * 64e9), rel=1e-3)
+    assert planned(generation=replace(generation, updates=4)).parts["offload"] == pytest.approx(seconds / 4)
+    assert planned(generation=generation, offload=True).parts["offload"] == pytest.approx(seconds / 3)
+    assert planned(generation=replace(generation, offload=False)).parts["offload"] == 0
+
+
 def test_parts_sum_to_the_step_and_each_has_a_formula() -> None:
-    others = {"teacher": DENSE, "generation": Generation(answers=512, new_tokens=64, batch_size=64)}
+    generation = Generation(answers=512, new_tokens=64, batch_size=64, offload=True)
+    others = {"teacher": DENSE, "generation": generation}
     step = planned(EXPERTS, nodes=4, layout={"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, **others)
     assert step.parts.keys() == FORMULAS.keys() and all(
         seconds > 0 for name, seconds in step.parts.items() if name != "recompute"
