@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.parallel.process_groups import FIRST_RANK, agree, barrier, gather_objects
 from isthmus.errors import explain
-from isthmus.recipes.rollout import vllm_engine
+from isthmus.recipes.rollout import vllm_weights
 from isthmus.recipes.rollout.vllm_engine import VllmEngine
 from unit.recipes.rollout.fake_vllm import Policy, rollout_config
 
@@ -31,7 +31,7 @@ def rollout(*, url: str, folder: str) -> list[Any]:
         barrier()
 
     config = rollout_config(url)
-    with mock.patch.object(vllm_engine, "export_hf", export):
+    with mock.patch.object(vllm_weights, "export_hf", export):
         engine = VllmEngine.build(config, policy, policy, policy, path, lambda text: None, torch.device("cpu"))  # type: ignore[arg-type]
         engine.update_weights(0)
     try:

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from isthmus.engine.generation.schedule import Answer, Decoding
 from isthmus.errors import CheckFailed, DataError, Hang, UsageError
-from isthmus.recipes.rollout import vllm_engine, vllm_server
-from isthmus.recipes.rollout.vllm_engine import VllmEngine, answer_seed
+from isthmus.recipes.rollout import vllm_server, vllm_weights
+from isthmus.recipes.rollout.vllm_engine import VllmEngine
+from isthmus.recipes.rollout.vllm_requests import answer_seed
 from isthmus.recipes.rollout.vllm_server import check_engine
 from unit.recipes.rollout import fake_vllm
 from unit.recipes.rollout.fake_vllm import CONFIG, VOCAB_SIZE, FakeVllm, Policy, rollout_config
@@ -44,7 +45,7 @@ def _exports(monkeypatch: pytest.MonkeyPatch) -> None:
         tensors = {"model.norm.weight": torch.full((4,), float(len(exports))), "lm_head.weight": torch.ones(2, 3)}
         save_file(tensors, folder / "model.safetensors")
 
-    monkeypatch.setattr(vllm_engine, "export_hf", export)
+    monkeypatch.setattr(vllm_weights, "export_hf", export)
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     path = folder / "python"
     words = f'{sys.executable} {fake_vllm.__file__} {folder} "$@"'
-    source = Path(vllm_engine.__file__).parents[3]
+    source = Path(vllm_server.__file__).parents[3]
     path.write_text(f"#!/bin/sh\nPYTHONPATH={source} exec {words}\n")
     path.chmod(0o755)
     monkeypatch.setenv(vllm_server.PYTHON_VARIABLE, str(path))
