@@ -12,6 +12,7 @@ from unittest.mock import patch
 from megatron.core.utils import get_attr_wrapped_model
 
 from isthmus.config.load import load_config
+from isthmus.data.batching.rollout_batches import GeneratedAnswers, RolloutBatches
 from isthmus.recipes.model.rank_model import RankModel, build_rank_model
 from isthmus.recipes.plan.validation import validate
 from isthmus.recipes.run import _run_rank
@@ -53,6 +54,21 @@ def disturbed_generation(layer: int | None) -> Iterator[None]:
 
     with patch("isthmus.recipes.build.build_rank_model", build):
         yield
+
+
+def train_with_answers(**arguments: Any) -> dict[str, Any]:
+    """The rows of metrics.jsonl, and prompts, answers and advantages of each rollout."""
+    rollouts: list[dict[str, Any]] = []
+
+    def record(answers: GeneratedAnswers, *rest: Any) -> RolloutBatches:
+        if answers.advantages.any():  # else to compute the log-probabilities of the reference
+            advantages = answers.advantages.tolist()
+            rollouts.append({"prompts": answers.prompts, "answers": answers.answers, "advantages": advantages})
+        return RolloutBatches(answers, *rest)
+
+    with patch("isthmus.recipes.rollout.rollouts.RolloutBatches", record):
+        rows = train(**arguments)
+    return {"rows": rows, "rollouts": rollouts}
 
 
 def train(*, model: str, data: str, out: str, settings: dict[str, Any], disturbed_layer: int | None = None) -> Any:
