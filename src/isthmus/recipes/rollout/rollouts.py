@@ -97,10 +97,10 @@ class Rollouts:
     _rollout: Rollout | None = None
     _batches: RolloutBatches | None = field(default=None, repr=False)
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the rollout of the last step."""
-        return {} if self._rollout is None else self._rollout.metrics
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Metrics of the rollout whose first update is ``step``, counted from 1; none in its other updates."""
+        rollout = self._rollout
+        return {} if rollout is None or step != rollout.first_step + 1 else rollout.metrics
 
     def batches(self, steps: range) -> Generator[Sequence[PackedBatch], None, None]:
         """The micro batches of this rank in each step; generates when all answers were trained on."""
