@@ -608,6 +608,13 @@ def test_settings_of_verl(tmp_path: Path) -> None:
     assert "parallel.fsdp" not in translation.settings and "parallel.vpp" not in translation.settings
 
 
+def test_the_estimator_of_a_divergence_without_weight_is_left_out(tmp_path: Path) -> None:
+    divergence = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "mse"}
+    actor = {f"actor_rollout_ref.actor.{name}": value for name, value in divergence.items()}
+    settings = translated("verl", {**SMALLEST["verl"], **actor}, tmp_path).settings
+    assert settings["grpo.kl_weight"] == 0 and not {"grpo.kl_estimator", "grpo.kl_ratio"} & settings.keys()
+
+
 VERL_SCRIPT = """
 set -x
 files="['a.parquet', 'b.parquet']"

@@ -282,6 +282,9 @@ def _put_divergence(keys: TrainerConfig) -> None:
         return
     weight, kind = keys.number(f"{_ACTOR}.kl_loss_coef"), keys.text(f"{_ACTOR}.kl_loss_type") or "low_var_kl"
     keys.put("grpo.kl_weight", float(weight or 0.0), f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.use_kl_loss")
+    if not weight:
+        _ignore_present(keys, "There is no KL divergence.", f"{_ACTOR}.kl_loss_type")
+        return
     if kind not in _ESTIMATORS:
         keys.refuse(f"{_ACTOR}.kl_loss_type", f"is not an estimator of Isthmus; use one of {', '.join(_ESTIMATORS)}")
         return
