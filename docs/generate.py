@@ -534,9 +534,9 @@ are read as they are. The config is a script with the command, or the file `.hyd
 run. A step of verl is a rollout, a step of Isthmus an update of the optimizer.
 
 A script is run by bash with the restrictions of
-[`from-megatron`](../how-to/migrate-from-megatron-lm.md): it starts nothing, and its command is recorded. `date` works,
-`mkdir` and `tee` write nothing. A command whose output goes to `/dev/null` counts as failed if the script handles a
-failure, and is a comment of the config.
+[`from-megatron`](../how-to/migrate-from-megatron-lm.md): it starts nothing, and its command is recorded.
+`date +FORMAT` works, `mkdir` and `tee` write nothing. A command whose output goes to `/dev/null` counts as failed if
+the script handles a failure, and is a comment of the config.
 
 Of the 43 example scripts of GRPO in verl's main branch of 2026-08-22, 33 are translated, with
 `rollout.reward=...` on the command line for those that leave the reward to verl. The other 10:

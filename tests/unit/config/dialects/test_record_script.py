@@ -189,7 +189,8 @@ def test_commands_that_may_train() -> None:
     [
         "touch made", "/bin/mkdir made", "command -p mkdir made", "echo > made", "echo >> made", "cd /", "exec ls",
         ". ./other.sh", "PATH=/bin:/usr/bin", "enable kill", "kill -0 $$", "srun /bin/bash other.sh", "python other.py",
-        "hash -p /bin/mkdir torchrun", "X=$(python3 -c 'print(2)')", "BASH_ENV= bash other.sh",
+        "hash -p /bin/mkdir torchrun", "X=$(date -d yesterday +%F)", "X=$(python3 -c 'print(2)')",
+        "BASH_ENV= bash other.sh",
     ],
 )  # fmt: skip
 def test_a_restricted_script_starts_nothing(command: str) -> None:
@@ -206,6 +207,9 @@ def test_harmless_programs_of_a_restricted_script() -> None:
     assert command.flags == ("--num-layers", "2", "--lr", "4")
     assert command.not_run == ("line 2: none 2>/dev/null || Y=4",)
     assert os.listdir() == ["train.sh"]
+    Path("other.sh").write_text("\n\n\nnone 2>/dev/null || Y=4\n")
+    with pytest.raises(UsageError, match=r"other.sh: line 4: /dev/null: restricted"):
+        script_command(script(f". other.sh\n{TRAIN}"), restricted=True)
 
 
 def test_a_restricted_script_sets_variables() -> None:

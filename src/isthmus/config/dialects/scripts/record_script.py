@@ -40,15 +40,15 @@ esac' DEBUG
 """Records the last command; puts the stand-ins first again after the script activates an environment or sets PATH."""
 _SAFE_HOOK = "enable -n kill ulimit umask\n"
 """The builtins with effects outside the script that a restricted bash still has."""
-_DISCARDED = re.compile(r"^.*: line (\d+): /dev/null: restricted.*$", re.MULTILINE)
+_DISCARDED = re.compile(r"^(.*): line (\d+): /dev/null: restricted.*$", re.MULTILINE)
 """Messages about a command that was not run because its output is thrown away."""
 _CONDITION = re.compile(r"\|\||^\s*(?:if|elif)\b")
 """In a line that handles the failure of a command."""
 _REFUSED = re.compile(
-    r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|python3?: command not found).*$",
+    r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|(?:python3?|date): command not found).*$",
     re.MULTILINE,
 )
-"""Messages about a command that the restricted bash, or the stand-in for Python in it, did not run."""
+"""Messages about a command that the restricted bash, or a stand-in in it, did not run."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 
@@ -137,10 +137,12 @@ def _without_discarded(script: Path, output: str) -> tuple[str, tuple[str, ...]]
     A restricted bash does not run ``command 2>/dev/null``. What such a command would print is not known either.
     """
     lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
-    messages = [match for match in _DISCARDED.finditer(output) if _CONDITION.search(lines[int(match[1]) - 1])]
-    for match in messages:
-        output = output.replace(match[0], "", 1)
-    numbers = dict.fromkeys(int(match[1]) for match in messages)
+    numbers: dict[int, None] = {}
+    for match in _DISCARDED.finditer(output):
+        number = int(match[2])
+        if match[1] == str(script) and number <= len(lines) and _CONDITION.search(lines[number - 1]):
+            output = output.replace(match[0], "", 1)
+            numbers[number] = None
     return output, tuple(f"line {number}: {lines[number - 1].strip()}" for number in numbers)
 
 

@@ -24,7 +24,7 @@ SHELL_LAUNCHERS = ("srun", "sbatch")
 REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl", "wget", "curl", "hf")
 """Programs that start others elsewhere or download; they are not run."""
 HARMLESS = ("date", "mkdir", "tee")
-"""Programs that a restricted script may call: they print a date, and what they read."""
+"""Programs that a restricted script may call: ``date +FORMAT``, and two of which only the output matters."""
 TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
 """Every Megatron-LM training command has one of these arguments; data preparation has none."""
 _SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
@@ -75,13 +75,16 @@ def _is_batch_script(path: str) -> bool:
         return file.read(2) == b"#!"
 
 
-def _imitate(name: str, arguments: Sequence[str]) -> None:
+def _imitate(name: str, arguments: Sequence[str]) -> int:
     """The output of a program that has no other effect on what a script does next; files are not written."""
-    if name == "date":
-        formats = [argument[1:] for argument in arguments if argument.startswith("+")]
-        print(time.strftime(formats[0] if formats else "%a %b %d %H:%M:%S %Z %Y"))
+    if name == "date" and len(arguments) == 1 and arguments[0].startswith("+"):
+        print(time.strftime(arguments[0][1:]))
+    elif name == "date":
+        sys.stderr.write("date: command not found with these arguments\n")
+        return 127
     elif name == "tee":
         sys.stdout.write(sys.stdin.read())
+    return 0
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
@@ -91,7 +94,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if may_train(words):
         record(words)
     elif name in HARMLESS:
-        _imitate(name, arguments)
+        return _imitate(name, arguments)
     elif name in PYTHONS:
         path = os.environ["PATH"].replace(os.environ[STAND_INS] + os.pathsep, "")
         program = shutil.which(name, path=path)
