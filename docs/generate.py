@@ -531,7 +531,24 @@ _TRAINER_COMMANDS = {
     "verl": """\
 `python -m verl.trainer.main_ppo` with `algorithm.adv_estimator=grpo` is [`isthmus grpo`](../how-to/grpo.md). Data files
 are read as they are. The config is a script with the command, or the file `.hydra/config.yaml` that Hydra writes of a
-run. A step of verl is a rollout, a step of Isthmus an update of the optimizer.""",
+run. A step of verl is a rollout, a step of Isthmus an update of the optimizer.
+
+A script is run by bash with the restrictions of
+[`from-megatron`](../how-to/migrate-from-megatron-lm.md): it starts nothing, and its command is recorded.
+`date +FORMAT` works, `mkdir` and `tee` write nothing. A command whose output goes to `/dev/null` counts as failed if
+the script handles a failure, and is a comment of the config.
+
+Of the 43 example scripts of GRPO in verl's main branch of 2026-08-22, 33 are translated, with
+`rollout.reward=...` on the command line for those that leave the reward to verl. The other 10:
+
+- `run_deepseek_v4_flash_megatron`, `run_deepseek_v4_veomni`, `run_kimi_k2_6_glm5_1_megatron_lite`,
+  `run_nemotron_nano_v3_30b_a3b_megatron`, `run_qwen3_vl_30b_a3b_fsdp`: a variable of the user is missing; write its
+  value into the script.
+- `run_deepseek_v4_megatron_lite`: it starts nothing, because the example has moved.
+- `run_gpt_oss_20b_fsdp`: it writes a Python file and runs it; give the config that Hydra wrote.
+- `run_qwen3_5_35b_megatron_lite`: keys of the engine Megatron Lite.
+- `run_hy_v3_megatron`: a range as `rollout_is_threshold`.
+- `run_minicpm_o_2_6_fsdp`: a data set of its own code.""",
     "LLaMA-Factory": """\
 `llamafactory-cli train config.yaml` is `isthmus sft`, `isthmus dpo`, `isthmus kto` or `isthmus pretrain`, by `stage`.
 Alpaca and ShareGPT files are read as they are. Names of data sets are looked up in `dataset_info.json`, in the
@@ -559,8 +576,10 @@ def trainer_page(key: str) -> str:
         "",
         "prints the config of Isthmus. Each key is a setting, with the key in a comment, or a comment at the top with",
         "the reason why it has none; a key that changes the training in a way that Isthmus does not have is an error.",
-        f"Defaults of {program} are settings where they change the result. The file may also be a shell script with",
-        "the command: it is read, not run. `--nproc` is the number of ranks"
+        f"Defaults of {program} are settings where they change the result."
+        + ("" if program == "verl" else " The file may also be a shell script with"),
+        ("" if program == "verl" else "the command: it is read, not run. ")
+        + "`--nproc` is the number of ranks"
         + (", as `trainer.n_gpus_per_node`," if program == "verl" else ", which multiply the batch of a rank,"),
         "`--data` replaces the data sets, and `name=value` other settings.",
         "",

@@ -138,6 +138,13 @@ def test_grpo(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_vllm_rollouts(repository: Path, tmp_path: Path) -> None:
+    (row,) = run(repository, tmp_path / "vllm.json", "vllm_rollouts.py", "--only", "native-fp32")["rows"]
+    assert [step["step"] for step in row["steps"]] == [1, 2] and len(row["answers"]) == 2
+    assert all(step["logp_difference_max"] < 1e-5 and step["weights_s"] < 1 for step in row["steps"])
+
+
+@pytest.mark.benchmarks
 def test_first_line(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "line.json"
     command = [sys.executable, str(repository / "benchmarks" / "first_line.py"), "--rounds", "1", "--out", str(out)]

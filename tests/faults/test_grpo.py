@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,16 @@ def test_run(isthmus: ForkServer, args: list[str], folder: Path, tmp_path: Path)
     assert "21 records -> 20 samples" in completed.stderr and "1 dropped as too long" in completed.stderr
     assert "reward " in completed.stderr and "length " in completed.stderr
     steps = [row for row in rows(tmp_path / "run") if "loss" in row]
+    match = re.search(
+        r"training: 3 steps, .*, up to ([\d,]+) tokens per step \(answers of 6 tokens\)", completed.stderr
+    )
+    assert match and max(row["num_tokens"] for row in steps) <= int(match[1].replace(",", "")) + 4  # prompts differ
     assert all(0 <= row["reward"] <= 1 and row["logp_difference_max"] < 1e-4 for row in steps)
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in samples} == {0, 1, 2}
     assert samples[0]["prompt"].startswith("Say the number ") and samples[0]["rewards"].keys() == {"parity"}
     card = (tmp_path / "run/hf/README.md").read_text()
+    assert "12 sequences, at most " in card
     assert "trained with reinforcement learning (GRPO) on rewards of its own answers" in card
 
 

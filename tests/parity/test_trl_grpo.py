@@ -5,6 +5,7 @@ TRL's trainers compute the loss of prepared inputs; losses, gradients and metric
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from isthmus.config.schema.grpo import GrpoConfig
 from isthmus.data.batching.rollout_batches import GeneratedAnswers
 from parity.preference_loss import train_steps
 from parity.test_trl import arguments, padded, tokenizer
+from ranks import grpo_tasks
 from ranks.policy_tasks import BATCH, MAX_NEW_TOKENS, STEPS, fixed_answers
 from ranks.rank_pool import RankPool
+from ranks.tasks import CLIP_GRAD
+from ranks.test_grpo import build_policy
 from ranks.tiny import build_model_folder, build_samples
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (extra: bench)")
@@ -46,7 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_trainer(policy: Any, settings: GrpoConfig, out: Path) -> Any:
+def no_reward(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def build_trainer(policy: Any, settings: GrpoConfig, out: Path, *, reward: Any = no_reward) -> Any:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -72,7 +80,7 @@ def build_trainer(policy: Any, settings: GrpoConfig, out: Path) -> Any:
         }
     trainer = trainer_class(
         model=policy,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        reward_funcs=reward,
         args=arguments(config_class, out, **options),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * BATCH),
         processing_class=tokenizer(),
@@ -150,3 +158,43 @@ def test_losses_equal_trl(case: str, model: Path, samples: Path, one_rank: RankP
         name: float((tensors[name] - grad).abs().max() / grad.abs().max()) for name, grad in gradients.items()
     }
     assert max(differences.values()) < 1e-5, differences
+
+
+def test_rloo_subtracts_the_divergence_from_rewards_as_trl(one_rank: RankPool, tmp_path: Path) -> None:
+    """A run of 4 steps: its answers give the same rewards, advantages, losses and gradients in TRL's trainer."""
+    folder, prompts, lr = build_policy(tmp_path / "model", "qwen3", num_hidden_layers=2), tmp_path / "data.jsonl", 1e-3
+    prompts.write_text("".join(json.dumps({"prompt": f"Write {n}."}) + "\n" for n in range(8)))
+    settings = {
+        "grpo.loss": "rloo",
+        "grpo.kl_weight": 0.3,
+        "rollout.reward": f"{grpo_tasks.__file__}:parity",
+        "rollout.max_new_tokens": MAX_NEW_TOKENS,
+        "rollout.temperature": TEMPERATURE,
+        "data.valid_fraction": 0.0,
+        "train.steps": 4,
+        "train.global_batch_size": BATCH,
+        "optim": {"lr": lr, "schedule": "constant", "warmup_steps": 0, "clip_grad": CLIP_GRAD, "weight_decay": 0.1},
+    }
+    run = {"model": folder, "data": prompts, "out": tmp_path / "run", "settings": settings}
+    ours = one_rank.run("ranks.grpo_tasks.train_with_answers", **run)
+    policy: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy.get_input_embeddings().padding_idx = None  # else a sampled padding token has no gradient in transformers
+    trainer = build_trainer(policy, GrpoConfig(loss="rloo", kl_weight=0.3), tmp_path / "trl", reward=grpo_tasks.parity)
+    policy.train()
+    advantages: list[list[float]] = []
+
+    def loss_of(step: int) -> Tensor:
+        rollout = ours["rollouts"][step]
+        trainer._generate = lambda prompts: (rollout["prompts"], rollout["answers"], [""] * BATCH)
+        inputs = trainer._generate_and_score_completions([{"prompt": ""}] * BATCH)
+        advantages.append(inputs["advantages"].tolist())
+        loss: Tensor = trainer._compute_loss(policy, inputs)
+        return loss
+
+    theirs, rows = train_steps(policy, loss_of, lr=[lr] * 4), [row for row in ours["rows"] if "loss" in row]
+    for step, rollout in enumerate(ours["rollouts"]):
+        assert rollout["advantages"] == pytest.approx(advantages[step], rel=1e-5, abs=1e-5)
+    assert [row["reward"] for row in rows] == pytest.approx(trainer._metrics["train"]["reward"], rel=1e-6)
+    for curve in ("loss", "grad_norm"):
+        assert [row[curve] for row in rows] == pytest.approx(theirs[curve], rel=1e-5, abs=1e-6)
+    assert rows[-1]["rollout_kl"] > 0.1  # the divergence counts

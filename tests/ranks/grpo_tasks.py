@@ -70,6 +70,21 @@ def disturbed_generation(layer: int | None) -> Iterator[None]:
         yield
 
 
+def train_with_answers(**arguments: Any) -> dict[str, Any]:
+    """The rows of metrics.jsonl, and prompts, answers and advantages of each rollout."""
+    rollouts: list[dict[str, Any]] = []
+
+    def record(answers: GeneratedAnswers, *rest: Any) -> RolloutBatches:
+        if answers.advantages.any():  # else to compute the log-probabilities of the reference
+            advantages = answers.advantages.tolist()
+            rollouts.append({"prompts": answers.prompts, "answers": answers.answers, "advantages": advantages})
+        return RolloutBatches(answers, *rest)
+
+    with patch("isthmus.recipes.rollout.rollout_maker.RolloutBatches", record):
+        rows = train(**arguments)
+    return {"rows": rows, "rollouts": rollouts}
+
+
 def context_of(model: str, data: str, out: str, settings: dict[str, Any]) -> RunContext:
     flags = {
         "model": model,

@@ -128,6 +128,8 @@ def test_resumed_run_repeats_rollouts_bitwise(
     }
     run = {"model": models["dense"], "data": prompts}
     expected = one_rank.run(TRAIN, **run, out=tmp_path / "run", settings=settings)
+    first_updates = [row["step"] for row in steps_of(expected) if {"reward", "generation_s"} <= row.keys()]
+    assert first_updates == [1, 3]
     resume = {"checkpoint.resume": tmp_path / "run" / "checkpoints" / f"iter_{done:07d}"}
     rows = one_rank.run(TRAIN, **run, out=tmp_path / "resumed", settings=settings | resume)
     assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in steps_of(expected)[done:]]

@@ -14,7 +14,7 @@ import typer
 
 from isthmus.cli.options import Debug
 from isthmus.cli.train_verbs import Nproc, run_ranks
-from isthmus.config.dialects.megatron.record_script import SHELL_SUFFIXES
+from isthmus.config.dialects.scripts.record_script import SHELL_SUFFIXES
 from isthmus.errors import UsageError
 
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script of a Megatron-LM checkout, or your own.")]

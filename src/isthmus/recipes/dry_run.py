@@ -23,7 +23,8 @@ from isthmus.recipes.data.first_records import estimate_data, known_corpus
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
 from isthmus.recipes.plan.resume_check import checked_record
 from isthmus.recipes.plan.validation import RunContext, validate
-from isthmus.recipes.run_result import describe, describe_parameters
+from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.run_result import describe, describe_parameters, step_tokens
 
 
 def dry_run(
@@ -87,7 +88,8 @@ def _size(context: RunContext, report: Report) -> str:
         check_schedule(config, data.steps)
         check_best(config, has_validation=data.valid is not None)
         check_profiled_steps(config, data.steps)
-        return f"{describe(context, data)}; {data.steps * data.train.tokens_per_step:,.0f} tokens in all"
+        most = "up to " if recipe_of(config).generates_answers else ""
+        return f"{describe(context, data)}; {most}{data.steps * data.train.tokens_per_step:,.0f} tokens in all"
     estimate = estimate_data(config, tokenizer, report)
     parameters, steps_setting = describe_parameters(context.plan), config.train.steps
     if estimate is None:
@@ -107,7 +109,7 @@ def _size(context: RunContext, report: Report) -> str:
     tokens_per_step = estimate.tokens / estimate.sequences * batch
     return (
         f"training: {'' if steps_setting else 'about '}{counted(steps, 'step')}, about "
-        f"{epochs_text(config, steps / epoch)}, about {tokens_per_step:,.0f} tokens per step and "
+        f"{epochs_text(config, steps / epoch)}, {step_tokens(config, tokens_per_step, estimated=True)} and "
         f"{steps * tokens_per_step:,.0f} in all, estimated from the first records; {parameters}"
     )
 

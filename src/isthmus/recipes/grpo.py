@@ -19,7 +19,9 @@ RECIPE = Recipe(
     name="grpo",
     card="trained with reinforcement learning (GRPO) on rewards of its own answers",
     objective=lambda config: PolicyObjective(config.grpo, config.rollout),
-    batches=lambda config: partial(PromptBatches, group_size=config.rollout.group_size),
+    batches=lambda config: partial(
+        PromptBatches, group_size=config.rollout.group_size, answer_tokens=config.rollout.max_new_tokens
+    ),
     bin_packs=False,
     has_extra_forward=_has_extra_forward,
     generates_answers=True,

@@ -13,7 +13,6 @@ from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import write_mapping
 from isthmus.data.batching.batches import Batches
 from isthmus.data.readers.data_names import HUB, hub_name
-from isthmus.data.tokenize.record_kinds import RecordKind
 from isthmus.errors import counted
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
@@ -21,6 +20,7 @@ from isthmus.recipes.card_usage import adapter_usage, model_usage
 from isthmus.recipes.data.data_notes import epoch_count
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.run_record import versions
+from isthmus.recipes.recipe import Recipe
 from isthmus.recipes.registry import recipe_of
 from isthmus.train.row_file import rows_until
 
@@ -67,7 +67,7 @@ def model_card(config: RunConfig, plan: ModelPlan, data: Batches, metrics: Path,
         "## Loss",
         _losses(metrics, step),
         "## Data",
-        _data(recipe.records, data, step),
+        _data(recipe, data, step),
         "## Settings",
         "Settings that differ from the defaults:",
         f"```yaml\n{write_mapping(_changed_settings(config))}```",
@@ -123,19 +123,19 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and abs(value) < 1e300 else "not finite"
 
 
-def _data(records: RecordKind, data: Batches, step: int) -> str:
+def _data(recipe: Recipe, data: Batches, step: int) -> str:
     sequences = step * data.global_batch_size
     per_sequence = data.tokens_per_step / data.global_batch_size
     lines = ["| data set | size | epochs |", "| --- | --- | --- |"]
     epochs = data.epochs(step) if step else dict.fromkeys((share.name for share in data.shares), 0.0)
     lines += [
-        f"| {share.name} | {records.counted(share.samples)} | {epoch_count(epochs[share.name])} |"
+        f"| {share.name} | {recipe.records.counted(share.samples)} | {epoch_count(epochs[share.name])} |"
         for share in data.shares
     ]
     return (
         "\n".join(lines)
-        + f"\n\n{counted(step, 'step')} of {data.global_batch_size} sequences: {sequences:,} sequences, about "
-        f"{sequences * per_sequence:,.0f} tokens."
+        + f"\n\n{counted(step, 'step')} of {data.global_batch_size} sequences: {sequences:,} sequences, "
+        f"{'at most' if recipe.generates_answers else 'about'} {sequences * per_sequence:,.0f} tokens."
     )
 
 

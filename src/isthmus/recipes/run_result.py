@@ -71,8 +71,16 @@ def describe(context: RunContext, data: RunData) -> str:
     passes = "random tokens" if context.config.data.mock else epochs_text(context.config, epochs)
     return (
         f"training: {counted(data.steps, 'step')}, {passes}, "
-        f"{data.train.tokens_per_step:,.0f} tokens per step; {describe_parameters(context.plan)}"
+        f"{step_tokens(context.config, data.train.tokens_per_step)}; {describe_parameters(context.plan)}"
     )
+
+
+def step_tokens(config: RunConfig, tokens: float, *, estimated: bool = False) -> str:
+    """The tokens of a step; those with generated answers are the most."""
+    text = f"{'about ' if estimated else ''}{tokens:,.0f} tokens per step"
+    if recipe_of(config).generates_answers:
+        text = f"up to {text} (answers of {counted(config.rollout.max_new_tokens, 'token')})"
+    return text
 
 
 def describe_parameters(plan: ModelPlan) -> str:

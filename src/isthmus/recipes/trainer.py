@@ -271,7 +271,7 @@ class Trainer:
         return StepMetrics(
             step=step,
             loss=result.loss,
-            objective={**({} if self.rollouts is None else self.rollouts.metrics), **result.metrics},
+            objective={**({} if self.rollouts is None else self.rollouts.metrics(step)), **result.metrics},
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,

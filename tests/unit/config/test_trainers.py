@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -607,6 +608,13 @@ def test_settings_of_verl(tmp_path: Path) -> None:
     assert "parallel.fsdp" not in translation.settings and "parallel.vpp" not in translation.settings
 
 
+def test_the_estimator_of_a_divergence_without_weight_is_left_out(tmp_path: Path) -> None:
+    divergence = {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "mse"}
+    actor = {f"actor_rollout_ref.actor.{name}": value for name, value in divergence.items()}
+    settings = translated("verl", {**SMALLEST["verl"], **actor}, tmp_path).settings
+    assert settings["grpo.kl_weight"] == 0 and not {"grpo.kl_estimator", "grpo.kl_ratio"} & settings.keys()
+
+
 VERL_SCRIPT = """
 set -x
 files="['a.parquet', 'b.parquet']"
@@ -618,6 +626,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml \\
 """
 
 
+@pytest.mark.processes
 def test_the_overrides_of_verl_are_read(tmp_path: Path) -> None:
     file = tmp_path / "train.sh"
     file.write_text(VERL_SCRIPT)
@@ -635,10 +644,59 @@ def test_the_overrides_of_verl_are_read(tmp_path: Path) -> None:
     assert "parallel.fsdp" not in settings and "grpo.kl_weight" not in settings
 
 
-def test_what_a_shell_fills_in_is_refused(tmp_path: Path) -> None:
+VERL_ARRAYS = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+mkdir -p logs
+DATA=(
+    algorithm.adv_estimator=grpo
+    data.train_files="['$HOME/a b.parquet']"
+)
+EXTRA=()
+case "${DEVICE}" in
+    gpu) EXTRA+=(actor_rollout_ref.rollout.n=$((2 * 4))) ;;
+    npu) EXTRA+=(actor_rollout_ref.rollout.n=16) ;;
+esac
+if [ "${#EXTRA[@]}" -gt 0 ]; then DATA+=("data.max_response_length=2048"); fi
+ray job submit --no-wait -- python3 -m verl.trainer.main_ppo \
+    "${DATA[@]}" actor_rollout_ref.model.path="$MODEL_PATH" "${EXTRA[@]}" \
+    trainer.experiment_name=a_$(date +%Y) "$@" 2>&1 | tee "logs/$(date +%H).log"
+"""
+
+
+@pytest.mark.processes
+def test_a_script_of_verl_runs_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     file = tmp_path / "train.sh"
-    file.write_text('python3 -m verl.trainer.main_ppo "${DATA[@]}"\n')
-    with pytest.raises(UsageError, match=r"only a shell fills in. Give the config that Hydra wrote"):
+    file.write_text(VERL_ARRAYS)
+    translation = translate_trainer("verl", file)
+    expected = {
+        "model.path": "Qwen/Qwen3-8B",
+        "data.files": ["/home/me/a b.parquet"],
+        "rollout.group_size": 8,
+        "rollout.max_new_tokens": 2048,
+        "logging.name": f"a_{datetime.now():%Y}",
+    }
+    assert {name: translation.settings.get(name) for name in expected} == expected
+    assert any(remark.option.startswith("line 3: DEVICE=") for remark in translation.remarks)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("cat > x.py", r"x\.py: restricted(?s:.*)Give the config that Hydra wrote"),
+        ("N=$(python3 -c 'print(2)' 2>/dev/null)", r"/dev/null: restricted(?s:.*)Give the config that Hydra wrote"),
+        ("exit 3", r"started no training run \(python -m verl\.trainer\.main_ppo\)\. It ended with exit code 3"),
+        ("python3 -m verl.trainer.main_ppo data.seed=1", r"starts 2 training runs\. Give the config that Hydra wrote"),
+    ],
+)
+def test_a_script_of_verl_is_refused(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(f"{line}\n{VERL_SCRIPT}")
+    with pytest.raises(UsageError, match=message):
         translate_trainer("verl", file)
 
 

@@ -207,3 +207,8 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
         "importance_sampling_level": "token",
     }
     assert grpo(tmp_path, **neutral)["grpo.loss"] == "dapo"
+
+
+def test_the_ratio_of_a_divergence_without_weight_is_left_out(tmp_path: Path) -> None:
+    settings = grpo(tmp_path, beta=0.0, use_bias_correction_kl=False)
+    assert settings["grpo.kl_weight"] == 0 and "grpo.kl_ratio" not in settings

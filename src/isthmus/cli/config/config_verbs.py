@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isthmus.cli.options import verb
-from isthmus.cli.terminal import say
+from isthmus.cli.terminal import interruptible, say
 from isthmus.cli.train_verbs import Data, Words
 from isthmus.errors import OutputExists, UsageError
 
@@ -300,14 +300,15 @@ def _from_trainer(
     from isthmus.config.load import load_settings
 
     overridden = load_settings(None, None, options.overrides or [], check=False)
-    translation = translate_trainer(
-        program,
-        options.file,
-        nproc=options.nproc,
-        dataset_info=dataset_info,
-        recipe=recipe,
-        data=tuple(options.data or ()),
-    )
+    with interruptible():  # a signal ends a script too
+        translation = translate_trainer(
+            program,
+            options.file,
+            nproc=options.nproc,
+            dataset_info=dataset_info,
+            recipe=recipe,
+            data=tuple(options.data or ()),
+        )
     override(translation, overridden)
     return print_translation(translation, as_json=options.as_json)
 

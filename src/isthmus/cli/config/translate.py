@@ -11,10 +11,10 @@ from pathlib import Path
 
 from isthmus.cli.terminal import interruptible, say
 from isthmus.config.dialects.megatron.model_args import rows_by_name
-from isthmus.config.dialects.megatron.record_script import SHELL_SUFFIXES, record_script
-from isthmus.config.dialects.megatron.training_command import read_command
+from isthmus.config.dialects.megatron.training_command import read_command, script_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
+from isthmus.config.dialects.scripts.record_script import SHELL_SUFFIXES
 from isthmus.config.dialects.translation import Translation, World, as_yaml
 from isthmus.config.dialects.translation import as_json as translation_json
 from isthmus.config.load import LoadedSettings, load_config, load_settings, origins_of
@@ -51,7 +51,7 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
 def _from_script(script: Path, words: Sequence[str], *, restricted: bool) -> Translation:
     flags = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     with interruptible():  # a signal ends the script too
-        command = record_script(script, words[:flags], restricted=restricted)
+        command = script_command(script, words[:flags], restricted=restricted)
     with _lines_of(script):
         return _with_model(translate_command(command, words[flags:], script.stem))
 

@@ -17,6 +17,10 @@ _CLIPS: dict[str, tuple[float, float]] = {
 """Defaults of ``clip_low`` and ``clip_high``; the others have 0.2 for both."""
 
 
+SHIPPED_REWARDS = ("exact_match", "format", "math_verify")
+"""Rewards of Isthmus; a colon after them begins their argument."""
+
+
 class RolloutConfig(Section):
     """Generation of answers by the model that is trained, and their rewards."""
 
@@ -82,16 +86,18 @@ class RolloutConfig(Section):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Short names of the rewards, for metrics: a function, the name of a folder, or the text before a colon.
+        """Short names of the rewards, for metrics: of a function, of a folder, or of a reward of Isthmus.
 
         Of several with the same name, all but the first have a number.
         """
-        names = [
-            text.rpartition(":")[2] if ".py:" in text else os.path.basename(text.partition(":")[0].rstrip("/"))
-            for text in self.reward
-        ]
-        counts = [names[:number].count(name) for number, name in enumerate(names)]
-        return tuple(f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True))
+        names: list[str] = []
+        for text in self.reward:
+            shipped, _, function = text.partition(":")
+            named = function.rpartition(":")[2] or os.path.basename(text.rstrip("/"))
+            name = shipped if shipped in SHIPPED_REWARDS else named
+            numbered = (name, *(f"{name}-{number}" for number in range(2, len(self.reward) + 1)))
+            names.append(next(one for one in numbered if one not in names))
+        return tuple(names)
 
 
 class GrpoConfig(Section):
@@ -140,9 +146,13 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> GrpoConfig:
+        has_divergence = self.kl_weight > 0 and not self.penalizes_rewards
+        divergence = "kl_weight above 0, and another loss than rloo"
         for name, has_effect, needed in (
             ("max_generations", self.dynamic_sampling, "dynamic_sampling=true"),
             ("correction_cap", self.correction != "none", "a correction"),
+            ("kl_estimator", has_divergence, divergence),
+            ("kl_ratio", has_divergence, divergence),
         ):
             if not has_effect and (value := getattr(self, name)) != type(self).model_fields[name].default:
                 refuse(name, f"{name}={value} needs {needed}; set it, or leave {name} out")

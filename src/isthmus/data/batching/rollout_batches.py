@@ -20,7 +20,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 class PromptBatches(Batches):
-    """Prompts, each with ``group_size`` answers; ``global_batch_size`` counts answers."""
+    """Prompts, each with ``group_size`` answers of at most ``answer_tokens``; ``global_batch_size`` counts answers."""
 
     store: SampleStore
 
@@ -32,14 +32,20 @@ class PromptBatches(Batches):
         *,
         shares: Sequence[MixtureSet] = (),
         group_size: int,
+        answer_tokens: int,
     ) -> None:
         super().__init__(store, settings, shard, shares=shares)
-        self.group_size = group_size
+        self.group_size, self.answer_tokens = group_size, answer_tokens
 
     @property
     def sequences_per_epoch(self) -> int:
         """Answers to the prompts of all sets."""
         return super().sequences_per_epoch * self.group_size
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean over an epoch, if all answers have ``answer_tokens``."""
+        return super().tokens_per_step * self.group_size + self.answer_tokens * self.global_batch_size
 
     def prompt(self, position: int) -> int:
         """The sample of the store that is the prompt at a position of the order of training."""

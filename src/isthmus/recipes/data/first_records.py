@@ -139,7 +139,7 @@ def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) 
         write_missing_manifests(source, Path(folder))
         store, _ = open_samples(source, data_settings(config), tokenizer, Path(folder))
     inputs = np.maximum(store.lengths - 1, 0)
-    return _num_sequences(config, inputs), float(inputs.sum())
+    return _num_sequences(config, inputs), _num_tokens(config, inputs)
 
 
 def _size(
@@ -161,7 +161,7 @@ def _size(
         is_complete &= chunks == 1.0
         inputs = np.maximum(done.lengths - 1, 0)
         sequences += _num_sequences(config, inputs) * (chunks or 0)
-        tokens += float(inputs.sum()) * (chunks or 0)
+        tokens += _num_tokens(config, inputs) * (chunks or 0)
         num_records += done.stats.records * (chunks or 0)
         seen_bytes += _num_bytes(name)
     if not_opened := [name for name in find_sources(source.files).names if name.startswith(HUB)]:
@@ -188,6 +188,13 @@ def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
         return len(Bins.packed(inputs[inputs > 0], length, 0)) if inputs.any() else 0
     answers = config.rollout.group_size if recipe.generates_answers else 1
     return len(inputs) * answers // recipe.samples_per_sequence
+
+
+def _num_tokens(config: RunConfig, inputs: npt.NDArray[np.int64]) -> float:
+    """Of samples with so many inputs, in training: of prompts those of each answer, which is as long as possible."""
+    if not recipe_of(config).generates_answers:
+        return float(inputs.sum())
+    return float(config.rollout.group_size * (inputs + config.rollout.max_new_tokens).sum())
 
 
 def _start_of(chunk: RecordChunk, num_bytes: int) -> RecordChunk:

@@ -14,8 +14,9 @@ from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.model.teacher_model import teacher_precision
 from isthmus.recipes.plan.activation_estimate import activations, micro_batches, temporary_bytes
 from isthmus.recipes.plan.model_plan import ModelPlan, teacher_config
-from isthmus.recipes.plan.parameter_counts import PlanCounts
+from isthmus.recipes.plan.parameter_counts import PlanCounts, num_parameters
 from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.rollout.vllm_server import started_server_bytes
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
@@ -246,6 +247,10 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
     on_gpu = platform.device_type == "cuda"
     estimate = estimate_memory(plan, config, precision, gpu_bytes=memory if on_gpu else None)
     owner = "a GPU" if on_gpu else "a rank's share of the free memory of this machine"
+    server = 0 if on_gpu else _server_bytes(plan, config, precision)
+    if server:
+        memory = max(0, memory - server // ranks_here)
+        owner += f" without {_gib(server)} GiB for the vLLM server"
     if estimate.offloaded > (free := platform.free_host_bytes() // ranks_here):
         raise UsageError(
             f"{_users_of_host_memory(config)} {_gib(estimate.offloaded)} GiB of each rank into host memory, and a "
@@ -267,6 +272,13 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
         f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
         f"{hint[0].upper()}{hint[1:]}.{' `isthmus plan` lists the layouts that fit.' if on_gpu else ''}"
     )
+
+
+def _server_bytes(plan: ModelPlan, config: RunConfig, precision: str) -> int:
+    """The memory of the vLLM server that the run starts beside it, if it starts one."""
+    if not recipe_of(config).generates_answers:
+        return 0
+    return started_server_bytes(config, DTYPES[precision].itemsize * num_parameters(plan.family, plan.architecture))
 
 
 def _users_of_host_memory(config: RunConfig) -> str:

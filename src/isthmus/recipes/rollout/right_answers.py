@@ -8,6 +8,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError, escaped
 from isthmus.recipes.rollout.answer_batch import AnswerBatch, missing_column
+from isthmus.recipes.rollout.limited_process import LimitedProcess
 
 RIGHT_ANSWERS = ("ground_truth", "answer", "label", "solution")
 """Fields of right answers: the first one that a record has counts. verl's is nested in ``reward_model``."""
@@ -73,7 +74,11 @@ class ExactMatch:
 
 
 class FormatMatch:
-    """``format:EXPRESSION``: 1 if the expression matches the complete answer, in which ``.`` is any character."""
+    """``format:EXPRESSION``: 1 if the expression matches the complete answer, in which ``.`` is any character, else 0.
+
+    An expression may backtrack for years, with Python's lock. So a child process matches; an answer that takes too
+    much gets 0, and is counted in the metric ``format_failures``.
+    """
 
     def __init__(self, setting: str) -> None:
         """Raises UsageError for an expression that is empty or no regular expression."""
@@ -82,18 +87,22 @@ class FormatMatch:
         if not expression:
             raise UsageError("rollout.reward format lacks an expression. Give format:EXPRESSION.")
         try:
-            self._pattern = re.compile(expression, re.DOTALL)
+            re.compile(expression, re.DOTALL)
         except (re.error, RecursionError, OverflowError) as error:
             raise UsageError(
                 f"rollout.reward {escaped(setting)} is not a regular expression of Python: {error}. Correct it."
             ) from error
+        self._expression, self._process = expression, LimitedProcess("format", "Check the memory of this machine.")
 
     def check_columns(self, columns: Collection[str]) -> None:
         """It reads no field."""
 
     def __call__(self, batch: AnswerBatch) -> list[float]:
-        """Match each answer."""
-        return [float(self._pattern.fullmatch(text) is not None) for text in batch.texts]
+        """Match each answer in the child process."""
+        replies = [self._process.reply(self._expression, text) for text in batch.texts]
+        failures = batch.logged_metrics.get("format_failures", 0.0)  # of another expression
+        batch.logged_metrics["format_failures"] = failures + replies.count("failed")
+        return [float(reply is True) for reply in replies]
 
 
 def without_reasoning(text: str) -> str:

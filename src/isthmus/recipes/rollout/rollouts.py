@@ -47,10 +47,10 @@ class Rollouts:
     _policy: WeightsCopy | None = None
     """The weights that generate a pending rollout beside the updates that change them."""
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the rollout of the last step."""
-        return {} if self._rollout is None else self._rollout.metrics
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """Metrics of the rollout whose first update is ``step``, counted from 1; none in its other updates."""
+        rollout = self._rollout
+        return {} if rollout is None or step != rollout.first_step + 1 else rollout.metrics
 
     @property
     def _updates(self) -> int:

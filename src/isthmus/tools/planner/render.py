@@ -9,6 +9,7 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.recipes.plan.activation_estimate import activations
 from isthmus.recipes.plan.memory_estimate import DTYPES, estimate_ranks
+from isthmus.recipes.registry import recipe_of
 from isthmus.tools.planner.cost.step_time import FORMULAS
 from isthmus.tools.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION
 from isthmus.tools.planner.planning import Plans, describe
@@ -159,6 +160,8 @@ def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
     if best.time is not None:
         share = {name: seconds for name, seconds in best.time.parts.items() if seconds >= 0.001 * best.time.total_s}
         lines += ["", "step of plan 1, estimated seconds:", *_columns({name: f"{s:.3f}" for name, s in share.items()})]
+        if recipe_of(config).generates_answers and config.rollout.engine != "native":
+            lines.append("  without generation and the transfer of weights: servers on other GPUs generate")
     else:
         lines += ["", "no step times, because the GPU is not known: give --gpus, such as --gpus 8xH100"]
     if explained:

@@ -13,6 +13,7 @@ from isthmus.errors import IsthmusError
 from isthmus.recipes.data.data_sources import find_data_sources
 from isthmus.recipes.data.recorded_data import RecordedData, open_recorded
 from isthmus.recipes.data.shown_samples import ShownSample, TextPart
+from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.run_dir import RunDir
 
 Result = TypeVar("Result")
@@ -74,7 +75,7 @@ def data_summary(run: RunDir, config: RunConfig, num_samples: int) -> DataSummar
     if _or_note(summary, lambda: _add_sources(summary, run, config)):
         data = _or_note(summary, lambda: open_recorded(run))
     if data is not None:
-        summary.packing = _packing(data, config)
+        summary.packing = None if recipe_of(config).generates_answers else _packing(data, config)
         summary.samples = _or_note(summary, lambda: list(map(_clipped, data.samples(0, num_samples)))) or []
     return summary
 

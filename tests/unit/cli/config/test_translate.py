@@ -172,12 +172,12 @@ def test_run_runs_the_script(
     monkeypatch.chdir(tmp_path)
     script = [
         "#!/bin/bash",
-        "mkdir -p $1",
+        "install -d $1",
         " ".join(["ARGS=(", *LLAMA3_8B[6:], ")"]),
         "torchrun pretrain_gpt.py ${ARGS[@]}",
     ]
     Path("train.sh").write_text("\n".join([*script[:3], script[3] + " --save $1"]))
-    with pytest.raises(UsageError, match=r"(?s)train.sh: line 2: mkdir: command not found.*With --run train.sh bash"):
+    with pytest.raises(UsageError, match=r"(?s)train.sh: line 2: install: command not found.*With --run train.sh bash"):
         parse_and_run(["config", "from-megatron", "train.sh", "mine"])
     assert not Path("mine").exists()
     assert parse_and_run(["config", "from-megatron", "--run", "train.sh", "mine", "--micro-batch-size", "4"]) == 0

@@ -183,8 +183,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("more", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "more"),
+    [
+        pytest.param(loss, more, id=f"{loss}-{name}")
+        for loss in LOSSES
+        for name, more in CASES.items()
+        if loss != "rloo" or not more.keys() & {"kl_estimator", "kl_ratio"}
+    ],
+)
 def test_loss_and_gradient_equal_the_reference(loss: str, more: dict[str, Any]) -> None:
     """Also for answers in two micro batches."""
     samples, settings = answers(), Settings(loss, more)

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import RunConfig
+from isthmus.config.schema.grpo import RolloutConfig
+from isthmus.data.batching.batches import BatchSettings
+from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.data.readers import json_chunks
+from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.readers.file_sources import find_sources
+from isthmus.data.store.sample_store import SampleStore
+from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import DataError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -73,6 +79,22 @@ def test_an_estimate_of_raw_files_and_the_size_of_prepared_ones(tokenizer: Token
     assert estimate_data(config([lines, "hf:org/name"]), tokenizer, messages.append) is None
     assert messages[-2] == "data: hf:org/name is not checked here: the run downloads it"
     assert messages[-1].startswith("data: 1 file, the first records: ")
+
+
+def test_generated_answers_count_as_long_as_possible(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": chat["prompt"]}) for chat in CHATS[:40]))
+    rollout = RolloutConfig(reward=["exact_match"], group_size=4, max_new_tokens=100)
+    settings = config([file]).model_copy(update={"recipe": "grpo", "rollout": rollout})
+    estimate = estimate_data(settings, tokenizer, [].append)
+    (chunk,) = read_chunks([str(file)])
+    lengths = RecordTokenizer(tokenizer, tokenize_options(data_settings(settings)))(chunk).lengths
+    store = SampleStore.from_samples([([1] * length, [1] * length) for length in lengths])
+    assert estimate is not None and estimate.sequences == 160
+    sizes = BatchSettings(seq_length=256, micro_batch_size=4, global_batch_size=8, packing=False)
+    training = PromptBatches(store, sizes, group_size=4, answer_tokens=100).tokens_per_step / 8
+    assert estimate.tokens / estimate.sequences == pytest.approx(training)
+    assert training == pytest.approx(lengths.mean() - 1 + 100)
 
 
 def test_text_is_not_read_as_a_whole(tokenizer: Tokenizer, tmp_path: Path) -> None:

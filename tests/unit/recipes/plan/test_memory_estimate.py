@@ -240,3 +240,24 @@ def test_a_reference_policy_is_a_copy_of_the_trained_weights() -> None:
     run = grpo_config(grpo={"kl_weight": 0.1})
     result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")
     assert result.reference == 2 * result.parameters
+
+
+def test_a_vllm_server_needs_memory_beside_a_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    started = {"engine": "vllm", "batch_size": 64}
+
+    def check(**rollout: Any) -> str:
+        run = grpo_config(rollout=started | rollout, parallel={"tp": 1}, data={"seq_length": 1024})
+        plan = plan_of(LLAMA_8B | {"num_hidden_layers": 2}, run, ranks=1)
+        return check_memory(plan, run, Memory(str(64 << 30)), "fp32", ranks_here=1)
+
+    server = 4 * 1_486_901_248 / 2**30 + 1 + 1.5  # weights, cache, processes
+    assert "states of sequences" not in check()
+    assert f"memory of this machine without {server:.1f} GiB for the vLLM server is {64 - server:.1f} GiB" in check()
+    assert "vLLM" not in check(url=["http://a:1"])
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "50")
+    with pytest.raises(UsageError, match=r"without 57\.0 GiB for the vLLM server is 7\.0 GiB"):
+        check()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(UsageError, match="VLLM_CPU_KVCACHE_SPACE=much is no number of GiB"):
+        check()

@@ -16,8 +16,8 @@ import torch
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, Hang, IsthmusError, MissingInput, UsageError
+from isthmus.recipes.rollout import limited_process
 from isthmus.recipes.rollout.rewards import Rewards, RewardTable, check_rewards, load_rewards
-from isthmus.recipes.rollout.verified_math import MathVerify
 
 Q = [{"role": "user", "content": "2 + 2?"}]
 CPU = torch.device("cpu")
@@ -254,8 +254,6 @@ def test_the_deadline_names_the_slow_reward(module: Path, body: str) -> None:
         ("exact_match", ["4", "4"], {"label": ["5", None], "ground_truth": ["4", "4"]}, [1.0, 1.0]),
         ("exact_match", ["4", "4"], {"label": ["5", "4"], "ground_truth": [None, None]}, [0.0, 1.0]),
         ("exact_match:label", ["4", "4"], {"label": ["5", "4"], "answer": ["4", "4"]}, [0.0, 1.0]),
-        (r"format:<a>.*</a>", ["<a>\n</a>", "<a></a>!"], {}, [1.0, 0.0]),
-        (r"format:\d:\d", ["1:2", "1"], {}, [1.0, 0.0]),
     ],
 )
 def test_shipped_rewards(setting: str, answers: list[str], columns: dict[str, Any], expected: list[float]) -> None:
@@ -353,8 +351,32 @@ def test_math_verify() -> None:
 @needs_math_verify
 @pytest.mark.processes
 def test_an_answer_that_math_verify_cannot_end_is_wrong_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MathVerify, "LIMIT_S", 1)
+    monkeypatch.setattr(limited_process, "LIMIT_S", 1)
     endless = r"\boxed{9^{9^{9^{9}}}}"
     table = compute(rewards_of("math_verify"), [endless, endless, "4"], answer=["4"] * 3)
     assert table.totals.tolist() == [0.0, 0.0, 1.0]
     assert table.metrics["math_verify_failures"] == 2.0
+
+
+@pytest.mark.processes
+def test_expressions() -> None:
+    rewards = rewards_of("format:<a>.*</a>", r"format:\d:\d")
+    table = compute(rewards, ["<a>\n</a>", "<a></a>!", "1:2", "1", '"\u2028"\n'])
+    assert table.values.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert table.metrics["format_failures"] == 0.0
+
+
+@pytest.mark.processes
+def test_an_expression_that_backtracks_without_end_gets_0_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_process, "LIMIT_S", 1)
+    rewards = rewards_of("format:(a+)+b", "format:(a|aa)+b")
+    table = compute(rewards, ["aab", "a" * 60, "aab"])
+    assert table.values.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    assert table.metrics["format_failures"] == 2.0
+
+
+@pytest.mark.processes
+def test_an_expression_that_backtracks_without_end_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_process, "LIMIT_S", 2)
+    with pytest.raises(Hang, match=r"format:\(a\+\)\+b did not finish: the rewards of 1 answer took more than"):
+        compute(rewards_of("format:(a+)+b", timeout_s=0.5), ["a" * 60])

@@ -215,3 +215,15 @@ def test_the_command_reads_a_config_json_and_a_run_config(tmp_path: Path, capsys
     assert "does not fit" in capsys.readouterr().out
     with pytest.raises(UsageError, match="which model is the plan for"):
         parse_and_run(["plan", "--gpus", "8xH100"])
+
+
+def test_a_plan_with_vllm_says_that_generation_is_not_in_the_time_of_a_step() -> None:
+    note = "without generation and the transfer of weights"
+    words = ("rollout.reward=exact_match", "data.seq_length=2048")
+    native, vllm = (
+        plans(*words, f"rollout.engine={engine}", model="llama3.2-1b", recipe="grpo", number=1)
+        for engine in ("native", "vllm")
+    )
+    assert native.best[0].time is not None and native.best[0].time.parts["generation"] > 0
+    assert vllm.best[0].time is not None and vllm.best[0].time.parts.get("generation", 0) == 0
+    assert note in as_text(vllm, explained=False) and note not in as_text(native, explained=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from isthmus.config.dialects.scripts.record_script import ScriptKind, record_script
+from isthmus.config.dialects.scripts.stand_in import has_training_flag
 from isthmus.config.dialects.translation import World
 from isthmus.errors import UsageError
 
@@ -23,6 +26,14 @@ _WORLD = {
 }
 
 
+_SCRIPT = ScriptKind(
+    is_training=has_training_flag,
+    command="python or torchrun with a pretrain_*.py",
+    mark="--num-layers",
+    advice="With --run {script} bash runs it without restrictions; or give Megatron-LM's arguments after --.",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingCommand:
     script: str
@@ -32,6 +43,14 @@ class TrainingCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     not_run: tuple[str, ...] = ()
     """Other commands of the script that may train, but have none of Megatron-LM's training arguments."""
+
+
+def script_command(
+    script: Path, arguments: Sequence[str] = (), *, restricted: bool = False, time_limit_s: float | None = None
+) -> TrainingCommand:
+    """The training that a script starts, see :func:`record_script`."""
+    recorded = record_script(script, arguments, _SCRIPT, restricted=restricted, time_limit_s=time_limit_s)
+    return replace(read_command(recorded.words), environment=recorded.environment, not_run=recorded.not_run)
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isthmus.config.dialects.scripts.record_script import ScriptKind, record_script
+from isthmus.config.dialects.scripts.stand_in import verl_program
 from isthmus.config.yaml_text import TEXT_BYTES, Syntax, read_mapping, read_value
 from isthmus.errors import IOFailure, MissingInput, UsageError
 from isthmus.files.input_files import read_bytes
@@ -21,8 +23,12 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _EXPR = re.compile(r"(?<=\s)\$\(\s*expr\s+(\S+)\s+([-+*/])\s+(\S+)\s*\)|(?<=\s)\$\(\(([^()]*)\)\)")
 _PROGRAMS = re.compile(r"(?:.*/)?(swift|megatron|trl|llamafactory-cli|lmf|axolotl|\w+\.py)")
-_HYDRA = re.compile(r"verl\.\w+(\.\w+)*|recipe(\.\w+)+|(?:.*/)?main_\w+\.py")
-"""Modules of verl, whose options are overrides of Hydra: ``data.train_batch_size=512``."""
+_VERL_SCRIPT = ScriptKind(
+    is_training=lambda words: bool(_hydra_words(words)),
+    command="python -m verl.trainer.main_ppo",
+    mark="overrides such as data.train_batch_size=512",
+    advice="Give the config that Hydra wrote of a run: outputs/DATE/TIME/.hydra/config.yaml.",
+)
 _RANKS = ("NPROC_PER_NODE", "--nproc_per_node", "--nproc-per-node", "--num_processes")
 
 
@@ -36,18 +42,24 @@ class TrainerFile:
     nproc: int | None = None
     """Ranks that the script starts."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    not_run: tuple[str, ...] = ()
+    """Commands of a script that may change the training."""
 
 
-def read_trainer_file(path: Path) -> TrainerFile:
-    """Read a config or the training command of a script, which is not run.
+def read_trainer_file(path: Path, program: str) -> TrainerFile:
+    """Read a config or the training command of a script.
+
+    A script of verl, which makes its options of arrays and branches, runs as :func:`record_script` restricts it. Those
+    of other programs are read.
 
     Raises:
         MissingInput: there is no such file.
         UsageError: it is neither a mapping nor a script with one training command.
+        UnsafeInput: a script of verl exceeds a limit, or reads a file or a variable that it does not get.
     """
     text = _read(path)
     if path.suffix in _SHELL or text.startswith("#!"):
-        return _script(path, text)
+        return _verl_script(path) if program == "verl" else _script(path, text)
     try:
         if path.suffix == ".json":
             values = json.loads(text)
@@ -123,9 +135,6 @@ def _calculated(match: re.Match[str]) -> str:
 
 
 def _command(words: Sequence[str], variables: Mapping[str, str]) -> TrainerFile | None:
-    module = next((number for number, word in enumerate(words) if _HYDRA.fullmatch(word)), None)
-    if module is not None:
-        return TrainerFile(_overrides(words[module + 1 :]), program="verl", variables=dict(variables))
     place = next((place for place, word in enumerate(words) if _PROGRAMS.fullmatch(word)), None)
     if place is None or not any(word.startswith("--") for word in words[place:]):
         return None
@@ -149,22 +158,30 @@ def _ranks(words: Sequence[str], variables: Mapping[str, str]) -> int | None:
     return None
 
 
+def _verl_script(path: Path) -> TrainerFile:
+    command = record_script(path, (), _VERL_SCRIPT, restricted=True)
+    values = _overrides(_hydra_words(command.words))
+    return TrainerFile(values, program="verl", variables=command.environment, not_run=command.not_run)
+
+
+def _hydra_words(words: Sequence[str]) -> Sequence[str]:
+    """The arguments of a training of verl; none in another command."""
+    place = verl_program(words)
+    arguments = () if place is None else words[place + 1 :]
+    return arguments if any("=" in word for word in arguments) else ()
+
+
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """``name=value``, ``+name=value`` and ``++name=value`` of Hydra; UsageError for what a shell fills in."""
+    """``name=value``, ``+name=value`` and ``++name=value`` of Hydra."""
     values: dict[str, Any] = {}
     for before, word in zip(("", *words), words, strict=False):
         name, equals, value = word.lstrip("+-").replace("config-", "config_", 1).partition("=")
-        if word in ("|", "&", "&&", ";", ">", "2>&1"):
-            break
         if before in ("--config-name", "--config-path"):
             name, equals, value = before[2:].replace("-", "_"), "=", word
-        elif (word.startswith("-") and not equals) or word in ("$@", "$*"):
+        elif word.startswith("-") and not equals:
             continue
         if not equals:
-            raise UsageError(
-                f"the script has {word}, which only a shell fills in. Give the config that Hydra wrote of a run: "
-                "outputs/DATE/TIME/.hydra/config.yaml."
-            )
+            raise UsageError(f"{word} is not an override of Hydra (name=value). {_VERL_SCRIPT.advice}")
         try:
             values[name] = read_value(value)
         except Syntax:

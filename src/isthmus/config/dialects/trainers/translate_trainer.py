@@ -57,7 +57,7 @@ def translate_trainer(
 
     Args:
         program: whose config it is.
-        path: YAML, JSON or a shell script.
+        path: YAML, JSON or a shell script; that of verl is run, see :func:`read_trainer_file`.
         nproc: ranks of the run, which multiply the batch of a rank; None: those of the script, or 1.
         dataset_info: dataset_info.json of LLaMA-Factory, which tells the files of its data sets.
         recipe: the verb of TRL or ms-swift, if the file is a config and does not have it.
@@ -66,7 +66,7 @@ def translate_trainer(
     Raises:
         UsageError: keys without an equal setting, all in one error.
     """
-    file = read_trainer_file(path)
+    file = read_trainer_file(path, program)
     values = flattened(file.values) if program == "verl" else dict(file.values)
     if data:
         replaced = [name for name in _DATA_KEYS if name in values]
@@ -86,6 +86,8 @@ def translate_trainer(
         translate_swift(keys, verb, megatron=file.program == "megatron")
     keys.translate_rest()
     translation = keys.translation
+    for other in file.not_run:
+        translation.remark(other, "different", "It was not run, and the script took it as failed.")
     translation.settings.setdefault("out", f"runs/{path.stem}")
     translation.origins.setdefault("out", f"the name of {path.name}")
     translation.remarks = grouped(translation.remarks)

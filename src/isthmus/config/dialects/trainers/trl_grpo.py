@@ -150,11 +150,14 @@ def _put_loss(keys: TrainerConfig) -> None:
     _put_clips(keys, loss)
     scale = {"true": "group", "false": "none"}.get(str(keys.value("scale_rewards")).lower(), keys.text("scale_rewards"))
     keys.put("grpo.scale_advantages", scale or "group", "scale_rewards")
-    unbiased = keys.flag("use_bias_correction_kl") or not keys.has("use_bias_correction_kl")
-    if not unbiased:
-        keys.put("grpo.kl_ratio", False, "use_bias_correction_kl")
-    elif keys.has("use_bias_correction_kl"):
+    if not keys.has("use_bias_correction_kl"):
+        return
+    if not keys.number("beta"):
+        keys.ignore("use_bias_correction_kl", "There is no KL divergence.")
+    elif keys.flag("use_bias_correction_kl"):
         keys.ignore("use_bias_correction_kl", "It is the default.")
+    else:
+        keys.put("grpo.kl_ratio", False, "use_bias_correction_kl")
 
 
 def _put_clips(keys: TrainerConfig, loss: str) -> None:

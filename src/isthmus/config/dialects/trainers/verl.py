@@ -18,6 +18,13 @@ _LAYOUT = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
+_SHARDED_LAYOUT = {
+    "ulysses_sequence_parallel_size": "cp",
+    "fsdp_config.ulysses_sequence_parallel_size": "cp",
+    "veomni.ulysses_parallel_size": "cp",
+    "veomni.expert_parallel_size": "ep",
+}
+"""Of FSDP and VeOmni."""
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 """``loss_agg_mode`` of the clipped loss, and the loss of Isthmus with the same mean."""
 _ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
@@ -106,9 +113,10 @@ def _put_layout(keys: TrainerConfig) -> None:
             keys.put(f"parallel.{setting}", keys.integer(key), key)
     if not is_megatron:
         keys.put("parallel.fsdp", True, f"{_ACTOR}.strategy")
-        key = f"{_ACTOR}.ulysses_sequence_parallel_size"
-        if (keys.integer(key) or 1) > 1:
-            keys.put("parallel.cp", keys.integer(key), key)
+        for name, setting in _SHARDED_LAYOUT.items():
+            key = f"{_ACTOR}.{name}"
+            if (keys.integer(key) or 1) > 1:
+                keys.put(f"parallel.{setting}", keys.integer(key), key)
     else:
         keys.value(f"{_ACTOR}.strategy")
     ranks = keys.integer("trainer.n_gpus_per_node")
@@ -274,6 +282,9 @@ def _put_divergence(keys: TrainerConfig) -> None:
         return
     weight, kind = keys.number(f"{_ACTOR}.kl_loss_coef"), keys.text(f"{_ACTOR}.kl_loss_type") or "low_var_kl"
     keys.put("grpo.kl_weight", float(weight or 0.0), f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.use_kl_loss")
+    if not weight:
+        _ignore_present(keys, "There is no KL divergence.", f"{_ACTOR}.kl_loss_type")
+        return
     if kind not in _ESTIMATORS:
         keys.refuse(f"{_ACTOR}.kl_loss_type", f"is not an estimator of Isthmus; use one of {', '.join(_ESTIMATORS)}")
         return

@@ -1,4 +1,4 @@
-"""Replaces python, torchrun, srun and others while `from-megatron --run` runs a script: records, starts nothing.
+"""Replaces python, torchrun, srun and others while a script of another program runs: records, starts nothing.
 
 The file is copied next to the stand-ins and runs with any Python 3, so it imports only the standard library. It is
 also their ``sitecustomize``: an interpreter that a script calls by its full path does not train either.
@@ -17,15 +17,18 @@ from collections.abc import Sequence
 STAND_INS = "ISTHMUS_STAND_INS"
 """Environment variable: the folder of the stand-ins, which is first on PATH."""
 PYTHONS = ("python", "python3")
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "sbatch", "salloc", "mpirun", "mpiexec", "ray", "uv")
 """Programs that start other programs."""
 SHELL_LAUNCHERS = ("srun", "sbatch")
 """Their stand-ins run a shell script in this process."""
-REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl", "wget", "curl")
+REMOTE = ("ssh", "pdsh", "docker", "podman", "singularity", "apptainer", "kubectl", "wget", "curl", "hf")
 """Programs that start others elsewhere or download; they are not run."""
+HARMLESS = ("date", "mkdir", "tee")
+"""Programs that a restricted script may call: ``date +FORMAT``, and two of which only the output matters."""
 TRAINING_FLAGS = ("--num-layers", "--micro-batch-size", "--lr")
 """Every Megatron-LM training command has one of these arguments; data preparation has none."""
 _SCRIPT = re.compile(r"(pretrain|train|finetune)\w*\.py")
+_VERL = re.compile(r"(verl|recipe)(\.\w+)+|(.*/)?main_ppo\w*\.py")
 _MODULES = ("torch.distributed", "accelerate.commands", "deepspeed.launcher")
 
 
@@ -33,9 +36,14 @@ def has_training_flag(words: Sequence[str]) -> bool:
     return any(word.split("=")[0] in TRAINING_FLAGS for word in words)
 
 
+def verl_program(words: Sequence[str]) -> int | None:
+    """The place of the module or file in a command of verl; None in another command."""
+    return next((place for place, word in enumerate(words) if _VERL.fullmatch(word)), None)
+
+
 def may_train(words: Sequence[str]) -> bool:
     """Whether a command may train or start ranks; then it is recorded and not run."""
-    if has_training_flag(words):
+    if has_training_flag(words) or verl_program(words) is not None:
         return True
     program = False  # a launcher's own -c and -m have other meanings
     for place, word in enumerate(words):
@@ -67,12 +75,26 @@ def _is_batch_script(path: str) -> bool:
         return file.read(2) == b"#!"
 
 
+def _imitate(name: str, arguments: Sequence[str]) -> int:
+    """The output of a program that has no other effect on what a script does next; files are not written."""
+    if name == "date" and len(arguments) == 1 and arguments[0].startswith("+"):
+        print(time.strftime(arguments[0][1:]))
+    elif name == "date":
+        sys.stderr.write("date: command not found with these arguments\n")
+        return 127
+    elif name == "tee":
+        sys.stdout.write(sys.stdin.read())
+    return 0
+
+
 def main(name: str, arguments: Sequence[str]) -> int:
     """Returns the exit code, unless another program replaces this process."""
     words = [name, *arguments]
     shell = next((place for place, word in enumerate(words) if os.path.basename(word) in ("bash", "sh")), None)
     if may_train(words):
         record(words)
+    elif name in HARMLESS:
+        return _imitate(name, arguments)
     elif name in PYTHONS:
         path = os.environ["PATH"].replace(os.environ[STAND_INS] + os.pathsep, "")
         program = shutil.which(name, path=path)

@@ -46,8 +46,8 @@ def is_secret(name: str, value: str) -> bool:
     return _SECRET_NAME.search(name) is not None or _SECRET_URL.search(value) is not None
 
 
-def script_environment(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The usual variables of training scripts, without secrets.
+def script_environment(script: Path, environment: Mapping[str, str], advice: str) -> dict[str, str]:
+    """The usual variables of training scripts, without secrets; ``advice`` is the end of an error.
 
     Raises:
         UnsafeInput: the script reads another variable that is set.
@@ -55,17 +55,17 @@ def script_environment(script: Path, environment: Mapping[str, str]) -> dict[str
     passed = {name: value for name, value in environment.items() if _is_passed(name) and not is_secret(name, value)}
     text = re.sub(r"(?m)^\s*#.*$", "", script.read_text(encoding="utf-8", errors="replace"))
     read = {first or second for first, second in re.findall(r"\$(?:(\w+)|\{[#!]?(\w+))", text)}
-    for name in sorted(read & environment.keys() - passed.keys() - {"PATH", "PYTHONPATH"}):
+    for name in sorted(read & environment.keys() - passed.keys() - {"PATH", "PYTHONPATH", "PWD"}):
         is_assigned = rf"(?m)(?:^|[\s;]){name}=(?!.*\b{name}\b)|\bfor\s+{name}\b|\bread\b.*\b{name}\b"
         if not re.search(is_assigned, text):
             raise UnsafeInput(
                 f"{script} reads {name} from the environment, and only the usual variables of training scripts are "
-                f"passed without --run. Write its value into the script, unset {name}, or use --run {script}."
+                f"passed. Write its value into the script, or unset {name}. {advice}"
             )
     return passed
 
 
-def restriction(script: Path, folder: Path) -> Callable[[], None]:
+def restriction(script: Path, folder: Path, advice: str) -> Callable[[], None]:
     """A function that a new process calls: it sets the limits, and leaves it the files of the script's folder.
 
     ``folder`` has the stand-ins, and can be written. Hidden files are not read. A system without Landlock cannot hide
@@ -84,7 +84,7 @@ def restriction(script: Path, folder: Path) -> Callable[[], None]:
     if ruleset is None and (match := _FILE_INPUT.search(text)):
         raise UnsafeInput(
             f"{script}:{text.count(chr(10), 0, match.end()) + 1} reads a file, and this system has no Landlock that "
-            f"limits which. If you trust the script, use --run {script}."
+            f"limits which. {advice}"
         )
 
     def apply() -> None:
@@ -99,22 +99,18 @@ def restriction(script: Path, folder: Path) -> Callable[[], None]:
     return apply
 
 
-def check_limits(script: Path, ended: str, output: str) -> None:
+def check_limits(script: Path, ended: str, output: str, advice: str) -> None:
     """Raise UnsafeInput if a restricted script exceeded a limit; ``ended`` and ``output`` tell how it ended."""
     if "was stopped" in ended or "exit code -" in ended:
-        raise UnsafeInput(
-            f"{script} {ended}: without --run, a script has {TIME_LIMIT_S:g} s and {PROCESSES} processes. Give its "
-            "arguments after --."
-        )
+        raise UnsafeInput(f"{script} {ended}: a script has {TIME_LIMIT_S:g} s and {PROCESSES} processes. {advice}")
     if exceeded := _EXCEEDED.search(output):
         raise UnsafeInput(
-            f"{script} needs more than {_LIMITS[resource.RLIMIT_AS] >> 30} GiB of memory, the limit without --run: "
-            f"{exceeded[0]}. Give its arguments after --."
+            f"{script} needs more than {_LIMITS[resource.RLIMIT_AS] >> 30} GiB of memory, the limit of a script: "
+            f"{exceeded[0]}. {advice}"
         )
     if denied := _DENIED.search(output):
         raise UnsafeInput(
-            f"{script} reads a file outside its folder, or a hidden one, which is not done without --run: {denied[0]}. "
-            f"If you trust the script, use --run {script}."
+            f"{script} reads a file outside its folder, or a hidden one, which is not done: {denied[0]}. {advice}"
         )
 
 

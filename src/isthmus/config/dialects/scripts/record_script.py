@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.megatron import restricted_script, stand_in
-from isthmus.config.dialects.megatron.training_command import TrainingCommand, read_command
+from isthmus.config.dialects.scripts import restricted_script, stand_in
 from isthmus.errors import IOFailure, MissingInput, UsageError
 
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -41,18 +40,50 @@ esac' DEBUG
 """Records the last command; puts the stand-ins first again after the script activates an environment or sets PATH."""
 _SAFE_HOOK = "enable -n kill ulimit umask\n"
 """The builtins with effects outside the script that a restricted bash still has."""
+_DISCARDED = re.compile(r"^(.*): line (\d+): /dev/null: restricted.*$", re.MULTILINE)
+"""Messages about a command that was not run because its output is thrown away."""
+_CONDITION = re.compile(r"\|\||^\s*(?:if|elif)\b")
+"""In a line that handles the failure of a command."""
 _REFUSED = re.compile(
-    r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|python3?: command not found).*$",
+    r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|(?:python3?|date): command not found).*$",
     re.MULTILINE,
 )
-"""Messages about a command that the restricted bash, or the stand-in for Python in it, did not run."""
+"""Messages about a command that the restricted bash, or a stand-in in it, did not run."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptKind:
+    """The training that a script of a program starts."""
+
+    is_training: Callable[[Sequence[str]], bool]
+    """Of the words of a command."""
+    command: str
+    """How it looks."""
+    mark: str
+    """What only a training has."""
+    advice: str
+    """What to do with a script that cannot be run with restrictions; ``{script}`` is its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCommand:
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables that the script sets; secrets are hidden."""
+    not_run: tuple[str, ...]
+    """Other commands of the script that may train, and were not run."""
+
+
 def record_script(
-    script: Path, arguments: Sequence[str] = (), *, restricted: bool = False, time_limit_s: float | None = None
-) -> TrainingCommand:
+    script: Path,
+    arguments: Sequence[str],
+    kind: ScriptKind,
+    *,
+    restricted: bool = False,
+    time_limit_s: float | None = None,
+) -> RecordedCommand:
     """Run a script with bash in the current folder and return the training command that it would start.
 
     Stand-ins for Python, torchrun, srun and other launchers come first on PATH. They record a training run and start
@@ -63,18 +94,19 @@ def record_script(
 
     Raises:
         UsageError: not exactly one training run was started, or the restricted shell refused a command.
-        UnsafeInput: a restricted script exceeded a limit.
+        UnsafeInput: a restricted script exceeded a limit, or reads a file or a variable that it does not get.
     """
     if not script.is_file():
         raise MissingInput(f"{script}: there is no such file. Check the path.")
+    advice = kind.advice.format(script=script)
     if (bash := shutil.which("bash", path="/usr/bin:/bin") or shutil.which("bash")) is None:
-        raise MissingInput("a script needs bash, and there is none on PATH. Give Megatron-LM's arguments after --.")
+        raise MissingInput(f"a script needs bash, and there is none on PATH. {advice}")
     with tempfile.TemporaryDirectory(prefix="isthmus-") as temporary:
         folder = Path(temporary).resolve()
-        variables = restricted_script.script_environment(script, os.environ) if restricted else os.environ
+        variables = restricted_script.script_environment(script, os.environ, advice) if restricted else os.environ
         environment = _stand_ins(folder, variables, restricted=restricted)
         command = [bash, *(["--restricted"] if restricted else []), str(script), *arguments]
-        before = restricted_script.restriction(script, folder) if restricted else None
+        before = restricted_script.restriction(script, folder, advice) if restricted else None
         limit_s = time_limit_s or (restricted_script.TIME_LIMIT_S if restricted else TIME_LIMIT_S)
         processes = restricted_script.PROCESSES if restricted else None
         try:
@@ -86,13 +118,32 @@ def record_script(
         if last.is_file():
             ended += f" after {_shortened(' '.join(last.read_text(encoding='utf-8', errors='replace').split()))}"
     if restricted:
-        restricted_script.check_limits(script, ended, output)
+        restricted_script.check_limits(script, ended, output, advice)
+    discarded: tuple[str, ...] = ()
+    if restricted:
+        output, discarded = _without_discarded(script, output)
     if restricted and (refused := _REFUSED.search(output)):
         raise UsageError(
-            f"{script} does more than set variables and start one training, and only this is done without --run:\n  "
-            f"{refused[0]}\nWith --run {script} bash runs its other commands too."
+            f"{script} does more than set variables and start one training, and only this is done:\n  {refused[0]}\n"
+            f"{advice}"
         )
-    return _training_command(script, recorded, environment, ended, output)
+    recorded_command = _training_command(script, kind, recorded, environment, ended, output)
+    return replace(recorded_command, not_run=(*recorded_command.not_run, *discarded))
+
+
+def _without_discarded(script: Path, output: str) -> tuple[str, tuple[str, ...]]:
+    """The output of a restricted script, and lines with commands that were not run, whose failure the script handles.
+
+    A restricted bash does not run ``command 2>/dev/null``. What such a command would print is not known either.
+    """
+    lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
+    numbers: dict[int, None] = {}
+    for match in _DISCARDED.finditer(output):
+        number = int(match[2])
+        if match[1] == str(script) and number <= len(lines) and _CONDITION.search(lines[number - 1]):
+            output = output.replace(match[0], "", 1)
+            numbers[number] = None
+    return output, tuple(f"line {number}: {lines[number - 1].strip()}" for number in numbers)
 
 
 def _stand_ins(folder: Path, variables: Mapping[str, str], *, restricted: bool) -> dict[str, str]:
@@ -100,9 +151,8 @@ def _stand_ins(folder: Path, variables: Mapping[str, str], *, restricted: bool) 
     source = Path(stand_in.__file__)
     (folder / "site").mkdir()
     program = Path(shutil.copyfile(source, folder / "site" / "sitecustomize.py"))
-    for name in (*stand_in.PYTHONS, *stand_in.LAUNCHERS, *stand_in.REMOTE):
-        if restricted and name in stand_in.SHELL_LAUNCHERS:
-            continue
+    names = {*stand_in.PYTHONS, *stand_in.LAUNCHERS, *stand_in.REMOTE}
+    for name in (names | {*stand_in.HARMLESS}) - {*stand_in.SHELL_LAUNCHERS} if restricted else names:
         words = shlex.join([sys.executable, "-I", str(program), name])
         (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o700)
@@ -176,24 +226,29 @@ def _has_more(group: int, processes: int | None) -> bool:
 
 
 def _training_command(
-    script: Path, recorded: Sequence[Mapping[str, Any]], environment: Mapping[str, str], ended: str, output: str
-) -> TrainingCommand:
-    """The only recorded command with Megatron-LM's arguments."""
-    trainings = [command for command in recorded if stand_in.has_training_flag(command["words"])]
+    script: Path,
+    kind: ScriptKind,
+    recorded: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, str],
+    ended: str,
+    output: str,
+) -> RecordedCommand:
+    """The only recorded training."""
+    trainings = [command for command in recorded if kind.is_training(command["words"])]
     others = tuple(_short(command["words"]) for command in recorded if command not in trainings)
     if len(trainings) == 1:
         exported = _exported(trainings[0]["environment"], environment)
-        return replace(read_command(trainings[0]["words"]), environment=exported, not_run=others)
+        return RecordedCommand(tuple(trainings[0]["words"]), exported, others)
     commands = [_short(command["words"]) for command in trainings] or others
     shown = "\n  ".join(["", *commands])
     if lines := output.strip().splitlines()[-_OUTPUT_LINES:]:
         shown += "\n  ".join(["\nits output:", *lines])
     if trainings:
-        what = f"{script} starts {len(trainings)} training runs. Give the arguments of one of them after --:"
+        what = f"{script} starts {len(trainings)} training runs. {kind.advice.format(script=script)}"
     elif recorded:
-        what = f"{script} starts no training run with --num-layers, only:"
+        what = f"{script} starts no training run with {kind.mark}, only:"
     else:
-        what = f"{script} started no training run (python or torchrun with a pretrain_*.py). It {ended}"
+        what = f"{script} started no training run ({kind.command}). It {ended}"
     raise UsageError(what + shown)
 
 
