@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "ISTHMUS_TEST_SERVERS"
-"""Environment variable with the folder of the sockets, whose name ends with the pid of its owner (tests/conftest.py)."""
+"""Environment variable with the folder of the sockets; its name ends with the pid of its owner (tests/conftest.py)."""
 
 
 class SharedServer:

@@ -14,7 +14,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 
-from shared_server import serve
+from shared_server import serve  # noqa: E402
 
 _IMPORTED_FOR_ALL = (
     "isthmus.engine.parallel.process_groups",  # first: it quiets megatron-core

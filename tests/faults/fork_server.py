@@ -1,7 +1,8 @@
-"""Runs commands in processes forked from a shared server that has all modules imported; exit codes and streams are real.
+"""Runs commands in processes forked from a shared server with all modules imported; exit codes and streams are real.
 
 Run as a script, this file is the server: each line of stdin is a JSON request with a list of hosts, each with its
-network namespace and its ranks. The fork of a pytest process prints the pids, then the exit codes. Each host has one process that is the parent of its ranks, like the daemon of a batch system.
+network namespace and its ranks. The fork of a pytest process prints the pids, then the exit codes. Each host has one
+process that is the parent of its ranks, like the daemon of a batch system.
 """
 
 from __future__ import annotations

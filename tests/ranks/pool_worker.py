@@ -1,7 +1,7 @@
 """The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a shared server that has all modules imported.
 
-The fork of a pytest process forks one rank per line of stdin. A rank connects to the socket of its pool, joins the process group and
-answers each request with one line.
+The fork of a pytest process forks one rank per line of stdin. A rank connects to the socket of its pool, joins the
+process group and answers each request with one line.
 """
 
 from __future__ import annotations
