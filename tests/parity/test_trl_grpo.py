@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.config.schema.grpo import GrpoConfig
 from isthmus.data.batching.rollout_batches import GeneratedAnswers
+from optional_packages import trl_with_rollouts
 from parity.preference_loss import train_steps
 from parity.test_trl import arguments, padded, tokenizer
 from ranks.policy_tasks import BATCH, MAX_NEW_TOKENS, STEPS, fixed_answers
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder, build_samples
 
-pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (extra: bench)")
+pytestmark = trl_with_rollouts.required
 
 TEMPERATURE = 0.8
 METRICS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")

@@ -24,6 +24,7 @@ from isthmus.families.registry import family_for
 from isthmus.families.rules.shard import Layout, tensor_slices
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, PeftFolder, write_adapter
+from optional_packages import peft
 from ranks.tiny import VOCAB, build_adapter, build_model_folder
 from sweep import swept
 
@@ -39,7 +40,7 @@ def content(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+pytestmark = peft.required
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"target_modules": "all-linear", "use_rslora": True}),
