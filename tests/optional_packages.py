@@ -19,6 +19,8 @@ class OptionalPackage:
         self.required = pytest.mark.skipif(not _is_installed(name, minimum), reason=reason)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "pytest")):  # pytest asks every global of a module whether it is a fixture
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,8 @@ def _run_rank(request: dict[str, Any]) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the default of Python; write() then fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
         os.environ.update(request["variables"])
+        tempfile.tempdir = None  # TMPDIR may be one of them
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         if "FAILING_CALLS" in os.environ:
             arm()
         if fault := os.environ.get("FAULT"):
