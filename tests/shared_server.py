@@ -30,16 +30,20 @@ class SharedServer:
     ) -> None:
         """The fork has this environment, and ``log`` as its stderr instead of the log of the server."""
         folder = Path(os.environ[FOLDER])
-        self.log = log or folder / f"{script.parent.name}-{script.stem}.log"
-        address = str(folder / f"{script.parent.name}-{script.stem}")
+        address = folder / f"{script.parent.name}-{script.stem}"
+        log_of_server = address.with_suffix(".log")
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not Path(address).exists():
-                _start(script, address, environment, self.log)
+            if not address.exists():
+                _start(script, str(address), environment, log_of_server)
+        self.log = log or log_of_server
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(address)
         self._replies = self._socket.makefile("rb", buffering=0)  # select() does not see a line that is in a buffer
-        self.send({"environment": dict(environment), "cwd": str(cwd or Path.cwd()), "log": log and str(log)})
+        try:
+            self._socket.connect(str(address))
+            self.send({"environment": dict(environment), "cwd": str(cwd or Path.cwd()), "log": log and str(log)})
+        except OSError as error:
+            raise EOFError(f"the server has ended:\n{log_of_server.read_text()[-3000:]}") from error
 
     def send(self, request: Any) -> None:
         self._socket.sendall(json.dumps(request, default=str).encode() + b"\n")
