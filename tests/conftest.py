@@ -22,7 +22,12 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="isthmus-tests-")
 
 import pytest
 
+from shared_server import FOLDER
+
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+if FOLDER not in os.environ:  # workers of pytest-xdist have the folder of the process that started them
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="isthmus-servers-", suffix=f"-{os.getpid()}")
+    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fake_cuda.guard import build_guard
+from shared_server import SharedServer
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -21,17 +19,13 @@ class TaskFailed(AssertionError):
 
 
 class FakeCuda:
-    """Client of :mod:`fake_cuda.worker`, which pays for the imports once."""
+    """Client of :mod:`fake_cuda.worker`, which imports once for all processes of pytest."""
 
     def __init__(self, log: Path) -> None:
         """Raises :class:`fake_cuda.guard.Unavailable`."""
         self._log = log
         variables = {"LD_PRELOAD": str(build_guard()), "OMP_NUM_THREADS": "1"}
-        with log.open("w") as stderr:
-            self._worker = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(FOLDER / "worker.py")],
-                env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-            )  # fmt: skip
+        self._worker = SharedServer(FOLDER / "worker.py", os.environ | variables, log=log)
 
     def run(self, task: Callable[..., Any], /, *, gpu: str = "sm_90", **settings: Any) -> Any:
         """Run ``task(**settings)`` in a fork with a :class:`fake_cuda.fake_tensors.FakeGpuMode` and return its result.
@@ -43,17 +37,11 @@ class FakeCuda:
         """
         module = Path(inspect.getfile(task)).resolve().relative_to(FOLDER.parent).with_suffix("")
         request = {"task": ".".join([*module.parts, task.__name__]), "gpu": gpu, "settings": settings}
-        assert self._worker.stdin and self._worker.stdout
-        self._worker.stdin.write(json.dumps(request, default=str) + "\n")
-        self._worker.stdin.flush()
-        answer = self._worker.stdout.readline()
-        if not answer:
-            raise TaskFailed(f"the worker has ended:\n{self._log.read_text()[-3000:]}")
-        reply = json.loads(answer)
+        self._worker.send(request)
+        reply = self._worker.receive()
         if "error" in reply:
             raise TaskFailed(f"{request['task']} on {gpu}\n{reply['error']}\n{self._log.read_text()[-1000:]}")
         return reply["result"]
 
     def close(self) -> None:
-        self._worker.kill()
-        self._worker.communicate()
+        self._worker.close()

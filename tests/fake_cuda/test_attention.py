@@ -57,6 +57,7 @@ def attention_of(kernels: dict[str, int]) -> dict[str, int]:
 FEW, MANY = [256], [16] * 16
 
 
+@pytest.mark.thorough_cases("sm_90-qwen3-_varlen_attn")
 @pytest.mark.parametrize(
     ("gpu", "model", "kernel"),
     [

@@ -71,6 +71,7 @@ def test_the_host_waits_for_no_layer_with_all_experts_on_a_rank(
     assert fake_cuda.run(experts_step, gpu=gpu, moe=moe) == {}
 
 
+@pytest.mark.thorough_cases("alltoall-capacity")
 @pytest.mark.parametrize(
     ("moe", "waits"), [({}, 1), ({"capacity_factor": 1.0}, 1), ({"dispatcher": "allgather"}, 2)],
     ids=["alltoall", "alltoall-capacity", "allgather"],

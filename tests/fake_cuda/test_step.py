@@ -28,6 +28,7 @@ QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
 TWO_LAYERS = QWEN3 | {"num_hidden_layers": 2}
+ONE_LAYER = QWEN3 | {"num_hidden_layers": 1}
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
@@ -78,27 +79,27 @@ def waits_of_steps(*, names: list[str]) -> dict[str, list[str]]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"model": TWO_LAYERS, "precision": "fp32"},
-    "fp16-tp2": {"model": TWO_LAYERS, "precision": "fp16", "tp": 2, "size": 2},
+    "fp16-tp2": {"model": ONE_LAYER, "precision": "fp16", "tp": 2, "size": 2},
     "pp2": {"model": TWO_LAYERS, "size": 2, "rank": 1, "pp": 2},
     "pp2-vpp2": {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
-    "fsdp": {"model": TWO_LAYERS, "size": 2, "fsdp": True},
-    "dpo": {"model": TWO_LAYERS, "pairs": True},
+    "fsdp": {"model": ONE_LAYER, "size": 2, "fsdp": True},
+    "dpo": {"model": ONE_LAYER, "pairs": True},
     "dapo": {
-        "model": TWO_LAYERS,
+        "model": ONE_LAYER,
         "tp": 2,
         "size": 2,
         "grpo": {"kl_weight": 0.1, "entropy_weight": 0.1, "correction": "token"},
     },
-    "gspo-cp2": {"model": TWO_LAYERS, "cp": 2, "size": 2, "grpo": {"loss": "gspo", "correction": "mask"}},
-    "offload-dp2": {"model": TWO_LAYERS, "size": 2, "sections": {"optim": {"offload": True}}},
+    "gspo-cp2": {"model": ONE_LAYER, "cp": 2, "size": 2, "grpo": {"loss": "gspo", "correction": "mask"}},
+    "offload-dp2": {"model": ONE_LAYER, "size": 2, "sections": {"optim": {"offload": True}}},
     "moe": {"model": MIXTRAL, "sections": {"moe": {"aux_loss": 0.01}}},
     "delta nets": {"model": config_of("delta nets, gated attention")},
     "Mamba-2": {"model": config_of("one block in each layer", n_groups=1), "tp": 2, "size": 2},
     "muon": {"model": MIXTRAL, "sections": {"optim": {"optimizer": "muon"}}},
-    "freeze": {"model": TWO_LAYERS, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
+    "freeze": {"model": ONE_LAYER, "sections": {"train": {"freeze": ["model.embed_tokens.*", "*.mlp.*", "*norm*"]}}},
     "lora": {"model": MIXTRAL, "sections": {"lora": {"rank": 8}}},
-    "measured-tp2": {"model": TWO_LAYERS, "tp": 2, "size": 2, "measures": True},
-    "neftune-tp2": {"model": TWO_LAYERS, "tp": 2, "size": 2, "sections": {"train": {"neftune_alpha": 5.0}}},
+    "measured-tp2": {"model": ONE_LAYER, "tp": 2, "size": 2, "measures": True},
+    "neftune-tp2": {"model": ONE_LAYER, "tp": 2, "size": 2, "sections": {"train": {"neftune_alpha": 5.0}}},
 }
 
 

@@ -1,4 +1,4 @@
-"""The process with the guard preloaded: each line of stdin is a task, which runs in a fork; see :mod:`runner`."""
+"""The shared server with the guard preloaded: each line of stdin is a task, which runs in a fork; see :mod:`runner`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
+
+from shared_server import serve  # noqa: E402
+
 _IMPORTED_FOR_ALL = (
     "isthmus.engine.parallel.process_groups",  # first: it quiets megatron-core
     "isthmus.engine.decoder.decoder",
@@ -35,13 +38,14 @@ _IMPORTED_FOR_ALL = (
 
 
 def main() -> None:
-    os.environ.pop("LD_PRELOAD")
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
     for name in _IMPORTED_FOR_ALL:
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()
+    serve()
+    os.environ.pop("LD_PRELOAD")
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to the log
     for line in sys.stdin:
         read, write = os.pipe()
         if not (child := os.fork()):

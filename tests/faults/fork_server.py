@@ -1,8 +1,8 @@
-"""Runs commands in processes forked from a server that has all modules imported; exit codes and streams are real.
+"""Runs commands in processes forked from a shared server with all modules imported; exit codes and streams are real.
 
-Imports take seconds, a fork takes milliseconds. Run as a script, this file is the server: each line of stdin is a JSON
-request with a list of hosts, each with its network namespace and its ranks. The server prints the pids, then the exit
-codes. Each host has one process that is the parent of its ranks, like the daemon of a batch system.
+Run as a script, this file is the server: each line of stdin is a JSON request with a list of hosts, each with its
+network namespace and its ranks. The fork of a pytest process prints the pids, then the exit codes. Each host has one
+process that is the parent of its ranks, like the daemon of a batch system.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import importlib
 import json
 import os
 import resource
-import select
 import signal
-import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from faults.command import CompletedCommand, environment
 from faults.failing_calls import arm, library
+from shared_server import SharedServer, serve
 
 Rank = tuple[Sequence[str], dict[str, str]]
 """The arguments after ``isthmus``, and environment variables."""
@@ -33,19 +33,19 @@ Rank = tuple[Sequence[str], dict[str, str]]
 class RunningRanks:
     """Handle of running ranks."""
 
-    def __init__(self, server: subprocess.Popen[bytes], files: list[Path]) -> None:
+    def __init__(self, server: SharedServer, files: list[Path]) -> None:
         self._server = server
         self._files = files
         self.pids: list[int] = self._read(timeout_s=60.0)
 
     def _read(self, timeout_s: float) -> Any:
-        assert self._server.stdout
-        if not select.select([self._server.stdout], [], [], timeout_s)[0]:
+        try:
+            return self._server.receive(timeout_s)
+        except TimeoutError:
             for pid in self.pids:
                 os.kill(pid, signal.SIGKILL)
-            self._server.stdout.readline()
-            raise AssertionError(f"still running after {timeout_s} s: {self._texts()}")
-        return json.loads(self._server.stdout.readline())
+            self._server.receive()
+            raise AssertionError(f"still running after {timeout_s} s: {self._texts()}") from None
 
     def _texts(self) -> list[list[str]]:
         return [[file.with_suffix(end).read_text() for end in (".out", ".err")] for file in self._files]
@@ -77,11 +77,7 @@ class ForkServer:
         self._folder = folder
         self._ranks = 0
         preloaded = {} if (built := library()) is None else {"LD_PRELOAD": str(built)}
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment() | preloaded, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder,
-            bufsize=0,  # select() does not see a line that is in a buffer already
-        )  # fmt: skip
+        self._server = SharedServer(Path(__file__), environment() | preloaded, cwd=folder)
 
     def __call__(
         self, *args: str | Path, cwd: Path | None = None, largest_file_bytes: int | None = None
@@ -114,14 +110,11 @@ class ForkServer:
                 rank = {"argv": args, "variables": variables, "file": str(files[-1]), "cwd": str(cwd or self._folder)}
                 host["ranks"].append(rank | {"largest_file_bytes": largest_file_bytes})
             request.append(host)
-        assert self._server.stdin
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
+        self._server.send(request)
         return RunningRanks(self._server, files)
 
     def close(self) -> None:
-        self._server.kill()
-        self._server.communicate()
+        self._server.close()
 
 
 def _enter(namespace: str) -> None:
@@ -161,6 +154,8 @@ def _run_rank(request: dict[str, Any]) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the default of Python; write() then fails with EFBIG
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file_bytes"],) * 2)
         os.environ.update(request["variables"])
+        tempfile.tempdir = None  # TMPDIR may be one of them
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         if "FAILING_CALLS" in os.environ:
             arm()
         if fault := os.environ.get("FAULT"):
@@ -194,6 +189,7 @@ def main() -> None:
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()  # garbage collection in the commands skips imported objects
+    serve()
     for line in sys.stdin:
         reports, hosts = [], []
         for request in json.loads(line):

@@ -27,6 +27,12 @@ TARGETS: dict[str, list[str]] = {
     "legacy": ["--to", "torch", "--tp", "2"],
 }
 POINTS = ("first", "middle", "last", "publish", "renamed")
+FEW_POINTS: dict[str, list[Any]] = {
+    "hf": ["first", "publish", "renamed"],
+    "torch_dist": ["middle", "publish", 0.07],
+    "legacy": ["last", "renamed"],
+}
+"""Each point with a target, and each target during and after the stream."""
 
 
 def outcomes(requests: list[dict[str, Any]]) -> list[int]:
@@ -42,10 +48,18 @@ def request(model: Path, out: Path, target: str, number: int, point: Any) -> dic
     return {"args": ["convert", str(model), str(out), *TARGETS[target]], "signal": number, "point": point}
 
 
-def test_killed_conversion_leaves_nothing_or_everything(model: Path, tmp_path: Path) -> None:
-    cases = {f"{target}-{point}": (target, point) for target in TARGETS for point in POINTS}
+def all_points() -> dict[str, list[Any]]:
     random_state = random.Random(0)
-    cases |= {f"{target}-random": (target, random_state.uniform(0.0, 0.15)) for target in TARGETS}
+    return {target: [*POINTS, random_state.uniform(0.0, 0.15)] for target in TARGETS}
+
+
+@pytest.mark.parametrize(
+    "points", [pytest.param(FEW_POINTS, id="few"), pytest.param(all_points(), id="all", marks=pytest.mark.thorough)]
+)
+def test_killed_conversion_leaves_nothing_or_everything(
+    points: dict[str, list[Any]], model: Path, tmp_path: Path
+) -> None:
+    cases = {f"{target}-{point}": (target, point) for target in points for point in points[target]}
     requests = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
     for (name, (target, point)), code in zip(cases.items(), outcomes(requests), strict=True):
         destination, partial = tmp_path / name, tmp_path / f".tmp-{name}"

@@ -10,6 +10,7 @@ import pytest
 
 from faults.command import rows
 from faults.fork_server import ForkServer
+from faults.hosts import rank_variables
 
 REWARDS = """
 import time
@@ -110,14 +111,17 @@ def test_bad_rewards(
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_a_reward_that_hangs_ends_the_run(
-    nproc: str, isthmus: ForkServer, args: list[str], folder: Path, tmp_path: Path
+    nproc: int, isthmus: ForkServer, args: list[str], folder: Path, tmp_path: Path
 ) -> None:
-    command = [*args, "--out", tmp_path / "run", reward(folder, "hangs_later"), "rollout.timeout_s=2"]
-    completed = isthmus(*command, "--nproc", nproc, "data.valid_fraction=0")
-    assert completed.returncode == 76
-    assert "hangs_later did not finish" in completed.stderr and "rollout.timeout_s=2" in completed.stderr
+    command = [*args, "--out", str(tmp_path / "run"), reward(folder, "hangs_later"), "rollout.timeout_s=2"]
+    command.append("data.valid_fraction=0")
+    ranks = [{}] if nproc == 1 else rank_variables(nproc)
+    completed = isthmus.start_ranks([[(command, variables) for variables in ranks]]).wait()
+    assert {rank.returncode for rank in completed} == {76}, completed
+    stderr = "".join(rank.stderr for rank in completed)
+    assert "hangs_later did not finish" in stderr and "rollout.timeout_s=2" in stderr
 
 
 def test_a_slow_generation_ends_the_run(isthmus: ForkServer, args: list[str], folder: Path, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from faults.command import CompletedCommand
-from faults.fork_server import ForkServer
+from faults.fork_server import ForkServer, RunningRanks
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -92,31 +92,52 @@ def run(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.Compl
     )  # fmt: skip
 
 
-def run_forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> CompletedCommand:
-    """Run the command with two ranks, forked from the server."""
+def start_forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> RunningRanks:
+    """Start the command with two ranks, forked from the server."""
     variables = {name: value for name, value in environment(folder, mode).items() if name in ("STUB", "PYTHONPATH")}
-    return isthmus.start(*command(*more)[3:], cwd=folder, **variables).result()
+    return isthmus.start(*command(*more)[3:], cwd=folder, **variables)
+
+
+def run_forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> CompletedCommand:
+    return start_forked(isthmus, folder, mode, *more).result()
+
+
+def wait_for_ranks(folder: Path, nproc: int, is_running: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while len(pids(folder)) < nproc:
+        assert time.monotonic() < deadline and is_running()
+        time.sleep(0.05)
+
+
+def kill(*processes: int) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
-def running(folder: Path, mode: str, *, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """Start the command and wait until all ranks run."""
+def running(isthmus: ForkServer, folder: Path, mode: str) -> Iterator[RunningRanks]:
+    """Start the command with two ranks, and wait until both run."""
+    process = start_forked(isthmus, folder, mode)
+    try:
+        wait_for_ranks(folder, 2, process.running)
+        yield process
+    finally:
+        kill(*pids(folder))
+
+
+@contextmanager
+def running_alone(folder: Path, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """Start the command with one rank in a new interpreter, which imports no torch, and wait until it runs."""
     process = subprocess.Popen(
-        command(nproc=nproc),
+        command(nproc=1),
         cwd=folder, env=environment(folder, mode), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
-        while len(pids(folder)) < nproc:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.05)
+        wait_for_ranks(folder, 1, lambda: process.poll() is None)
         yield process
     finally:
-        for pid in [process.pid, *pids(folder)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill(process.pid)
         process.wait()
 
 
@@ -167,7 +188,6 @@ def test_killed_rank_is_named(isthmus: ForkServer, stubbed: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in line and "memory" in line and line.endswith("last line")
 
 
-@pytest.mark.thorough
 def test_hanging_rank_is_killed_after_another_rank_fails(isthmus: ForkServer, stubbed: Path) -> None:
     started_s = time.monotonic()
     done = run_forked(isthmus, stubbed, "hang")
@@ -191,25 +211,24 @@ def test_usage_error_starts_nothing(stubbed: Path) -> None:
 
 @pytest.mark.thorough_cases("1", "2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.usefixtures("default_sighup")
-def test_signal_saves_on_every_rank(stubbed: Path, number: signal.Signals) -> None:
-    with running(stubbed, "wait") as process:
-        process.send_signal(number)
-        process.send_signal(number)  # like batch systems
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 75, err
+def test_signal_saves_on_every_rank(isthmus: ForkServer, stubbed: Path, number: signal.Signals) -> None:
+    with running(isthmus, stubbed, "wait") as process:
+        process.send(0, number)
+        process.send(0, number)  # like batch systems
+        done = process.result()
+    assert done.returncode == 75, done
     assert len(list((stubbed / "out").glob("saved-*"))) == 2
-    assert messages(err)[-1] == "isthmus: stopped after step 3 of 9 as asked; the state is saved."
-    assert len(messages(err)) == 2 and not out
+    assert messages(done.stderr)[-1] == "isthmus: stopped after step 3 of 9 as asked; the state is saved."
+    assert len(messages(done.stderr)) == 2 and not done.stdout
 
 
-def test_second_ctrl_c_kills(stubbed: Path) -> None:
-    with running(stubbed, "ignore") as process:
-        process.send_signal(signal.SIGINT)
+def test_second_ctrl_c_kills(isthmus: ForkServer, stubbed: Path) -> None:
+    with running(isthmus, stubbed, "ignore") as process:
+        process.send(0, signal.SIGINT)
         time.sleep(0.8)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
-        assert process.returncode == 130 and "killed" in messages(err)[-1]
+        process.send(0, signal.SIGINT)
+        done = process.result()
+        assert done.returncode == 130 and "killed" in messages(done.stderr)[-1]
         assert not any(alive(pid) for pid in pids(stubbed))
 
 
@@ -226,10 +245,10 @@ def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_no_rank_outlives_the_command(stubbed: Path) -> None:
-    with running(stubbed, "wait") as process:
-        process.kill()
-        process.wait()
+def test_no_rank_outlives_the_command(isthmus: ForkServer, stubbed: Path) -> None:
+    with running(isthmus, stubbed, "wait") as process:
+        process.send(0, signal.SIGKILL)
+        process.result()
         deadline = time.monotonic() + 15
         while any(alive(pid) for pid in pids(stubbed)):
             assert time.monotonic() < deadline
@@ -238,7 +257,7 @@ def test_no_rank_outlives_the_command(stubbed: Path) -> None:
 
 
 def test_single_process_sigterm_and_error(stubbed: Path) -> None:
-    with running(stubbed, "wait", nproc=1) as process:
+    with running_alone(stubbed, "wait") as process:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 75
@@ -250,7 +269,7 @@ def test_single_process_sigterm_and_error(stubbed: Path) -> None:
 
 
 def test_single_process_second_ctrl_c(stubbed: Path) -> None:
-    with running(stubbed, "ignore", nproc=1) as process:
+    with running_alone(stubbed, "ignore") as process:
         process.send_signal(signal.SIGINT)
         time.sleep(0.8)
         process.send_signal(signal.SIGINT)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import multiprocessing
 import os
+import pickle
+import signal
 import socket
 import stat
 import subprocess
@@ -10,7 +14,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,71 +25,76 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from faults.command import environment, wait_for_step
+from faults.fork_server import ForkServer, RunningRanks
 from faults.hosts import rank_variables
+
 
 # Torch elastic unpickles its state, in base64, from a key of a store that it serves. A port that does not answer
 # as a store does keeps the client waiting.
-ATTACK = """
-import base64, os, pickle, sys, threading, time
-from torch.distributed import TCPStore
-
 class Pickled:
-    def __reduce__(self):
-        return (open, (sys.argv[1], "w"))
+    """Its pickle creates a file."""
 
-def attack(port):
+    def __init__(self, intruder: Path) -> None:
+        self.intruder = intruder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.intruder), "w"))
+
+
+def attack_port(intruder: Path, run_id: str, port: int, answered: Connection) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    store.set("torch.rendezvous." + sys.argv[2], base64.b64encode(pickle.dumps(Pickled())))
-    print("a store answers at port", port, flush=True)
-
-threads = [threading.Thread(target=attack, args=(int(port),), daemon=True) for port in sys.argv[3:]]
-for thread in threads:
-    thread.start()
-until = time.monotonic() + 3
-for thread in threads:
-    thread.join(max(0, until - time.monotonic()))
-os._exit(0)
-"""
+    store.set(f"torch.rendezvous.{run_id}", base64.b64encode(pickle.dumps(Pickled(intruder))))
+    answered.send(port)
 
 
-def attack(intruder: Path, run_id: str, ports: Iterable[str | int]) -> str:
-    """Write a pickle that creates ``intruder`` into the stores that answer at ``ports``; returns what they answered."""
-    command = [sys.executable, "-c", ATTACK, str(intruder), run_id, *map(str, ports)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result
-    return result.stdout
+def attack(intruder: Path, run_id: str, ports: Iterable[int]) -> list[int]:
+    """Write a pickle that creates ``intruder`` into the stores at ``ports``; returns the ports that answered."""
+    context = multiprocessing.get_context("fork")  # a new interpreter imports torch for seconds
+    answers, answered = context.Pipe(duplex=False)
+    attackers = [context.Process(target=attack_port, args=(intruder, run_id, port, answered)) for port in ports]
+    for attacker in attackers:
+        attacker.start()
+    until = time.monotonic() + 3
+    for attacker in attackers:
+        attacker.join(max(0, until - time.monotonic()))
+        attacker.kill()
+        attacker.join()
+    answered.close()
+    with answers, suppress(EOFError):
+        results = []
+        while True:
+            results.append(answers.recv())
+    return results
 
 
 @pytest.fixture
-def run(sft_args: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def run(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> Iterator[RunningRanks]:
     """A run of two ranks that has trained a step."""
-    command = [sys.executable, "-m", "isthmus", *sft_args, "--nproc", "2", "train.steps=100000"]
-    with (tmp_path / "output").open("wb") as output:
-        variables = environment() | {"TMPDIR": str(tmp_path)}
-        process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output)
-        try:
-            wait_for_step(tmp_path / "out", 1)
-            yield process
-        finally:
-            process.terminate()
-            assert process.wait(60) == 75, (tmp_path / "output").read_text()[-2000:]
+    command = isthmus.start(*sft_args, "--nproc", "2", "train.steps=100000", cwd=tmp_path, TMPDIR=str(tmp_path))
+    try:
+        wait_for_step(tmp_path / "out", 1)
+        yield command
+    finally:
+        command.send(0, signal.SIGTERM)
+        ended = command.result()
+        assert ended.returncode == 75, ended
 
 
-def listening(process: subprocess.Popen[bytes]) -> list[tuple[str, int]]:
-    launcher = psutil.Process(process.pid)
+def listening(launcher: psutil.Process) -> list[tuple[str, int]]:
     processes = [launcher, *launcher.children(recursive=True)]
     connections = [connection for member in processes for connection in member.net_connections("inet")]
     return [(item.laddr.ip, item.laddr.port) for item in connections if item.status == psutil.CONN_LISTEN]
 
 
-def test_run_listens_on_loopback_only_and_meets_at_a_private_file(run: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    rank = psutil.Process(run.pid).children()[0].environ()
-    sockets = listening(run)
+def test_run_listens_on_loopback_only_and_meets_at_a_private_file(run: RunningRanks, tmp_path: Path) -> None:
+    launcher = psutil.Process(run.pids[0])
+    rank = launcher.children()[0].environ()
+    sockets = listening(launcher)
     assert {address for address, _ in sockets} <= {"127.0.0.1"}, sockets
     intruder = tmp_path / "intruder"
     ports = {int(rank["MASTER_PORT"]), *(port for _, port in sockets)}
-    assert attack(intruder, rank["TORCHELASTIC_RUN_ID"], ports) == "" and not intruder.exists()
-    assert run.poll() is None
+    assert attack(intruder, rank["TORCHELASTIC_RUN_ID"], ports) == [] and not intruder.exists()
+    assert run.running()
     (store,) = tmp_path.glob("isthmus-ranks-*/store")
     assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700 and store.parent.stat().st_uid == os.getuid()
     assert store.stat().st_size > 0
@@ -99,7 +110,7 @@ def test_attack_runs_code_in_the_rendezvous_of_torch_elastic(tmp_path: Path) -> 
     handler = DynamicRendezvousHandler.from_backend("control", store, backend, 1, 1)
     handler.next_rendezvous()
     intruder = tmp_path / "intruder"
-    assert f"port {port}" in attack(intruder, "control", [port])
+    assert attack(intruder, "control", [port]) == [port]
     for _ in range(20):  # the handler keeps a state for a second, and writes its own every five
         with suppress(AttributeError):  # a file, in place of the state
             handler.num_nodes_waiting()

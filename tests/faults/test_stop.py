@@ -152,6 +152,7 @@ def test_background_saves_survive_kills_and_end_with_the_run(
     assert isthmus(*args, f"train.steps={last}").result["steps"] == last == checkpoints(out)[-1]
 
 
+@pytest.mark.thorough
 def test_killed_rank_ends_the_run_and_the_run_resumes(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = isthmus.start(*sft_args, "--nproc", "2", "parallel.tp=2", "train.steps=5000", "checkpoint.every=4")

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pyarrow
 import pyarrow.parquet
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.convert_slow_tokenizer import import_protobuf
@@ -154,6 +153,8 @@ def _write_data(texts: list[str]) -> None:
     (data / "a.csv").write_text('text,b\n"x, y",1\n"a ""b""\nc",2\n\n z ,\n')
     table = pyarrow.table({"text": ["a", "b", None], "n": [1, 2, 3], "m": [[{"role": "user"}], [], None]})
     pyarrow.parquet.write_table(table, data / "a.parquet")
+    from datasets import Dataset
+
     Dataset(table).save_to_disk(SEEDS / "arrow")
     writer = IndexedWriter(SEEDS / "indexed", "uint16", masked=True)
     for tokens in ([1, 2, 3], [4], [5, 6]):

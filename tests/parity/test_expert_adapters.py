@@ -13,10 +13,11 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.hf.peft_folder import AdapterConfig, LoraFactors, write_adapter
+from optional_packages import peft
 from ranks.tiny import VOCAB, build_model_folder, load_network, tiny_config
 from sweep import BLOCK_FAMILIES, thorough_but
 
-peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+pytestmark = peft.required
 TOKENS = torch.arange(3, 27)[None] % VOCAB
 RANK = 3
 

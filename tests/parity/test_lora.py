@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from optional_packages import bitsandbytes, peft
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import VOCAB, build_model_folder, load_network
 
-peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+pytestmark = peft.required
 TOKENS = torch.arange(3, 27)[None] % VOCAB
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
@@ -46,7 +47,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
         pytest.param("llama4_text", {"num_hidden_layers": 2}, {}, {"ep": 2}, id="swapped-experts-ep2"),
         pytest.param(
             "qwen3", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2},
-            {"quantize": "nf4"}, {"tp": 2}, id="nf4-tp2",
+            {"quantize": "nf4"}, {"tp": 2}, id="nf4-tp2", marks=bitsandbytes.required,
         ),
     ],
 )  # fmt: skip
@@ -60,8 +61,6 @@ def test_steps_and_the_exported_adapter_equal_peft(
     samples: Path,
     tmp_path: Path,
 ) -> None:
-    if "quantize" in lora:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
     base = build_model_folder(tmp_path / "base", family, **model)
     world = two_ranks if layout else one_rank
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}

@@ -20,10 +20,11 @@ from isthmus.families.registry import family_for
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.recipes.model.pissa import principal_part
 from isthmus.recipes.plan.model_plan import open_run_model, plan_model
+from optional_packages import peft
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_adapter, build_model_folder
 
-peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+pytestmark = peft.required
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-dora": (
         "qwen3",

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from isthmus.data.batching.packed_batch import PackedBatch
+from optional_packages import trl
 from parity.preference_loss import PairLoss, train_pairs
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import build_model_folder, build_pairs
 
-pytest.importorskip("trl", minversion="1.0", reason="TRL is not installed (extra: bench)")
+pytestmark = trl.required
 
 BETA = 0.3
 

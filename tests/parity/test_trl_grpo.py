@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.config.schema.grpo import GrpoConfig
 from isthmus.data.batching.rollout_batches import GeneratedAnswers
+from optional_packages import trl_with_rollouts
 from parity.preference_loss import train_steps
 from parity.test_trl import arguments, padded, tokenizer
 from ranks import grpo_tasks
@@ -27,7 +28,7 @@ from ranks.tasks import CLIP_GRAD
 from ranks.test_grpo import build_policy
 from ranks.tiny import build_model_folder, build_samples
 
-pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (extra: bench)")
+pytestmark = trl_with_rollouts.required
 
 TEMPERATURE = 0.8
 METRICS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")

@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from isthmus.data.batching.batches import BatchSettings, UnpairedBatches
 from isthmus.data.batching.packed_batch import PackedBatch
+from optional_packages import trl
 from parity.preference_loss import train_steps
 from parity.test_trl import BETA, answers, arguments, padded, tokenizer
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import SEQ_LENGTH, build_answers, build_model_folder, open_samples
+
+pytestmark = trl.required
 
 
 def inputs(batch: PackedBatch) -> dict[str, Tensor]:

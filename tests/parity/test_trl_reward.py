@@ -11,12 +11,14 @@ from transformers import AutoModelForSequenceClassification
 
 from isthmus.data.batching.batches import BatchSettings, PairBatches
 from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
+from optional_packages import trl
 from parity.preference_loss import train_steps
 from parity.test_trl import arguments, padded, tokenizer
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
 from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder, build_pairs, open_samples
 
+pytestmark = trl.required
 CENTER = 0.05
 
 

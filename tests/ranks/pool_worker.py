@@ -1,7 +1,7 @@
-"""The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a server process that has all modules imported.
+"""The ranks of a :class:`ranks.rank_pool.RankPool`, forked from a shared server that has all modules imported.
 
-The server forks one rank per line of stdin. A rank connects to the socket of its pool, joins the process group and
-answers each request with one line.
+The fork of a pytest process forks one rank per line of stdin. A rank connects to the socket of its pool, joins the
+process group and answers each request with one line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from shared_server import serve
 
 PLATFORM = "ISTHMUS_TEST_PLATFORM"
 """Environment variable with the platform of a rank."""
@@ -39,6 +40,7 @@ def main() -> None:
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()  # garbage collection in ranks skips imported objects; their pages stay shared
+    serve()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are not waited for
     for line in sys.stdin:
         request = json.loads(line)

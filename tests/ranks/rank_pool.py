@@ -6,15 +6,12 @@ all modules imported. A task that fails or times out ends the pool's processes; 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ranks.pool_worker import PLATFORM
+from shared_server import SharedServer
 
 WORKER = Path(__file__).with_name("pool_worker.py")
 RESTART_AFTER_TASKS = 10
@@ -150,23 +148,13 @@ class RankPool:
 
 
 @functools.cache
-def _fork_server() -> subprocess.Popen[str]:
-    """The process that ranks are forked from; one per pytest process."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-    server = subprocess.Popen(
-        [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    )
-    atexit.register(server.kill)
-    return server
+def _server() -> SharedServer:
+    """The process that the ranks of this pytest process are forked from."""
+    return SharedServer(WORKER, {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def fork_rank(**request: Any) -> int:
     """Fork a rank, see :func:`ranks.pool_worker.run_rank`; returns its pid."""
-    server = _fork_server()
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
+    server = _server()
+    server.send(request)
+    return int(server.receive())

@@ -74,7 +74,7 @@ def assert_same_run(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) 
     assert valid == pytest.approx(other_valid, abs=1e-12)
 
 
-@pytest.mark.thorough_cases("micro-batch-1-unpacked", "cp2", "fsdp2")
+@pytest.mark.thorough_cases("micro-batch-1-unpacked", "cp2", "dp2", "fsdp2")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from optional_packages import bitsandbytes
 from ranks.rank_pool import RankPool
 from ranks.test_lora import assert_same
 from ranks.tiny import build_model_folder
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
+pytestmark = bitsandbytes.required
 STEPS = 4
 LORA: dict[str, Any] = {"rank": 4, "alpha": 16, "quantize": "nf4"}
 BLOCKS = {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128, "num_hidden_layers": 2}

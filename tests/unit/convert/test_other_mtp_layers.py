@@ -87,7 +87,14 @@ def test_layers_without_weights_are_not_counted(family: str) -> None:
     assert result.to_architecture(config, ()).pattern.mtp_layers == 0
 
 
-@pytest.mark.parametrize(("family", "to"), [("mellum", "torch"), *((family, "torch_dist") for family in PASSED)])
+@pytest.mark.parametrize(
+    ("family", "to"),
+    [
+        ("mellum", "torch"),
+        *((family, "torch_dist") for family in ("mimo_v2_flash", "ernie4_5_moe", "mellum")),
+        *(pytest.param(family, "torch_dist", marks=pytest.mark.sweep) for family in ("exaone_moe", "qwen3_next")),
+    ],
+)
 def test_layers_that_are_not_built_are_passed_through(family: str, to: str, tmp_path: Path) -> None:
     source = with_tensor(tmp_path / "source", family, f"{PASSED[family]}.weight")
     there = convert(source, tmp_path / "megatron", to)

@@ -122,8 +122,9 @@ def test_text_needs_documents_and_eos(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     ("name", "records"),
-    [pytest.param("alpaca_en_demo.json", 999, marks=pytest.mark.sweep), ("glaive_toolcall_en_demo.json", 300)],
+    [("alpaca_en_demo.json", 999), ("glaive_toolcall_en_demo.json", 300)],
 )
+@pytest.mark.sweep
 def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")
@@ -150,6 +151,7 @@ def test_real_chats_with_the_llama2_tokenizer(shared_data, name, records):
         assert int(store[k][0][0]) == tokenizer.bos_id == 1
 
 
+@pytest.mark.sweep
 def test_real_documents(shared_data):
     pytest.importorskip("sentencepiece", reason="pip install sentencepiece protobuf")
     tokenizer = load_tokenizer(shared_data / "llama2-tokenizer")

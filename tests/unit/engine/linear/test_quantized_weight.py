@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import optional_packages
 from isthmus.engine.linear.input_exchange import NO_EXCHANGE
 from isthmus.engine.linear.linear import ReplicatedLinear, _LinearIntoMainGrad
 from isthmus.engine.linear.quantized_linears import quantize_frozen, unallocated_linears
@@ -17,7 +18,7 @@ from isthmus.engine.linear.quantized_weight import Kind, QuantizedWeight, bitsan
 from isthmus.engine.parallel.sharded_params import full_to_shard
 from isthmus.errors import UsageError
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
+pytestmark = optional_packages.bitsandbytes.required
 KINDS = ("nf4", "int8")
 
 

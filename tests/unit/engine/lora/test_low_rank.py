@@ -15,8 +15,9 @@ from isthmus.engine.lora.low_rank import LowRank
 from isthmus.families.adapted_linears import adapted_linears
 from isthmus.families.models.llama import FAMILY
 from isthmus.families.rules.shard import TensorSlice, tensor_slices, unsharded
+from optional_packages import peft
 
-peft = pytest.importorskip("peft", minversion="0.21", reason="PEFT is not installed (extra: bench)")
+pytestmark = peft.required
 RANK, ALPHA = 3, 5
 ALONE: Any = SimpleNamespace(size=lambda: 1)
 ARCH = FAMILY.to_architecture(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from isthmus.engine.optim.adamw import MIN_QUANTIZED, MOMENTS, AdamW8bit, create_state
+from optional_packages import bitsandbytes
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = bitsandbytes.required
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 

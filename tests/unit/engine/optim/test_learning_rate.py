@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import get_scheduler
 
 from isthmus.config.schema.optim import OptimConfig
 from isthmus.engine.optim.learning_rate import build_schedule
@@ -44,6 +43,8 @@ def test_schedules_equal_transformers(settings: dict[str, Any], name: str, their
         with pytest.raises(ValueError, match="needs a warm-up"):
             OptimConfig.model_validate(settings)
         return
+    from transformers import get_scheduler  # imports PEFT, which takes seconds
+
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     scheduler = get_scheduler(name, optimizer, warmup, STEPS, scheduler_specific_kwargs=theirs)
     expected = []

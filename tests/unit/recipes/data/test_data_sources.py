@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 
 from isthmus.config.schema import RunConfig
@@ -21,6 +20,7 @@ from isthmus.recipes.data.data_sources import (
     read_fingerprint,
     same_data,
 )
+from optional_packages import datasets
 
 
 def tokenizer(template: str = "t", **vocabulary: int) -> Any:
