@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from isthmus.config.load import load_config
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.batches import BatchSettings, BatchShard
 from isthmus.data.batching.rollout_batches import GeneratedAnswers, RolloutBatches
@@ -18,8 +19,10 @@ from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.generation.token_recorders import LogpRecorder
 from isthmus.engine.layers.sequence_states import SequenceStates
 from isthmus.engine.step import Evaluator
+from isthmus.platforms.detect import detect
 from isthmus.recipes.model.load_model import build_from_folder
-from isthmus.recipes.model.rank_model import RankModel
+from isthmus.recipes.model.rank_model import RankModel, join_and_build
+from isthmus.recipes.plan.model_plan import open_run_model, plan_model
 from ranks.rank_pool import RankPool
 from ranks.tiny import build_model_folder, load_network
 from ranks.tiny_families.gemma4 import SMALL
@@ -49,9 +52,33 @@ def generate(
 
     At a temperature, the scores are those that training computes.
     """
-    built = build_from_folder(model, parallel)
+    return generate_with(
+        build_from_folder(model, parallel),
+        ParallelConfig(**parallel),
+        temperature=temperature,
+        top_p=top_p,
+        order=order,
+    )
+
+
+def generate_with_adapters(*, model: str, quantize: str | None) -> dict[str, Any]:
+    """Task of a rank: :func:`generate` with random adapters of all linear layers."""
+    flags = {"model": model, "data": ["unused"], "out": "unused", "train.precision": "fp32", "lora.rank": 2}
+    config = load_config("pretrain", None, flags=flags | {"lora.quantize": quantize})
+    built = join_and_build(config, plan_model(open_run_model(config), config), detect(), "fp32")
+    torch.manual_seed(0)
+    for stage in built.stages:
+        for name, parameter in stage.named_parameters():
+            if "lora" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return generate_with(built, config.parallel, temperature=0.0, top_p=1.0, order=[0, 1, 2, 3])
+
+
+def generate_with(
+    built: RankModel, parallel: ParallelConfig, *, temperature: float, top_p: float, order: list[int]
+) -> dict[str, Any]:
     evaluator = Evaluator(built.stages)
-    inference = Inference(evaluator, built.plan.architecture, ParallelConfig(**parallel), batch_tokens=16)
+    inference = Inference(evaluator, built.plan.architecture, parallel, batch_tokens=16)
     decoding = Decoding(NEW_TOKENS, (), temperature, seed=3, top_p=top_p)
     answers = inference.answers([PROMPTS[number % len(PROMPTS)] for number in order], decoding, order)
     by_number = dict(zip(order, answers, strict=True))
@@ -121,6 +148,18 @@ def test_greedy_answers_and_their_log_probabilities(family: str, one_rank: RankP
         assert logps == pytest.approx(packed, abs=1e-5)
     kept, expected = one_rank.run("ranks.test_generation.state_elements", model=folder)
     assert kept == expected
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_latent_attention_absorbs_an_up_projection_with_adapters(
+    quantize: str | None, one_rank: RankPool, tmp_path: Path
+) -> None:
+    folder = build_model_folder(tmp_path / "model", "deepseek_v3")
+    result = one_rank.run("ranks.test_generation.generate_with_adapters", model=folder, quantize=quantize)
+    plain = one_rank.run("ranks.test_generation.generate", model=folder, order=[0, 1, 2, 3])
+    assert result["tokens"] != plain["tokens"]
+    for logps, packed in zip(result["logps"], result["packed"], strict=True):
+        assert logps == pytest.approx(packed, abs=1e-5)
 
 
 def test_sequences_without_a_state_are_computed_again(one_rank: RankPool, tmp_path: Path) -> None:

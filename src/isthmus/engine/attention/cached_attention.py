@@ -15,45 +15,47 @@ from isthmus.engine.layers.sequence_states import BatchStates
 class KeyValueCache:
     """Keys and values of a layer, [slots, G, capacity, D]; with a window or chunks as many as these have tokens.
 
-    The token at position p is in column p modulo the capacity.
+    The token at position p is in column p modulo the capacity. Latent vectors are keys whose first channels are the
+    values.
     """
 
     batch: BatchStates
     layer: int
     window: int | None
     chunk: int | None
+    value_channels: int | None = None
+    """Of the keys; None: values are tensors of their own."""
 
     @property
     def capacity(self) -> int:
         return min(self.batch.states.capacity, self.window or self.chunk or self.batch.states.capacity)
 
-    def _tensors(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        states, capacity = self.batch.states, self.capacity
-        return (
-            states.tensor(self.layer, "keys", (k.size(1), capacity, k.size(2)), k),
-            states.tensor(self.layer, "values", (v.size(1), capacity, v.size(2)), v),
-        )
+    def _stored(self, k: Tensor, v: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of the cache, each with what is new in it."""
+        new = {"keys": k} if v is None else {"keys": k, "values": v}
+        sizes = {name: (x.size(1), self.capacity, x.size(2)) for name, x in new.items()}
+        return [(self.batch.states.tensor(self.layer, name, sizes[name], x), x) for name, x in new.items()]
 
-    def fill(self, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> None:
-        """Keep the keys [T, G, D] and values [T, G, Dv] of new sequences."""
+    def fill(self, k: Tensor, v: Tensor | None, lengths: tuple[int, ...]) -> None:
+        """Keep the keys [T, G, D] and values [T, G, Dv] of new sequences; None: the keys have the values."""
         capacity = self.capacity
-        for cache, x in zip(self._tensors(k, v), (k, v), strict=True):
+        for cache, x in self._stored(k, v):
             for slot, sample in enumerate(x.split(lengths)[: self.batch.sequences], start=self.batch.first):
                 first = max(0, len(sample) - capacity)
                 columns = torch.arange(first, len(sample), device=x.device) % capacity
                 cache[slot].index_copy_(1, columns, sample[first:].transpose(0, 1))
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor | None, positions: Tensor) -> None:
         """Add the keys [n, G, D] and values [n, G, Dv] of a token of each sequence."""
-        rows = torch.arange(len(k), device=k.device)
-        for cache, x in zip(self._tensors(k, v), (k, v), strict=True):
-            cache[rows, :, positions % self.capacity] = x
+        rows, columns = self.batch.new_columns(positions, self.capacity)
+        for cache, x in self._stored(k, v):
+            cache[rows, :, columns] = x
 
     def attend(
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         positions: Tensor,
         *,
         scale: float | None,
@@ -62,9 +64,9 @@ class KeyValueCache:
     ) -> Tensor:
         """[n, G * R * Dv] of queries [n, G, R, D]; ``k`` and ``v`` are those of :meth:`append`."""
         columns = min(self.batch.longest, self.capacity)
-        keys, values = (cache[: len(q), :, :columns] for cache in self._tensors(k, v))
-        last = positions if self.chunk is None else positions % self.chunk
-        seen = (torch.arange(columns, device=q.device) <= last[:, None])[:, None, None]
+        keys, *own_values = (cache[: len(q), :, :columns] for cache, _ in self._stored(k, v))
+        values = own_values[0] if own_values else keys[..., : self.value_channels]
+        seen = self.batch.seen_columns(positions, columns, self.chunk)
         if softcap is None and sinks is None:
             return scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale).flatten(1)
         scores = (q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * (scale or q.size(-1) ** -0.5)
@@ -74,4 +76,4 @@ class KeyValueCache:
         if sinks is not None:
             logits = sinks.to(scores.dtype).view(*q.shape[1:3], 1).expand(*q.shape[:3], 1)
             scores = torch.cat((scores, logits), dim=-1)
-        return (scores.softmax(-1)[..., :columns].to(v.dtype) @ values).flatten(1)
+        return (scores.softmax(-1)[..., :columns].to(values.dtype) @ values).flatten(1)

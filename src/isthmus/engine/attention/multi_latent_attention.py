@@ -22,7 +22,9 @@ from isthmus.engine.attention.rope import rotate, yarn_mscale
 from isthmus.engine.attention.self_attention import CoreAttention
 from isthmus.engine.attention.sparse_attention import sparse_attention
 from isthmus.engine.layers.norm import RMSNorm
-from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from isthmus.engine.layers.sequence_states import BatchStates
+from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, linear_adapters
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.lora.input_dropout import with_this_batch
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.blocks.latent_attention import LatentAttention
@@ -104,13 +106,13 @@ class MultiLatentAttention(MegatronModule):
 
         def attend(q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
             k, v = self._expanded(latent, rope)
-            if packed_seq_params.states is not None:
-                return self.core_attention(q, k, v, packed_seq_params)  # keeps the keys and values of all heads
             if selected is None:
                 return self.core_attention.attend(q, k, v, packed_seq_params)
             return sparse_attention(q, k, v, packed_seq_params.lengths, selected, self.scale)
 
-        if self.core_attention.recomputed and self.training:
+        if packed_seq_params.states is not None:
+            attended = self._attend_with_states(q, latent, rope, packed_seq_params, packed_seq_params.states)
+        elif self.core_attention.recomputed and self.training:
             # Recomputes keys and values too: they are many times wider than their latent vectors.
             attended = tensor_parallel.checkpoint(with_this_batch(attend), False, q, latent, rope)
         else:
@@ -119,6 +121,40 @@ class MultiLatentAttention(MegatronModule):
             attended = gated_by_head(attended, self.linear_gate, hidden_states)
         out, _ = self.linear_proj(attended[:, None])
         return out, None
+
+    def _attend_with_states(
+        self, q: Tensor, latent: Tensor, rope: Tensor, batch: PackedBatch, states: BatchStates
+    ) -> Tensor:
+        """Attention in generation, [T, heads * Dv]: keeps latent vectors with the rotated key channels.
+
+        In a step the up projection multiplies queries and outputs, which is less than all keys and values.
+        """
+        cache = self.core_attention.cache(states, value_channels=self.mla.kv_lora_rank)
+        keys = torch.cat((latent, rope), dim=-1)
+        if states.is_prefill:
+            cache.fill(keys, None, batch.lengths)
+            return self.core_attention.attend(q, *self._expanded(latent, rope), batch)
+        cache.append(keys, None, batch.position_ids)
+        widths = (self.mla.qk_nope_head_dim, self.mla.v_head_dim)
+        up_k, up_v = self._up_projection(states).view(self.heads, sum(widths), -1).split(widths, dim=1)
+        nope, rotated = q[:, :, 0].split((widths[0], rope.size(-1)), dim=-1)
+        latent_q = torch.cat((torch.einsum("thd,hdr->thr", nope, up_k), rotated), dim=-1)[:, None]
+        attended = self.core_attention.attend_to(cache, latent_q, keys, None, batch.position_ids)
+        return torch.einsum("thr,hdr->thd", attended.unflatten(-1, (self.heads, -1)), up_v).flatten(1)
+
+    def _up_projection(self, states: BatchStates) -> Tensor:
+        """The weight of the up projection with its adapters, [heads * (D + Dv), kv_lora_rank]."""
+        linear = self.linear_kv_up_proj
+        if linear_adapters(linear) is None and not isinstance(linear.weight, QuantizedWeight):
+            weight: Tensor = linear.weight
+            return weight
+
+        def compute() -> Tensor:
+            identity = torch.eye(self.mla.kv_lora_rank, dtype=self.config.params_dtype, device=self.config.device)
+            columns, _ = linear(identity[:, None])
+            return columns[:, 0].t()
+
+        return states.states.weight(self.layer_number, compute)
 
     def _compressed(self, hidden: Tensor) -> Tensor:
         """The low-rank queries of this rank's tokens, [T, 1, q_lora_rank]; without them the hidden states."""

@@ -220,4 +220,6 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
 
     A pair is (channel i, channel i + R / 2), or two adjacent channels if ``interleaved``.
     """
+    if not torch.is_grad_enabled():
+        return _rotated(x, table, interleaved, inverse=False)
     return _Rotate.apply(x, table, interleaved)

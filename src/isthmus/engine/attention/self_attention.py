@@ -24,6 +24,7 @@ from isthmus.engine.attention.rope import rotate
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
+from isthmus.engine.layers.sequence_states import BatchStates
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.parallel.context_parallel import gather_sequence
 from isthmus.families.blocks.attention import Attention
@@ -78,16 +79,21 @@ class CoreAttention(nn.Module):
 
     def _attend_with_states(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """:meth:`forward` in generation: keeps keys and values, and attends to those of earlier tokens."""
-        cache = KeyValueCache(batch.states, self.key_layer or self.layer_number, self.window, self.chunk)
+        cache = self.cache(batch.states)
         if batch.states.is_prefill:
             if self.key_layer is None:
                 cache.fill(k, v, batch.lengths)
             return self.attend(q, k, v, batch)
         if self.key_layer is None:
             cache.append(k, v, batch.position_ids)
-        return cache.attend(
-            q, k, v, batch.position_ids, scale=self.scale, softcap=self.softcap, sinks=self.softmax_offset
-        )
+        return self.attend_to(cache, q, k, v, batch.position_ids)
+
+    def cache(self, states: BatchStates, value_channels: int | None = None) -> KeyValueCache:
+        return KeyValueCache(states, self.key_layer or self.layer_number, self.window, self.chunk, value_channels)
+
+    def attend_to(self, cache: KeyValueCache, q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor) -> Tensor:
+        """:meth:`KeyValueCache.attend` as in this layer."""
+        return cache.attend(q, k, v, positions, scale=self.scale, softcap=self.softcap, sinks=self.softmax_offset)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """:meth:`forward` without recomputation."""

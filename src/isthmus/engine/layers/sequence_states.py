@@ -22,6 +22,7 @@ class SequenceStates:
     """Most tokens of a sequence."""
     _tensors: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     """[slots, ...] by layer and name, created by the first forward pass."""
+    _weights: dict[int, Tensor] = field(default_factory=dict)
 
     def tensor(self, layer: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor [slots, *shape] with the dtype and device of ``like``; initially zero."""
@@ -29,6 +30,12 @@ class SequenceStates:
         if key not in self._tensors:
             self._tensors[key] = like.new_zeros(self.slots, *shape)
         return self._tensors[key]
+
+    def weight(self, layer: int, compute: Callable[[], Tensor]) -> Tensor:
+        """What a layer computes of its weights once, since they do not change while there are states."""
+        if layer not in self._weights:
+            self._weights[layer] = compute()
+        return self._weights[layer]
 
     def copy(self, source: int, target: int) -> None:
         """Copy a sequence to a free slot."""
@@ -54,6 +61,27 @@ class BatchStates:
     """The samples are new sequences; otherwise each has one token."""
     longest: int
     """Tokens of the longest sequence, with those of this batch."""
+    _indices: dict[tuple[str, int, int | None], Tensor] = field(default_factory=dict)
+    """What layers of the same windows share in a step."""
+
+    def seen_columns(self, positions: Tensor, columns: int, chunk: int | None) -> Tensor:
+        """Whether the token at each of ``positions`` [n] sees each of its cached keys, [n, 1, 1, columns]."""
+
+        def compute() -> Tensor:
+            last = positions if chunk is None else positions % chunk
+            return (torch.arange(columns, device=positions.device) <= last[:, None])[:, None, None]
+
+        return self._shared(("seen", columns, chunk), compute)
+
+    def new_columns(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Row and column of the cache, each [n], of the tokens at ``positions`` [n]."""
+        rows = self._shared(("rows", 0, None), lambda: torch.arange(len(positions), device=positions.device))
+        return rows, self._shared(("columns", capacity, None), lambda: positions % capacity)
+
+    def _shared(self, key: tuple[str, int, int | None], compute: Callable[[], Tensor]) -> Tensor:
+        if key not in self._indices:
+            self._indices[key] = compute()
+        return self._indices[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,10 +258,13 @@ class Attention(Mixer):
             values_and_output += groups * self.value_width
         return query_width + key_width + inputs + rotated + values_and_output
 
-    def state_elements(self, num_tokens: int) -> int:
-        tokens = num_tokens if self.window is None else min(num_tokens, self.window)
-        keys = 0 if self.key_source is not None else self.num_query_groups
-        return tokens * keys * (self.kv_channels + self.value_width)
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        keys = 0 if self.key_source is not None else max(1, self.num_query_groups // tp)
+        return self.kept_tokens(num_tokens) * keys * (self.kv_channels + self.value_width)
+
+    def kept_tokens(self, num_tokens: int) -> int:
+        """Tokens of a sample of ``num_tokens`` whose keys generation keeps."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
 
     @property
     def longest_with_state(self) -> int | None:

@@ -192,8 +192,11 @@ class Mixer(Block):
         return 0
 
     @abstractmethod
-    def state_elements(self, num_tokens: int) -> int:
-        """Elements that generation keeps for a sample of ``num_tokens`` tokens: keys and values, or a state."""
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        """Elements that generation keeps for a sample of ``num_tokens`` tokens: keys and values, or a state.
+
+        Those of a tensor-parallel rank, with ``tp`` ranks.
+        """
 
     @property
     def longest_with_state(self) -> int | None:

@@ -100,9 +100,9 @@ class DeltaNet(Recurrence):
         head_elements = (8 if self._is_gated else 68) * keys + 6 * values + 8 * _CHUNK + keys * values // _CHUNK
         return 2 * 4 * batch.num_tokens * self.num_value_heads * head_elements // batch.tp
 
-    def state_elements(self, num_tokens: int) -> int:
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
         inputs = (self.conv_kernel - 1) * (2 * self.key_width + self.value_width)
-        return self.num_value_heads * self.key_head_dim * self.value_head_dim + inputs
+        return (self.num_value_heads * self.key_head_dim * self.value_head_dim + inputs) // tp
 
     def symbols(self) -> dict[str, int]:
         return {

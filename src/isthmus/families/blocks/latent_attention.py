@@ -115,9 +115,9 @@ class LatentAttention(Attention):
             return 0
         return self.indexer.buffer_elements(batch, self.num_attention_heads)
 
-    def state_elements(self, num_tokens: int) -> int:
-        """Keys and values of all heads, made of the latent vectors once."""
-        return num_tokens * self.num_attention_heads * (self.kv_channels + self.value_width)
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        """Latent vectors and rotated key channels, which all heads share."""
+        return self.kept_tokens(num_tokens) * (self.latent.kv_lora_rank + self.latent.qk_rope_head_dim)
 
     @property
     def longest_with_state(self) -> int | None:

@@ -69,8 +69,8 @@ class Mamba(Recurrence):
     def _chunk_bytes(self, batch: MicroBatch) -> int:
         return 6 * 4 * min(_BLOCK, batch.num_tokens) * self.inner_size * self.state_size // batch.tp
 
-    def state_elements(self, num_tokens: int) -> int:
-        return self.inner_size * (self.state_size + self.kernel - 1)
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        return self.inner_size * (self.state_size + self.kernel - 1) // tp
 
     def symbols(self) -> dict[str, int]:
         return {

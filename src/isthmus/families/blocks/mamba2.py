@@ -78,10 +78,9 @@ class Mamba2(Recurrence):
         length = min(_CHUNK, batch.num_tokens)
         return 6 * 4 * length * self.num_heads * (length + self.head_dim + self.state_size) // batch.tp
 
-    def state_elements(self, num_tokens: int) -> int:
-        return self.inner_channels * self.state_size + (self.kernel - 1) * (
-            self.inner_channels + 2 * self.group_channels
-        )
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        inputs = (self.kernel - 1) * (self.inner_channels + 2 * self.group_channels)
+        return (self.inner_channels * self.state_size + inputs) // tp
 
     def symbols(self) -> dict[str, int]:
         return {"Mi": self.inner_channels, "Mg": self.group_channels, "Mh": self.num_heads, "Mk": self.kernel}

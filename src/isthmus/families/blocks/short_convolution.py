@@ -33,8 +33,8 @@ class ShortConvolution(Recurrence):
     def _channels(self, batch: MicroBatch) -> tuple[int, int, int]:
         return 3 * self.hidden_size, 2 * self.hidden_size, 0
 
-    def state_elements(self, num_tokens: int) -> int:
-        return (self.kernel - 1) * self.hidden_size
+    def state_elements(self, num_tokens: int, tp: int = 1) -> int:
+        return (self.kernel - 1) * self.hidden_size // tp
 
     def symbols(self) -> dict[str, int]:
         return {"Sk": self.kernel}

@@ -72,14 +72,14 @@ def test_recomputed_activations_are_not_kept() -> None:
     [
         ({}, 10 * 2 * (8 + 8)),  # keys and values of two groups
         ({"sliding_window": 4}, 4 * 2 * (8 + 8)),  # of the tokens in the window
-        (  # keys and values of four heads, made of the latent vectors
+        (  # latent vectors and rotated key channels
             {
                 "mla.kv_lora_rank": 12,
                 "mla.qk_nope_head_dim": 4,
                 "mla.qk_rope_head_dim": 4,
                 "mla.v_head_dim": 6,
             },
-            10 * 4 * (8 + 6),
+            10 * (12 + 4),
         ),
         (  # a state, and the inputs of the convolution
             {

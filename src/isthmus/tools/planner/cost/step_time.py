@@ -332,8 +332,8 @@ def _generation(generation: Generation, ranks: Sequence[_Rank], model: LayerMode
     slots = min(answers, generation.batch_size)
     passes = math.ceil(answers / slots) * generation.new_tokens
     tokens = max(1, model.work.seq_length - generation.new_tokens // 2)  # of a sequence, half of its answer on average
-    elements = sum(mixer.state_elements(tokens) for layer in arch.layers for mixer in layer.mixers)
-    states = kernels.element * slots * elements / (parallel.tp * parallel.pp)
+    elements = sum(mixer.state_elements(tokens, parallel.tp) for layer in arch.layers for mixer in layer.mixers)
+    states = kernels.element * slots * elements / parallel.pp
     weights = [kernels.element * (rank.parameters + rank.expert_parameters) for rank in ranks]
     flops = [2 * slots * (rank.parameters + rank.expert_parameters) for rank in ranks]
     seconds = (
