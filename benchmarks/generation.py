@@ -1,4 +1,4 @@
-"""Greedy answers of a small model: Isthmus, the same with all tokens computed again, and transformers' ``generate``.
+"""Greedy answers of small models: Isthmus, and transformers' ``generate`` and ``generate_batch``.
 
     python benchmarks/generation.py --record
 
@@ -21,33 +21,44 @@ from typing import Any
 from certificate import certificate, cores, publish_result
 from rounds import CpuWatch
 
-CONTESTANTS = ("isthmus", "recomputed", "transformers")
-"""``recomputed``: Isthmus as for sequences that have no state."""
+CONTESTANTS = ("isthmus", "generate", "generate_batch", "recomputed")
+"""``generate`` and ``generate_batch`` are transformers'; ``recomputed`` is Isthmus as for sequences without states."""
 MOST_FOR_OTHERS = 0.05
 """Largest share of CPU time that other processes may use; beyond it the result is not a valid measurement."""
-KINDS: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
-}
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32000, "max_position_embeddings": 2048}
-TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 256}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048}
+MODELS: dict[str, dict[str, Any]] = {
+    "58M": _HEADS | {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32000},
+    "demo": _HEADS | {
+        "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+"""Qwen3 models; ``demo`` has the sizes of ``isthmus demo``."""
+TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
 Answers = list[list[int]]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     parser.add_argument("--precision", default="fp32,bf16", help="default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS[:-1]), help="default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of the longest one (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="default: all cores")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to check that the benchmark runs")
     parser.add_argument("--out", type=Path, help="write the result here")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
-    chosen.precision = chosen.precision.split(",")
-    if unknown := set(chosen.precision) - {"fp32", "bf16"}:
-        parser.error(f"not known: {', '.join(sorted(unknown))}")
+    for name, known in (("models", MODELS), ("precision", ("fp32", "bf16")), ("contestants", CONTESTANTS)):
+        values = getattr(chosen, name).split(",")
+        setattr(chosen, name, values)
+        if unknown := set(values) - set(known):
+            parser.error(f"--{name}: not known: {', '.join(sorted(unknown))}")
+    if "isthmus" not in chosen.contestants:
+        parser.error("--contestants: the others are compared with isthmus")
     if chosen.quick:
         chosen.prompts, chosen.prompt_tokens, chosen.new_tokens, chosen.rounds = 2, 8, 4, 1
     if chosen.record and chosen.quick:
@@ -55,10 +66,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def contestants(folder: Path, precision: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+def build_contestants(
+    folder: Path, precision: str, prompts: list[list[int]], new_tokens: int
+) -> dict[str, Callable[[], Answers]]:
     """Functions that return the answers."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     from isthmus.config.schema import ParallelConfig
     from isthmus.engine.generation.inference import Inference
@@ -71,7 +84,7 @@ def contestants(folder: Path, precision: str, prompts: list[list[int]], new_toke
 
     def isthmus(*, longest_with_state: int | None) -> Callable[[], Answers]:
         evaluator, architecture = Evaluator(built.stages), built.plan.architecture
-        inference = Inference(evaluator, architecture, ParallelConfig(), batch_tokens=tokens)
+        inference = Inference(evaluator, architecture, ParallelConfig(), batch_tokens=tokens, slots=len(prompts))
         inference.longest_with_state = longest_with_state
         return lambda: inference.generate(prompts, Decoding(new_tokens))
 
@@ -82,26 +95,33 @@ def contestants(folder: Path, precision: str, prompts: list[list[int]], new_toke
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
-    def transformers() -> Answers:
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+
+    def generate() -> Answers:
         answers: Answers = network.generate(padded, attention_mask=mask, **options)[:, longest:].tolist()
         return answers
 
+    def generate_batch() -> Answers:
+        settings = GenerationConfig(**options, eos_token_id=-1)
+        answers = network.generate_batch(prompts, settings, ContinuousBatchingConfig(), warmup=False)
+        return [answer.generated_tokens for answer in answers.values()]
+
     return {
         "isthmus": isthmus(longest_with_state=None),
+        "generate": generate,
+        "generate_batch": generate_batch,
         "recomputed": isthmus(longest_with_state=1),
-        "transformers": transformers,
     }
 
 
-def build_model(folder: Path, kind: str, *, quick: bool) -> int:
+def build_model(folder: Path, name: str, *, quick: bool) -> int:
     """Save a model with random weights; returns the number of its parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     # Logits that differ much: rounding must not decide which token is the most probable.
-    config = AutoConfig.for_model(kind, **(TINY if quick else SIZES), **KINDS[kind], initializer_range=0.1)
+    config = AutoConfig.for_model("qwen3", **MODELS[name] | (TINY if quick else {}), initializer_range=0.1)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -117,16 +137,17 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     parameters = {}
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as root:
-        for kind in KINDS:
-            parameters[kind] = build_model(Path(root, kind), kind, quick=chosen.quick)
-            vocabulary = (TINY if chosen.quick else SIZES)["vocab_size"]
+        for name in chosen.models:
+            parameters[name] = build_model(Path(root, name), name, quick=chosen.quick)
+            vocabulary = (TINY if chosen.quick else MODELS[name])["vocab_size"]
             lengths = [
                 max(1, chosen.prompt_tokens * (number + 1) // chosen.prompts) for number in range(chosen.prompts)
             ]
             prompts = [torch.randint(vocabulary, (length,)).tolist() for length in lengths]
             for precision in chosen.precision:
-                runs = contestants(Path(root, kind), precision, prompts, chosen.new_tokens)
-                rows += _turns(runs, chosen.rounds, {"kind": kind, "precision": precision})
+                runs = build_contestants(Path(root, name), precision, prompts, chosen.new_tokens)
+                runs = {contestant: runs[contestant] for contestant in chosen.contestants}
+                rows += _turns(runs, chosen.rounds, {"model": name, "precision": precision})
     close_groups()
     return {
         "settings": {
@@ -166,7 +187,7 @@ def _turns(runs: dict[str, Callable[[], Answers]], rounds: int, row: dict[str, A
             }
         )  # fmt: skip
         print(
-            f"{row['kind']:<8} {row['precision']} {name:<14}{median_s:>8.2f} s{tokens / median_s:>9.0f} tokens/s"
+            f"{row['model']:<5} {row['precision']} {name:<14}{median_s:>8.2f} s{tokens / median_s:>9.0f} tokens/s"
             f"{median_s / isthmus_s:>7.2f} x isthmus, CPU time {cpu_s / isthmus_cpu_s:.2f} x",
             flush=True,
         )

@@ -165,7 +165,8 @@ class Evaluator:
         prepares = objective is None
         objective = self.objective if objective is None else objective
         for stage in self.model:
-            stage.eval()
+            if stage.training:  # a walk over all modules, which a pass of generation would notice
+                stage.eval()
         total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for micro_batches in batches:

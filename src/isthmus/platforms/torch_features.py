@@ -31,6 +31,15 @@ FLOAT8_E8M0: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
 ONEDNN_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 """The setting that selects oneDNN for float32 matmuls on a CPU; without it, MKL."""
 
+PACK_WEIGHT: Any = None
+"""Copies a weight to the layout of oneDNN's kernels for a number of rows; without it, weights stay as they are."""
+PACKED_LINEAR: Any = None
+"""Multiplies by such a copy."""
+with contextlib.suppress(AttributeError):
+    if torch.backends.mkldnn.is_available():
+        PACK_WEIGHT = torch.ops.mkldnn._reorder_linear_weight.default
+        PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+
 CPU_CAPABILITIES: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
 """Instruction sets and name of the CPU; without it, bfloat16 is not known to be fast."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from isthmus.engine.decoder.spec import build_layer, build_norm
 from isthmus.engine.decoder.stack import DecoderStack, LayerStack
 from isthmus.engine.decoder_config import DecoderConfig, padded_vocab_size
 from isthmus.engine.layers.dropout import EMBEDDING, hidden_dropout
+from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.engine.loss.cross_entropy_cpu import Smoothing
 from isthmus.engine.loss.linear_cross_entropy import (
@@ -372,6 +373,15 @@ class Decoder(MegatronModule):
         smoothing = Smoothing(rate, rate / vocab_size) if rate else None
         bias = self.output_layer.bias if self.architecture.head.output_bias else None
         return weight, VocabShard(start, rows, group, self.architecture.head.logits_softcap, smoothing, bias)
+
+    def matmul_weights(self) -> Iterator[Tensor]:
+        """Weights of linear layers and the rows of the output projection, as matmuls have them."""
+        for module in self.decoder.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+                yield module.weight
+        if self.post_process:
+            weight, shard = self.output_projection()
+            yield weight[: shard.rows]
 
     def _grad_scale(self, weight: float | None, device: torch.device) -> Tensor | None:
         """Gradient of a loss: its weight times the float16 loss scale; None means 1."""

@@ -8,6 +8,8 @@ and all ranks of context parallelism compute the same. Sequences that are longer
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
@@ -25,6 +28,7 @@ from isthmus.data.store.sample_store import SampleStore
 from isthmus.engine.generation.schedule import Answer, Decoding, RankInputs, Schedule
 from isthmus.engine.generation.token_recorders import NextTokens, RandomTokens, SampleScores
 from isthmus.engine.layers.sequence_states import BatchStates, SequenceStates
+from isthmus.engine.linear.packed_weights import PackedWeights
 from isthmus.engine.loss.objective import PerToken
 from isthmus.engine.step import Evaluator
 from isthmus.families.architecture import Architecture
@@ -42,6 +46,7 @@ class Inference:
     """Every rank calls the methods with the same arguments and gets the same results."""
 
     _states: SequenceStates
+    _packed: PackedWeights
 
     def __init__(
         self,
@@ -185,10 +190,14 @@ class Inference:
 
     def _allocate(self, slots: int, capacity: int) -> None:
         multiple = self._parallel.length_multiple  # the padding of a step has slots too
-        self._states = SequenceStates(math.ceil(slots / multiple) * multiple, capacity)
+        rows = math.ceil(slots / multiple) * multiple
+        self._states = SequenceStates(rows, capacity)
+        decoders = (get_attr_wrapped_model(stage, "decoder", return_model_obj=True) for stage in self.stages)
+        weights = itertools.chain.from_iterable(decoder.matmul_weights() for decoder in decoders)
+        self._packed = PackedWeights(weights, rows)
 
     def _release(self) -> None:
-        del self._states
+        del self._states, self._packed
 
     def _run_pass(self, inputs: Sequence[RankInputs], sampling: RandomTokens | None) -> list[list[tuple[float, int]]]:
         """Loss and token of each sequence, by data-parallel rank."""
@@ -199,7 +208,8 @@ class Inference:
         # Interleaved stages need several micro batches.
         batches += [self._batch(RankInputs(), None)] * ((parallel.pp if parallel.vpp > 1 else 1) - 1)
         recorder = NextTokens(len(inputs), self._states.slots)
-        self._evaluator.evaluate(iter([batches]), recorder)
+        with contextlib.nullcontext() if rank_inputs.is_prefill else self._packed.used():
+            self._evaluator.evaluate(iter([batches]), recorder)
         values = recorder.values.to(self._evaluator.device)
         dist.all_reduce(values)
         return [
@@ -212,7 +222,7 @@ class Inference:
         lengths = tuple(len(tokens) for tokens in inputs.tokens)
         total, multiple = max(1, sum(lengths)), self._parallel.length_multiple
         padding = math.ceil(total / multiple) * multiple - sum(lengths)
-        positions = [torch.arange(past, past + n) for past, n in zip(inputs.past, lengths, strict=True)]
+        positions = [range(past, past + n) for past, n in zip(inputs.past, lengths, strict=True)]
         loss_mask = torch.zeros(sum(lengths) + padding, dtype=torch.bool)
         loss_mask[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
         states = None
@@ -220,8 +230,8 @@ class Inference:
             longest = max(past + n for past, n in zip(inputs.past, lengths, strict=True))
             states = BatchStates(self._states, inputs.first, len(lengths), inputs.is_prefill, longest)
         batch = PackedBatch(
-            input_ids=torch.tensor([token for tokens in inputs.tokens for token in tokens] + [0] * padding),
-            position_ids=torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]),
+            input_ids=torch.tensor([*itertools.chain(*inputs.tokens), *[0] * padding]),
+            position_ids=torch.tensor([*itertools.chain(*positions), *[0] * padding]),
             lengths=(*lengths, padding) if padding else lengths,
             padding=padding,
             labels=torch.zeros(len(loss_mask), dtype=torch.int64),

@@ -134,7 +134,7 @@ class Activation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if compiles(x):
             return _CompiledActivation.apply(x, self.function)
-        return _SwiGLU.apply(x) if self.function is swiglu else self.function(x)
+        return _SwiGLU.apply(x) if self.function is swiglu and torch.is_grad_enabled() else self.function(x)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """Megatron-Core's MLP calls it on each submodule."""

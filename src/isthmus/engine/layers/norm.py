@@ -39,6 +39,9 @@ class _Norm(nn.Module):
 
     def _apply_function(self, x: Tensor, residual: Tensor | None) -> Any:
         settings = (self.eps, self.zero_centered, self.subtracts_mean)
+        if not torch.is_grad_enabled():  # the same bits as in training
+            total, normed, *_ = _normalized(x, residual, self.weight, self.bias, *settings)
+            return normed if total is None else (total, normed)
         return _NormFunction.apply(x, residual, self.weight, self.bias, settings)
 
 

@@ -1,6 +1,7 @@
 """Matmuls: with the faster of MKL and oneDNN on a CPU (docs/decisions/0023), into float32 sums on a GPU (0034).
 
-:func:`use_table` replaces the choice of the library by that of ``isthmus tune`` (0051).
+:func:`use_table` replaces the choice of the library by that of ``isthmus tune`` (0051). :func:`use_packed` multiplies
+by packed weights (0082).
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from torch import Tensor
 
 from isthmus.engine.linear.matmul_table import Library, MatmulTable, Operation
 from isthmus.platforms.cpu import onednn_is_faster
-from isthmus.platforms.torch_features import ADDMM_INTO_FLOAT32, ONEDNN_MATMUL
+from isthmus.platforms.torch_features import ADDMM_INTO_FLOAT32, ONEDNN_MATMUL, PACKED_LINEAR
 
 ONEDNN_MIN_FLOP = 1 << 28
 """From this size float32 matmuls on a CPU use oneDNN, which compiles a kernel per shape in 0.3 ms."""
 BLOCK_ELEMENTS = 1 << 20
 """Results of a bfloat16 matmul on a CPU at a time: 2 MiB stay in the cache until they are added to float32."""
+MatrixKey = tuple[int, torch.Size]
+"""Address and shape of a matrix."""
 _table: MatmulTable | None = None
 _tunable_op = False
+_packed: Mapping[MatrixKey, Tensor] = {}
 
 
 def use_table(table: MatmulTable | None, *, tunable_op: bool = False) -> None:
@@ -37,8 +41,26 @@ def use_table(table: MatmulTable | None, *, tunable_op: bool = False) -> None:
     _table, _tunable_op = table, tunable_op
 
 
+def matrix_key(matrix: Tensor) -> MatrixKey:
+    return matrix.data_ptr(), matrix.shape
+
+
+@contextlib.contextmanager
+def use_packed(packed: Mapping[MatrixKey, Tensor]) -> Iterator[None]:
+    """Multiply by copies of weights, see :mod:`isthmus.engine.linear.packed_weights`, where ``a`` has several rows."""
+    global _packed
+    _packed = packed
+    try:
+        yield
+    finally:
+        _packed = {}
+
+
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``a @ b`` of [..., K] and [K, N] of one dtype; not differentiable."""
+    if _packed and a.numel() > a.size(-1) and (packed := _packed.get(matrix_key(b))) is not None:
+        product: Tensor = PACKED_LINEAR(a, packed, None, "none", [], "")
+        return product if out is None else out.copy_(product)
     with _library(a, b):
         return torch.matmul(a, b, out=out)
 

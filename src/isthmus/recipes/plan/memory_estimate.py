@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isthmus.config.schema import ParallelConfig, RunConfig
+from isthmus.engine.linear.packed_weights import MOST_ROWS
 from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
@@ -49,7 +50,7 @@ class MemoryEstimate:
     reference: int = 0
     """Copies of weights in reinforcement learning: the reference policy, and the policy that generates ahead."""
     states: int = 0
-    """States of the sequences in generation, at another time than activations."""
+    """States of the sequences in generation, and packed weights on a CPU, at another time than activations."""
     absent: int = 0
     """Gradients and optimizer state, which ``rollout.offload`` removes during generation."""
 
@@ -142,7 +143,7 @@ def estimate_ranks(
         if config.rollout.offload:
             moved["offloaded"] = moved.get("offloaded", 0) + persistent.optimizer
             moved["absent"] = persistent.gradients + persistent.optimizer
-        moved |= _rollout_bytes(plan, config, precision, persistent)
+        moved |= _rollout_bytes(plan, config, precision, persistent, on_gpu=on_gpu)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return students
@@ -150,7 +151,9 @@ def estimate_ranks(
     return [replace(student, teacher=teacher.weights) for student, teacher in zip(students, teachers, strict=True)]
 
 
-def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate) -> dict[str, int]:
+def _rollout_bytes(
+    plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate, *, on_gpu: bool
+) -> dict[str, int]:
     """What a pipeline rank of reinforcement learning has besides."""
     if not recipe_of(config).generates_answers:
         return {}
@@ -158,8 +161,14 @@ def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: Me
     rollout, grpo, capacity = config.rollout, config.grpo, config.data.seq_length + 1
     answers = grpo.updates_per_rollout * config.train.global_batch_size
     slots = min(rollout.batch_size, math.ceil(answers / parallel.dp(plan.world_size)))
-    elements = sum(mixer.state_elements(capacity) for layer in plan.architecture.layers for mixer in layer.mixers)
-    states = element * slots * math.ceil(elements / (parallel.pp * parallel.tp)) if rollout.engine == "native" else 0
+    elements = sum(
+        mixer.state_elements(capacity, parallel.tp) for layer in plan.architecture.layers for mixer in layer.mixers
+    )
+    states = element * slots * math.ceil(elements / parallel.pp)
+    if not on_gpu and precision == "fp32" and 2 <= slots <= MOST_ROWS and not parallel.fsdp:
+        states += state.weights  # the packed copies
+    if rollout.engine != "native":
+        states = 0
     trained = state.gradients // 4  # gradients are float32
     copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0 and rollout.engine != "native")
     return {"states": states, "reference": copies * element * trained}

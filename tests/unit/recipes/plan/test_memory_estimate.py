@@ -236,6 +236,16 @@ def test_a_rollout_ahead_of_servers_has_a_copy_of_the_weights_that_generate() ->
     assert result.reference == 2 * 2 * result.parameters and result.states == 0
 
 
+def test_generation_packs_the_float32_weights_of_a_cpu() -> None:
+    run = grpo_config()
+    model = plan_of(LLAMA_8B, run)
+    on_gpu, on_cpu = (estimate_memory(model, run, "fp32", gpu_bytes=size) for size in (80 * 2**30, None))
+    assert on_cpu.states - on_gpu.states == on_cpu.weights
+    run = grpo_config(rollout={"batch_size": 1})
+    states = [estimate_memory(model, run, "fp32", gpu_bytes=size).states for size in (80 * 2**30, None)]
+    assert states[0] == states[1]
+
+
 def test_a_reference_policy_is_a_copy_of_the_trained_weights() -> None:
     run = grpo_config(grpo={"kl_weight": 0.1})
     result = estimate_memory(plan_of(LLAMA_8B, run), run, "bf16")

@@ -1,0 +1,47 @@
+"""Copies of weights in the layout of oneDNN's float32 kernels, for the few rows of a pass of generation on a CPU.
+
+A matmul of 2 to 64 rows then reads each weight in order, which is 1.3 to 2.4 times as fast on two AVX2 cores, the most
+for an output layer (docs/decisions/0082). A training step has more rows, and its weights change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from isthmus.engine.linear import matmul
+from isthmus.engine.linear.quantized_weight import QuantizedWeight
+from isthmus.platforms.torch_features import PACK_WEIGHT
+
+MOST_ROWS = 128
+"""With more, the default layout is as fast."""
+
+
+class PackedWeights:
+    """Packed copies of weights."""
+
+    def __init__(self, weights: Iterable[Tensor], rows: int) -> None:
+        """Pack the float32 matrices among ``weights`` that a CPU has as a whole.
+
+        Others, and all if passes do not have 2 to 128 ``rows``, are multiplied as they are. The weights must not change
+        before the object is dropped.
+        """
+        self._packed: dict[matmul.MatrixKey, Tensor] = {}
+        if PACK_WEIGHT is None or not 2 <= rows <= MOST_ROWS:
+            return
+        for weight in weights:
+            # FSDP gathers the weights of a layer, each time elsewhere; quantized ones are de-quantized.
+            if isinstance(weight, DTensor | QuantizedWeight):
+                continue
+            if weight.dtype == torch.float32 and weight.device.type == "cpu":
+                self._packed[matmul.matrix_key(weight.t())] = PACK_WEIGHT(weight.detach(), rows)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Multiply by the packed weights."""
+        with matmul.use_packed(self._packed):
+            yield
