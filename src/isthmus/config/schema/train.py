@@ -59,6 +59,10 @@ class TrainConfig(Section):
     """GPUs: use only kernels that give the same bits in each run, so that a resumed run equals an uninterrupted one;
     slower. A CPU always does.
     """
+    batch_invariant: bool = False
+    """GPUs: matmuls whose results for a token do not depend on the other tokens of a batch (Triton kernels), so that
+    log-probabilities in generation and in training differ less; slower. Attention is not among them.
+    """
     seed: Seed = 0
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.host_copies import HostCopy
+from isthmus.engine.linear.batch_invariant import uses_batch_invariant_matmuls
 from isthmus.engine.linear.matmul import add_matmul
 from isthmus.engine.linear.quantized_weight import dense
 from isthmus.platforms.torch_features import GROUPED_MM
@@ -144,6 +145,8 @@ def add_gradients(
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    if uses_batch_invariant_matmuls():
+        return False
     return x.is_cuda and x.size(0) > 0 and unsupported_reason(weight.shape, x.dtype) is None
 
 

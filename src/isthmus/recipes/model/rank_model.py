@@ -154,6 +154,7 @@ def _choose_kernels(
 ) -> tuple[str, ...]:
     """Select compiled regions, FP8 and overlapped matmuls; returns messages."""
     from isthmus.engine.compiled import choose_compile
+    from isthmus.engine.linear.batch_invariant import restore_matmuls, use_batch_invariant_matmuls
     from isthmus.engine.linear.fp8_linear import check_kernels
     from isthmus.engine.linear.linear import use_async_tp, use_fp8
     from isthmus.engine.linear.matmul import rounded_gradients, use_table
@@ -170,6 +171,9 @@ def _choose_kernels(
     if training and not plan.parallel.fsdp:
         lines.append(rounded_gradients(device, DTYPES[precision]))
     use_table(None)  # of another run in this process
+    restore_matmuls()
+    if config.train.batch_invariant:
+        agree(lambda: lines.append(use_batch_invariant_matmuls(torch.device(device))))
     if (file := config.tune.file) is not None:
         agree(lambda: lines.append(use_tuned(file, platform)))
     if precision == "fp8":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainConfig
+from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RolloutConfig, RunConfig, TrainConfig
 from isthmus.data.batching.batches import check_batch_sizes
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
@@ -88,6 +88,27 @@ def check_fsdp_torch(parallel: ParallelConfig) -> None:
         raise UsageError(
             f"parallel.fsdp=true: fully_shard of torch {torch.__version__} averages gradients, and token-weighted "
             "losses need their sum. Use torch 2.10 or newer, or leave parallel.fsdp out."
+        )
+
+
+def check_batch_invariant(config: RunConfig, device_type: str, precision: str) -> None:
+    """Refuse ``train.batch_invariant`` on a CPU, and beside settings that select other kernels of matmuls."""
+    if not config.train.batch_invariant:
+        return
+    if device_type == "cpu":
+        raise UsageError(
+            "train.batch_invariant=true is for GPUs, and this run is on a CPU, where float32 matmuls of different "
+            "shapes differ by about 1e-6. Leave it out."
+        )
+    others = {
+        "train.precision=fp8": precision == "fp8",
+        "train.gemm_tuning=true": config.train.gemm_tuning,
+        "tune.file": config.tune.file is not None,
+        "parallel.async_tp=true": config.parallel.async_tp,
+    }
+    if chosen := [name for name, is_set in others.items() if is_set]:
+        raise UsageError(
+            f"train.batch_invariant=true selects kernels of matmuls, and so does {chosen[0]}. Leave one of them out."
         )
 
 

@@ -25,7 +25,7 @@ from isthmus.recipes.data.default_batch import with_batch_size
 from isthmus.recipes.data.eval_prompts import EvalPrompt, check_end_tokens, eval_prompts
 from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.teacher_model import check_teacher, teacher_messages
-from isthmus.recipes.plan.layout_checks import check_async_layout, check_offload
+from isthmus.recipes.plan.layout_checks import check_async_layout, check_batch_invariant, check_offload
 from isthmus.recipes.plan.memory_estimate import check_memory
 from isthmus.recipes.plan.model_plan import (
     ModelPlan,
@@ -129,6 +129,8 @@ def validate(
         check_offload(config.optim, config.rollout, config.parallel, platform.device_type)
     with here():
         check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
+    with here():
+        check_batch_invariant(config, platform.device_type, precision)
     tuned: tuple[str, ...] = ()
     if machine is None:  # else the GPU is not here
         with here():

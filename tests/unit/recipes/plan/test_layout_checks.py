@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from isthmus.config.load import load_config
 from isthmus.config.schema import MoeConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainConfig
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture, from_settings
 from isthmus.families.registry import all_families
 from isthmus.recipes.plan.layout_checks import (
     check_async_layout,
+    check_batch_invariant,
     check_experts,
     check_fsdp,
     check_fsdp_precision,
@@ -178,3 +180,26 @@ def test_expert_layouts(sizes: dict[str, Any], why: str | None) -> None:
         return check_layout(architecture("qwen3_moe"), ParallelConfig(**sizes))
     with pytest.raises(UsageError, match=why):
         check_layout(architecture("qwen3_moe"), ParallelConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [
+        ({"train.precision": "fp8"}, "train.precision=fp8"),
+        ({"train.gemm_tuning": True}, "train.gemm_tuning=true"),
+        ({"parallel.async_tp": True, "parallel.tp": 2}, "parallel.async_tp=true"),
+    ],
+)
+def test_batch_invariant_matmuls_exclude_other_kernels(settings: dict[str, Any], other: str) -> None:
+    flags = {"model": "m", "data": ["d"], "out": "o", "train.batch_invariant": True}
+    config = load_config("pretrain", None, flags=flags | settings)
+    with pytest.raises(UsageError, match=f"and so does {other}. Leave one of them out"):
+        check_batch_invariant(config, "cuda", str(settings.get("train.precision", "bf16")))
+
+
+def test_batch_invariant_matmuls_are_for_gpus() -> None:
+    flags = {"model": "m", "data": ["d"], "out": "o", "train.batch_invariant": True}
+    config = load_config("pretrain", None, flags=flags)
+    check_batch_invariant(config, "cuda", "bf16")
+    with pytest.raises(UsageError, match=r"train\.batch_invariant=true is for GPUs"):
+        check_batch_invariant(config, "cpu", "fp32")
