@@ -71,7 +71,7 @@ def test_lost_rank_is_noticed_before_the_limit_of_collectives(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert heartbeat.LOST_S == 90.0
-    monkeypatch.setattr(heartbeat, "LOST_S", 0.3)
+    monkeypatch.setattr(heartbeat, "LOST_S", 1.0)  # on a loaded machine the store answers late
     failures: list[Failure] = []
     monkeypatch.setattr(heartbeat, "_leave", failures.append)
     store.set("heartbeat/1", '["node1", 7, "checkpoint"]')
