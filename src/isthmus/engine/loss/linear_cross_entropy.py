@@ -191,22 +191,32 @@ class VocabShard:
         """Random tokens by inversion: the first whose cumulative probability exceeds a uniform number."""
         if (cap := self.softcap) is not None:
             logits = torch.tanh(logits.float() / cap) * cap
-        logits = logits.float() / sampling.temperature
+        logits = logits.float()
+        if sampling.temperature != 1:
+            logits = logits / sampling.temperature
         if sampling.top_p < 1:
             smallest = _smallest_kept(self._gather_rows(logits, shard_rows), sampling.top_p)
             logits = logits.masked_fill(logits < smallest, -math.inf)
         largest = logits.amax(1, keepdim=True)
         if self.group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        # Sums in float64: the ranks of a layout add up the same float32 numbers in another order.
-        sums = (logits - largest).exp_().cumsum(1, dtype=torch.float64)
-        totals = self._gather(sums[:, -1])  # [tp, n]
+        # Cumulative sums of blocks, then of the chosen block: those of all tokens take longer than the logits.
+        rows = logits.size(1)
+        likelihoods = logits.new_zeros(len(logits), math.ceil(rows / _BLOCK_TOKENS) * _BLOCK_TOKENS)
+        torch.sub(logits, largest, out=likelihoods[:, :rows])
+        likelihoods[:, :rows].exp_()
+        blocks = likelihoods.view(len(logits), -1, _BLOCK_TOKENS)
+        # In float64: the ranks of a layout add up the same numbers in another order.
+        block_sums = blocks.sum(2).cumsum(1, dtype=torch.float64)
+        totals = self._gather(block_sums[:, -1])  # [tp, n]
         bounds = totals.cumsum(0)
         target = sampling.uniform() * bounds[-1]
         rank = (bounds <= target).sum(0).clamp(max=len(bounds) - 1)
         target -= (bounds - totals).gather(0, rank[None])[0]
-        last = torch.searchsorted(sums, sums[:, -1:].contiguous())  # with a probability, if the target was rounded up
-        row = torch.minimum(torch.searchsorted(sums, target[:, None], right=True), last)[:, 0]
+        block = _first_above(block_sums, target)
+        target -= torch.where(block > 0, block_sums.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+        chosen = blocks[torch.arange(len(blocks), device=block.device), block].cumsum(1, dtype=torch.float64)
+        row = block * _BLOCK_TOKENS + _first_above(chosen, target)
         if self.group is None:
             return row + self.start
         token = torch.where(rank == self.group.rank(), row + self.start, 0)
@@ -227,6 +237,12 @@ class VocabShard:
         return self._gather(logits).movedim(0, 1).flatten(1)
 
 
+def _first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """Index [n] of the first of ascending ``sums`` [n, k] above ``target`` [n], or of the first of the largest."""
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())  # with a probability, if the target was rounded up
+    return torch.minimum(torch.searchsorted(sums, target[:, None], right=True), last)[:, 0]
+
+
 def _smallest_kept(logits: Tensor, top_p: float) -> Tensor:
     """Smallest logit [n, 1] of the most probable tokens whose probabilities [n, V] together reach ``top_p``."""
     ordered = logits.sort(1, descending=True).values
@@ -235,6 +251,7 @@ def _smallest_kept(logits: Tensor, top_p: float) -> Tensor:
     return ordered.where(is_kept, math.inf).amin(1, keepdim=True)
 
 
+_BLOCK_TOKENS = 128
 ALL_ROWS = VocabShard()
 
 

@@ -295,6 +295,20 @@ def test_random_tokens_follow_the_softmax() -> None:
     assert (shares - (logits / 0.7).softmax(0)).abs().max() < 0.012
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_random_tokens_invert_the_cumulative_probabilities(temperature: float) -> None:
+    """Over several blocks of tokens, of which the last is not full."""
+    size = 4_000
+    hidden, weight, _ = inputs(size, torch.float32, scale=0.3)
+    sampling = TokenSampling(temperature, torch.arange(size) << 20)
+    tokens = token_scores(hidden, weight, None, sampling=sampling)[1].long()
+    sums = (hidden.double() @ weight.double().t() / temperature).softmax(1).cumsum(1)
+    target = sampling.uniform()
+    before = torch.where(tokens > 0, sums.gather(1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    assert ((target - before).min() > -1e-6) and ((sums.gather(1, tokens[:, None])[:, 0] - target).min() > -1e-6)
+    assert len(tokens.unique()) > 250
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_random_tokens_of_a_nucleus() -> None:
     """As from the softmax of the logits that transformers keeps."""
