@@ -14,6 +14,7 @@ from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import chat_samples
+from isthmus.data.tokenize.record_kinds import CHAT
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -126,7 +127,7 @@ def make_workload(
             "file": data.name,
             "sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
             "tokenizer": "trained on the data" if tokenizer is None else tokenizer.name,
-            "prepared": stats.summary(),
+            "prepared": stats.summary(CHAT),
             "samples": len(store),
             "tokens": store.num_tokens,
             "mean_sample_tokens": float(store.lengths.mean()),
