@@ -11,7 +11,7 @@ from isthmus.recipes.recipe import Recipe
 
 
 def _has_extra_forward(config: RunConfig) -> bool:
-    """For the reference policy, for the policy before several updates, or for the one that generated ahead."""
+    """Whether the reference, the policy before several updates, or the one that generated ahead has a forward pass."""
     return config.grpo.kl_weight > 0 or config.grpo.updates_per_rollout > 1 or config.rollout.ahead > 0
 
 

@@ -60,8 +60,8 @@ class TrainConfig(Section):
     slower. A CPU always does.
     """
     batch_invariant: bool = False
-    """GPUs: matmuls whose results for a token do not depend on the other tokens of a batch (Triton kernels), so that
-    log-probabilities in generation and in training differ less; slower. Attention is not among them.
+    """GPUs, bf16 and fp16: matmuls whose results for a token do not depend on the other tokens of a batch (Triton
+    kernels), so that log-probabilities in generation and in training differ less; slower. Attention is not among them.
     """
     seed: Seed = 0
     """Seed of random weights and of the random number generators."""

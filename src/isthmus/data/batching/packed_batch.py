@@ -48,7 +48,7 @@ class RolloutBatch:
     sampling_logps: Tensor
     """As computed in generation."""
     policy_logps: Tensor | None = None
-    """Of the weights that generated, as computed by training; None: ``old_logps`` are of these weights."""
+    """Log-probabilities of the weights that generated, as computed by training; None: they are ``old_logps``."""
     old_logps: Tensor | None = None
     """As computed by training before the first update on these answers; None in that update."""
     reference_logps: Tensor | None = None

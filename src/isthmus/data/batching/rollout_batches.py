@@ -73,7 +73,7 @@ class GeneratedAnswers:
     sampling_logps: Sequence[Float64]
     """[tokens of the answer] each, as computed in generation."""
     policy_logps: Sequence[Float64] | None = None
-    """Of the weights that generated, as computed in training; None: ``old_logps`` are of these weights."""
+    """Log-probabilities of the weights that generated, as computed in training; None: they are ``old_logps``."""
     old_logps: Sequence[Float64] | None = None
     reference_logps: Sequence[Float64] | None = None
 

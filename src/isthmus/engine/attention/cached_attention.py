@@ -24,7 +24,7 @@ class KeyValueCache:
     window: int | None
     chunk: int | None
     value_channels: int | None = None
-    """Of the keys; None: values are tensors of their own."""
+    """Channels of the keys that are the values; None: values are tensors of their own."""
 
     @property
     def capacity(self) -> int:

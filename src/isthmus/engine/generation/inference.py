@@ -25,6 +25,7 @@ from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.store.sample_store import SampleStore
+from isthmus.engine.decoder.decoder import Decoder
 from isthmus.engine.generation.schedule import Answer, Decoding, RankInputs, Schedule
 from isthmus.engine.generation.token_recorders import NextTokens, RandomTokens, SampleScores
 from isthmus.engine.layers.sequence_states import BatchStates, SequenceStates
@@ -69,6 +70,11 @@ class Inference:
         self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
         self.longest_with_state = architecture.longest_with_state
         """Most tokens of a sequence that is not computed again for each token; None: any number."""
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """The stages of this rank without their wrappers."""
+        return [get_attr_wrapped_model(stage, "decoder", return_model_obj=True) for stage in self.stages]
 
     def score(self, samples: Sequence[Sample]) -> _Scores:
         """Losses of the last tokens of each sample, and the most probable tokens in their places.
@@ -192,8 +198,7 @@ class Inference:
         multiple = self._parallel.length_multiple  # the padding of a step has slots too
         rows = math.ceil(slots / multiple) * multiple
         self._states = SequenceStates(rows, capacity)
-        decoders = (get_attr_wrapped_model(stage, "decoder", return_model_obj=True) for stage in self.stages)
-        weights = itertools.chain.from_iterable(decoder.matmul_weights() for decoder in decoders)
+        weights = itertools.chain.from_iterable(decoder.matmul_weights() for decoder in self.decoders)
         self._packed = PackedWeights(weights, rows)
 
     def _release(self) -> None:

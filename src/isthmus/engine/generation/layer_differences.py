@@ -10,11 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.engine.decoder.decoder import Decoder
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.parallel.context_parallel import local_tokens
 
@@ -56,9 +54,7 @@ class _LayerRecorder:
     """Outputs of the layers of this rank, by layer and position."""
 
     def __init__(self, inference: Inference, positions: int) -> None:
-        self._decoders: list[Decoder] = [
-            get_attr_wrapped_model(stage, "decoder", return_model_obj=True) for stage in inference.stages
-        ]
+        self._decoders = inference.decoders
         config, device = self._decoders[0].config, inference.device
         self._sums = torch.zeros(config.num_layers, positions, config.hidden_size, device=device)
         self._counts = torch.zeros(config.num_layers, positions, device=device)

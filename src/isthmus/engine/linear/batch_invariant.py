@@ -18,8 +18,8 @@ from isthmus.errors import UsageError
 _SETTING = "train.batch_invariant=true"
 _DISPATCH_KEY = "CUDA"
 """ROCm has it too."""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of the kernels."""
+_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes that the kernels do not round. They multiply float32 in TF32, which would disturb the logits of routers."""
 _library: torch.library.Library | None = None
 
 
@@ -46,7 +46,7 @@ def replace_matmuls(kernel: Callable[[Tensor, Tensor], Tensor], dispatch_key: st
     restore_matmuls()
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
-        # Other dtypes, such as float64, keep their kernels, which only bmm still reaches.
+        # Other dtypes, such as float32, keep their kernels, which only bmm still reaches.
         return kernel(a, b) if a.dtype in _DTYPES else torch.bmm(a[None], b[None])[0]
 
     def mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:

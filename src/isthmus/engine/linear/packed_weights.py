@@ -1,13 +1,13 @@
 """Copies of weights in the layout of oneDNN's float32 kernels, for the few rows of a pass of generation on a CPU.
 
-A matmul of 2 to 64 rows then reads each weight in order, which is 1.3 to 2.4 times as fast on two AVX2 cores, the most
-for an output layer (docs/decisions/0082). A training step has more rows, and its weights change.
+A matmul of few rows then reads each weight in order, which is faster, most for an output layer (docs/decisions/0082). A
+training step has more rows, and its weights change.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ MOST_ROWS = 128
 """With more, the default layout is as fast."""
 
 
+def are_packed(rows: int) -> bool:
+    """Whether float32 weights of a CPU are packed for passes of so many rows."""
+    return PACK_WEIGHT is not None and 2 <= rows <= MOST_ROWS
+
+
 class PackedWeights:
     """Packed copies of weights."""
 
@@ -31,7 +36,7 @@ class PackedWeights:
         before the object is dropped.
         """
         self._packed: dict[matmul.MatrixKey, Tensor] = {}
-        if PACK_WEIGHT is None or not 2 <= rows <= MOST_ROWS:
+        if not are_packed(rows):
             return
         for weight in weights:
             # FSDP gathers the weights of a layer, each time elsewhere; quantized ones are de-quantized.
@@ -40,8 +45,6 @@ class PackedWeights:
             if weight.dtype == torch.float32 and weight.device.type == "cpu":
                 self._packed[matmul.matrix_key(weight.t())] = PACK_WEIGHT(weight.detach(), rows)
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Multiply by the packed weights."""
-        with matmul.use_packed(self._packed):
-            yield
+    def used(self) -> AbstractContextManager[None]:
+        """Multiply by the packed weights within the block."""
+        return matmul.use_packed(self._packed)

@@ -207,7 +207,7 @@ class VocabShard:
         likelihoods[:, :rows].exp_()
         blocks = likelihoods.view(len(logits), -1, _BLOCK_TOKENS)
         # In float64: the ranks of a layout add up the same numbers in another order.
-        block_sums = blocks.sum(2).cumsum(1, dtype=torch.float64)
+        block_sums = blocks.sum(2, dtype=torch.float64).cumsum(1)
         totals = self._gather(block_sums[:, -1])  # [tp, n]
         bounds = totals.cumsum(0)
         target = sampling.uniform() * bounds[-1]

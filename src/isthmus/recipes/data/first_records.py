@@ -191,7 +191,7 @@ def _num_sequences(config: RunConfig, inputs: npt.NDArray[np.int64]) -> int:
 
 
 def _num_tokens(config: RunConfig, inputs: npt.NDArray[np.int64]) -> float:
-    """Of samples with so many inputs, in training: of prompts those of each answer, which is as long as possible."""
+    """Tokens that training computes of samples with so many inputs; answers to prompts are as long as possible."""
     if not recipe_of(config).generates_answers:
         return float(inputs.sum())
     return float(config.rollout.group_size * (inputs + config.rollout.max_new_tokens).sum())

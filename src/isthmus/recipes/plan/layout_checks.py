@@ -100,6 +100,11 @@ def check_batch_invariant(config: RunConfig, device_type: str, precision: str) -
             "train.batch_invariant=true is for GPUs, and this run is on a CPU, where float32 matmuls of different "
             "shapes differ by about 1e-6. Leave it out."
         )
+    if precision == "fp32":
+        raise UsageError(
+            "train.batch_invariant=true: the kernels multiply float32 in TF32, which has fewer digits. Leave it out, "
+            "or use train.precision=bf16."
+        )
     others = {
         "train.precision=fp8": precision == "fp8",
         "train.gemm_tuning=true": config.train.gemm_tuning,

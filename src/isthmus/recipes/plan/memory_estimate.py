@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isthmus.config.schema import ParallelConfig, RunConfig
-from isthmus.engine.linear.packed_weights import MOST_ROWS
+from isthmus.engine.linear.packed_weights import are_packed
 from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
@@ -50,7 +50,9 @@ class MemoryEstimate:
     reference: int = 0
     """Copies of weights in reinforcement learning: the reference policy, and the policy that generates ahead."""
     states: int = 0
-    """States of the sequences in generation, and packed weights on a CPU, at another time than activations."""
+    """States of the sequences in generation, at another time than activations."""
+    packed: int = 0
+    """Packed copies of weights on a CPU in generation."""
     absent: int = 0
     """Gradients and optimizer state, which ``rollout.offload`` removes during generation."""
 
@@ -67,7 +69,7 @@ class MemoryEstimate:
     @property
     def generation(self) -> int:
         """Bytes during the generation of answers."""
-        return self.persistent - self.absent + self.states
+        return self.persistent - self.absent + self.states + self.packed
 
     @property
     def total(self) -> int:
@@ -88,6 +90,8 @@ class MemoryEstimate:
             parts["copies of the policy"] = self.reference
         if self.states:
             parts["(in generation) states of sequences"] = self.states
+        if self.packed:
+            parts["(in generation) packed weights"] = self.packed
         if largest := max(self.temporary, self.logits):
             parts["temporary"] = largest
         if self.quantized:
@@ -143,7 +147,9 @@ def estimate_ranks(
         if config.rollout.offload:
             moved["offloaded"] = moved.get("offloaded", 0) + persistent.optimizer
             moved["absent"] = persistent.gradients + persistent.optimizer
-        moved |= _rollout_bytes(plan, config, precision, persistent, on_gpu=on_gpu)
+        moved |= _rollout_bytes(plan, config, precision, persistent)
+        if moved.get("states") and not on_gpu and precision == "fp32":
+            moved["packed"] = _packed_bytes(plan, config, counts, rank)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return students
@@ -151,27 +157,35 @@ def estimate_ranks(
     return [replace(student, teacher=teacher.weights) for student, teacher in zip(students, teachers, strict=True)]
 
 
-def _rollout_bytes(
-    plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate, *, on_gpu: bool
-) -> dict[str, int]:
+def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate) -> dict[str, int]:
     """What a pipeline rank of reinforcement learning has besides."""
     if not recipe_of(config).generates_answers:
         return {}
     element, parallel = DTYPES[precision].itemsize, plan.parallel
     rollout, grpo, capacity = config.rollout, config.grpo, config.data.seq_length + 1
-    answers = grpo.updates_per_rollout * config.train.global_batch_size
-    slots = min(rollout.batch_size, math.ceil(answers / parallel.dp(plan.world_size)))
-    elements = sum(
-        mixer.state_elements(capacity, parallel.tp) for layer in plan.architecture.layers for mixer in layer.mixers
-    )
-    states = element * slots * math.ceil(elements / parallel.pp)
-    if not on_gpu and precision == "fp32" and 2 <= slots <= MOST_ROWS and not parallel.fsdp:
-        states += state.weights  # the packed copies
-    if rollout.engine != "native":
-        states = 0
+    states = 0
+    if rollout.engine == "native":
+        mixers = [mixer for layer in plan.architecture.layers for mixer in layer.mixers]
+        elements = sum(mixer.state_elements(capacity, parallel.tp) for mixer in mixers)
+        states = element * _slots(plan, config) * math.ceil(elements / parallel.pp)
     trained = state.gradients // 4  # gradients are float32
     copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0 and rollout.engine != "native")
     return {"states": states, "reference": copies * element * trained}
+
+
+def _slots(plan: ModelPlan, config: RunConfig) -> int:
+    """Answers that a data-parallel rank generates at the same time."""
+    answers = config.grpo.updates_per_rollout * config.train.global_batch_size
+    return min(config.rollout.batch_size, math.ceil(answers / plan.parallel.dp(plan.world_size)))
+
+
+def _packed_bytes(plan: ModelPlan, config: RunConfig, counts: PlanCounts, rank: int) -> int:
+    """Packed copies of the float32 weights of a pipeline rank, without routed experts and quantized weights."""
+    multiple = plan.parallel.length_multiple
+    if plan.parallel.fsdp or not are_packed(math.ceil(_slots(plan, config) / multiple) * multiple):
+        return 0
+    packed = counts.all.of_ranks(plan.parallel)[rank] - counts.quantized.of_ranks(plan.parallel)[rank]
+    return 4 * (packed.total() - packed["expert"])
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from isthmus.errors import UsageError
 
 LIMIT_S = 10
-"""Of an answer."""
+"""Time limit of an answer."""
 _WORKER = Path(__file__).with_name("answer_worker.py")
 
 

@@ -186,7 +186,7 @@ class RolloutMaker:
         return replace(rollout, answers=replace(rollout.answers, old_logps=self._logps(rollout.answers)))
 
     def micro_batches(self, answers: GeneratedAnswers) -> RolloutBatches:
-        """Of this rank."""
+        """The micro batches of this rank."""
         return RolloutBatches(answers, self.config.rollout.temperature, self.prompts.settings, self.prompts.shard)
 
     def evaluate(self, step: int, prompts: PromptBatches) -> EvalResult:

@@ -18,7 +18,7 @@ from isthmus.files.atomic_write import atomic_file
 _FILE = "rollout.npz"
 _TOKENS, _LOGPS = ("prompts", "answers"), ("sampling_logps", "policy_logps", "old_logps", "reference_logps")
 _NEXT = "next."
-"""Before the names of the arrays of the next rollout."""
+"""Prefix of the names of the arrays of the next rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

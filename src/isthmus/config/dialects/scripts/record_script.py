@@ -43,7 +43,7 @@ _SAFE_HOOK = "enable -n kill ulimit umask\n"
 _DISCARDED = re.compile(r"^(.*): line (\d+): /dev/null: restricted.*$", re.MULTILINE)
 """Messages about a command that was not run because its output is thrown away."""
 _CONDITION = re.compile(r"\|\||^\s*(?:if|elif)\b")
-"""In a line that handles the failure of a command."""
+"""Matches a line that handles the failure of a command."""
 _REFUSED = re.compile(
     r"^(?:.*: line \d+: .*(?:restricted|command not found|readonly variable)|(?:python3?|date): command not found).*$",
     re.MULTILINE,
@@ -58,9 +58,9 @@ class ScriptKind:
     """The training that a script of a program starts."""
 
     is_training: Callable[[Sequence[str]], bool]
-    """Of the words of a command."""
+    """Whether the words of a command start it."""
     command: str
-    """How it looks."""
+    """How its command looks, for an error."""
     mark: str
     """What only a training has."""
     advice: str

@@ -24,7 +24,7 @@ _SHARDED_LAYOUT = {
     "veomni.ulysses_parallel_size": "cp",
     "veomni.expert_parallel_size": "ep",
 }
-"""Of FSDP and VeOmni."""
+"""Sizes of FSDP and VeOmni, with their settings."""
 _LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 """``loss_agg_mode`` of the clipped loss, and the loss of Isthmus with the same mean."""
 _ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
