@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,14 @@ def host_memory(num_bytes: int, *, page_locked: bool) -> Tensor:
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if page_locked:
         runtime: Any = torch.cuda.cudart()
-        # An error leaves the memory as it is: the copies are slower.
         if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
             weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        else:  # the memory stays as it is, and the copies are slower
+            _clear_last_error()
     return memory
+
+
+def _clear_last_error() -> None:
+    """The check after the next kernel would report the error of a call that torch did not check, and clears it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
