@@ -20,8 +20,8 @@ set_late: set[str] = set()
 """Variables that this process has set after their reader had started."""
 MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that select devices; HIP reads all three."""
-_READ_BY_NCCL = ("NCCL_", "RCCL_", "TORCH_NCCL_")
-"""Prefixes of variables that are read for the first process group; the GPU runtime reads others at its first use."""
+_READ_BY_NCCL = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_GLOO_")
+"""Prefixes of variables that are read for process groups; the GPU runtime reads others at its first use."""
 _OPEN_FILES = Path("/proc/self/fd")
 
 

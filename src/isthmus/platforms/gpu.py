@@ -10,12 +10,18 @@ from typing import Any, Literal
 import torch
 
 from isthmus.platforms import rank_env
-from isthmus.platforms.base import Platform
+from isthmus.platforms.base import EnvDefaults, Platform
 from isthmus.platforms.environment import MASKS
 from isthmus.platforms.parts import Part, find_part
 from isthmus.platforms.torch_features import SET_ALLOCATOR
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+LAZY_GLOO: EnvDefaults = {
+    "TORCH_GLOO_LAZY_INIT": (
+        "1",
+        "groups on the host connect the ranks that exchange data; otherwise each rank needs a socket for every other",
+    )
+}
 
 
 class GpuPlatform(Platform):

@@ -54,7 +54,8 @@ def init_process_group(
     """Initialize torch.distributed, once per process.
 
     ``store`` comes from a completed rendezvous. Without ``store`` and ``init_method``, ranks of
-    ``--nproc`` use its store, and others ``env://``.
+    ``--nproc`` use its store, and others ``env://``. NCCL gets no ``device_id``: with it, every rank splits the
+    communicator of all ranks once for each of Megatron-Core's groups, also for those that it is not in.
     """
     if platform.device_type == "cpu":
         from isthmus.engine.upstream import compat, cpu_adapter
@@ -111,6 +112,7 @@ def open_groups(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
+        create_gloo_process_groups=False,  # of data-parallel ranks: nothing uses them, and each peer is a socket
         distributed_timeout_minutes=_limit(platform, timeout_s) / timedelta(minutes=1),
     )
     torch.manual_seed(seed)
