@@ -107,7 +107,7 @@ def start_up(folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gpu", "some"),
     [
-        ("sm_90", {"CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}),
+        ("sm_90", {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"}),
         ("gfx950", {"HSA_NO_SCRATCH_RECLAIM", "GPU_MAX_HW_QUEUES", "ROCBLAS_DEFAULT_ATOMICS_MODE", "NCCL_ALGO"}),
     ],
 )

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.deterministic import CUDA_DEFAULTS
-from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu import LAZY_GLOO, GpuPlatform
 from isthmus.platforms.gpu_sensors import GpuSensors, nvidia_sensors
 
 _SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
@@ -19,7 +19,7 @@ class CudaPlatform(GpuPlatform):
         "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects; isthmus tune compares it "
         "with cuBLASLt"
     )
-    env_defaults: ClassVar[EnvDefaults] = {}
+    env_defaults: ClassVar[EnvDefaults] = LAZY_GLOO
     driver_files = ("/dev/nvidia-uvm",)
 
     def arch(self) -> str:
@@ -32,11 +32,11 @@ class CudaPlatform(GpuPlatform):
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = dict(CUDA_DEFAULTS) if run.deterministic else {}
-        if not run.fsdp and not run.async_tp:
+        if run.tp_or_cp and not run.fsdp and not run.async_tp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = (
                 "1",
-                "kernels start in the order of their launch, which Megatron-Core's overlap of tensor-parallel "
-                "communication with matmuls requires",
+                "kernels start in the order of their launch, which the overlap of tensor-parallel communication "
+                "with matmuls requires",
             )
         return chosen
 

@@ -8,7 +8,7 @@ import torch
 
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.deterministic import ROCM_DEFAULTS
-from isthmus.platforms.gpu import GpuPlatform
+from isthmus.platforms.gpu import LAZY_GLOO, GpuPlatform
 from isthmus.platforms.gpu_sensors import GpuSensors, amd_sensors
 
 _16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
@@ -20,6 +20,7 @@ class RocmPlatform(GpuPlatform):
     name = "rocm"
     no_gemm_tuning = None
     env_defaults: ClassVar[EnvDefaults] = {
+        **LAZY_GLOO,
         "HSA_NO_SCRATCH_RECLAIM": (
             "1",
             "kernels keep their scratch memory, so that no step waits for its reallocation",
@@ -47,7 +48,7 @@ class RocmPlatform(GpuPlatform):
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = dict(ROCM_DEFAULTS) if run.deterministic else {}
-        if not run.fsdp and not run.async_tp:
+        if run.tp_or_cp and not run.fsdp and not run.async_tp:
             chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = ("1", "Megatron-Core warns without it; HIP itself does not read it")
         if run.gemm_tuning_file is not None:
             chosen |= {

@@ -62,12 +62,13 @@ def test_remarks_depend_on_value_and_run() -> None:
 @pytest.mark.parametrize(
     ("arch", "run", "expected"),
     [
-        ("gfx90a", RunShape(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("gfx90a", RunShape(), {}),
+        ("gfx90a", RunShape(tp_or_cp=True), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ("gfx942:sramecc+:xnack-", RunShape(fsdp=True), {}),
         ("gfx90a", RunShape(tp_or_cp=True, async_tp=True), {}),
         (
             "gfx950:sramecc+",
-            RunShape(nodes=2),
+            RunShape(nodes=2, tp_or_cp=True),
             {
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RCCL_WARP_SPEED_AUTO": "0", "NCCL_CROSS_NIC": "0",
                 "NCCL_PXN_DISABLE": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288",
@@ -132,7 +133,7 @@ def test_variables_that_are_set_too_late_are_reported(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
-    run = RunShape(deterministic=True)
+    run = RunShape(deterministic=True, tp_or_cp=True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     applied = apply_env(detect("auto", run), run)
     assert "too late: this process has used the GPU before" in applied["CUDA_DEVICE_MAX_CONNECTIONS"][1]
@@ -185,8 +186,9 @@ def test_allocator_of_this_torch_takes_the_option(monkeypatch: pytest.MonkeyPatc
     gpu.SET_ALLOCATOR(before)
 
 
-def test_cuda_has_one_queue_unless_fsdp(machine: Callable[..., None]) -> None:
+def test_cuda_has_one_queue_where_ranks_communicate_within_a_layer(machine: Callable[..., None]) -> None:
     machine(cuda="12.8", name="NVIDIA H200", major=9, minor=0)
     platform = detect()
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in platform.env_of_run(RunShape(tp_or_cp=True))
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in platform.env_of_run(RunShape(fsdp=True))
+    for run in (RunShape(), RunShape(fsdp=True, tp_or_cp=True), RunShape(async_tp=True, tp_or_cp=True)):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in platform.env_of_run(run)
