@@ -39,13 +39,16 @@ def compiles(tensor: Tensor) -> bool:
     return tensor.device.type in _devices
 
 
-def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
+def choose_compile(setting: bool | Literal["auto"], device: str, failure: str = "") -> str | None:
     """Apply ``train.compile`` to this process; returns a line for the log.
+
+    ``failure`` is that of a trial on any rank (:func:`compile_failure`): replicated weights need the same kernels.
 
     Raises:
         UsageError: ``setting`` is True, and there is no compiler for ``device``, or training is deterministic.
     """
     compiler, missing = find_compiler(device)
+    missing = missing or failure
     if setting is True and missing:
         raise UsageError(f"train.compile=true cannot be used here: {missing}. Use train.compile=auto.")
     enabled = setting is True or (setting == "auto" and device != "cpu" and not missing)
@@ -56,6 +59,29 @@ def choose_compile(setting: bool | Literal["auto"], device: str) -> str | None:
         return None
     reason = "train.compile=false" if setting is False else missing
     return f"compile: off, {reason}; norms, activations and rotary embeddings run as separate kernels"
+
+
+def compile_failure(setting: bool | Literal["auto"], device: str) -> str:
+    """Why ``train.compile=auto`` cannot compile or launch a kernel on this rank's GPU; empty if it can."""
+    if setting != "auto" or device == "cpu" or find_compiler(device)[1]:
+        return ""
+    return _trial(device)
+
+
+def _trial(device: str) -> str:
+    """Triton builds a launcher with the headers of Python, and needs its compiler, ptxas or ld.lld, and a cache."""
+    x = torch.ones(64, 64, device=device)
+    if type(x) is not Tensor:  # a fake tensor has no data
+        return ""
+    try:
+        result = torch.compile(lambda value: value * 2 + 1, fullgraph=True, dynamic=False)(x).cpu()
+    except Exception as error:  # of the compiler, Triton or the driver
+        return f"a trial failed ({_first_line(error)})"
+    return "" if bool((result == 3).all()) else "a trial computed wrong values"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def find_compiler(device: str) -> tuple[str, str]:
@@ -133,9 +159,16 @@ class _Region:
                 stacklevel=3,
             )
             return self.function(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        except Exception as error:
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and not _is_of_triton(error):
+                raise
+            reason = _first_line(error)
             raise UsageError(f"torch.compile failed for {self.name} ({reason}). Set train.compile=false.") from error
+
+
+def _is_of_triton(error: Exception) -> bool:
+    """Such as too little shared memory for a kernel, which is noticed when it is launched."""
+    return type(error).__module__.partition(".")[0] == "triton"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from isthmus.engine import compiled
-from isthmus.engine.compiled import choose_compile, compiled_on_gpu, set_compile
+from isthmus.engine.compiled import choose_compile, compile_failure, compiled_on_gpu, set_compile
 from isthmus.errors import UsageError
 
 pytestmark = pytest.mark.processes  # the C++ compiler
@@ -115,6 +115,36 @@ def test_choice_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_compile(True, "cpu")
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert "compile: off, no C compiler was found (gcc, clang or $CC); norms" in str(choose_compile("auto", "cuda"))
+
+
+def test_auto_is_eager_if_a_trial_fails_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the headers of Python, which Triton needs to build its launcher."""
+    monkeypatch.setattr(compiled, "find_compiler", lambda _device: ("Triton 3.6.0", ""))
+    monkeypatch.setattr(compiled, "_trial", lambda _device: "a trial failed (x)")
+    failure = compile_failure("auto", "cuda")
+    assert compile_failure("auto", "cpu") == compile_failure(True, "cuda") == compile_failure(False, "cuda") == ""
+    assert str(choose_compile("auto", "cuda", failure)).startswith("compile: off, a trial failed (x); norms")
+    assert not compiled._devices
+
+
+def test_a_trial_finds_a_compiler_that_fails() -> None:
+    assert compiled._trial("cpu") == ""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.cxx": ("false",), "force_disable_caches": True}):
+        assert "a trial failed (" in compiled._trial("cpu")
+
+
+def test_a_launch_that_fails_names_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):
+        __module__ = "triton.runtime.errors"
+
+    def launch(*_args: object) -> None:
+        raise OutOfResources("out of resource: shared memory")
+
+    monkeypatch.setattr(torch, "compile", lambda *_args, **_options: launch)
+    region = compiled_on_gpu(lambda x: x + 1)
+    with pytest.raises(UsageError, match=r"<lambda> \(OutOfResources: out of resource.*Set train.compile=false"):
+        region(torch.ones(3))
 
 
 def test_deterministic_training_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

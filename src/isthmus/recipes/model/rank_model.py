@@ -11,7 +11,7 @@ import torch
 from isthmus.config.schema import RunConfig
 from isthmus.convert.online import import_weights
 from isthmus.convert.weight_source import RandomWeights, WeightSource
-from isthmus.engine.parallel.process_groups import Position, agree, open_groups
+from isthmus.engine.parallel.process_groups import Position, agree, gather_objects, open_groups
 from isthmus.errors import UsageError
 from isthmus.families.rules.shard import Layout
 from isthmus.platforms.base import Platform
@@ -153,7 +153,7 @@ def _choose_kernels(
     config: RunConfig, plan: ModelPlan, platform: Platform, modules: torch.nn.Module, precision: str, *, training: bool
 ) -> tuple[str, ...]:
     """Select compiled regions, FP8 and overlapped matmuls; returns messages."""
-    from isthmus.engine.compiled import choose_compile
+    from isthmus.engine.compiled import choose_compile, compile_failure
     from isthmus.engine.linear.batch_invariant import restore_matmuls, use_batch_invariant_matmuls
     from isthmus.engine.linear.fp8_linear import check_kernels
     from isthmus.engine.linear.linear import use_async_tp, use_fp8
@@ -166,7 +166,8 @@ def _choose_kernels(
     if precision == "fp8" and device != "cpu":
         # Before regions are compiled for the shapes of the run.
         agree(lambda: check_kernels(fp8_recipe(config, platform), torch.device(device)))
-    lines = [choose_compile(config.train.compile, device), *choose_delta_kernels(modules)]
+    failure = next(filter(None, gather_objects(compile_failure(config.train.compile, device))), "")
+    lines = [choose_compile(config.train.compile, device, failure), *choose_delta_kernels(modules)]
     lines += choose_mamba_kernels(modules)
     if training and not plan.parallel.fsdp:
         lines.append(rounded_gradients(device, DTYPES[precision]))
