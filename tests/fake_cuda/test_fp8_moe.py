@@ -109,8 +109,8 @@ def test_loops_over_experts_read_the_row_counts_once_per_layer(fake_cuda: FakeCu
     ]
 
 
-def choices(precision: str) -> dict[str, Any]:
-    """With the times of a GPU."""
+def choices(precision: str, full: bool = False) -> dict[str, Any]:
+    """With the times of a GPU, or without the memory for them."""
     from isthmus.engine.moe import gemm_choice
     from isthmus.engine.moe.moe_layer import GroupedExperts
 
@@ -118,6 +118,8 @@ def choices(precision: str) -> dict[str, Any]:
 
     def timings(_number: int, _shapes: Any, number_of_rows: int, _device: Any) -> Any:
         rows.append(number_of_rows)
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return gemm_choice.Timing("matmuls", 0.5, 1.0, 0.0), gemm_choice.Timing("weight gradients", 2.0, 1.0, 0.0)
 
     module: Any = gemm_choice
@@ -134,6 +136,9 @@ def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
     assert fake_cuda.run(choices, precision="bf16") == {
         "lines": [f"experts: 4 of 64 x 64 and 64 x 32: {timed}"], "kernels": [[True, False]] * 2, "rows": [128] * 2,
     }  # fmt: skip
+    results = fake_cuda.run(choices, precision="bf16", full=True)
+    assert "by a loop" not in results["lines"][0] and "a loop of GEMMs, which needs less memory" in results["lines"][0]
+    assert results["kernels"] == [[False, False]] * 2
     reason = "a loop of GEMMs, because grouped_mm has kernels for bfloat16, not for float32"
     results = fake_cuda.run(choices, precision="fp32")
     assert results["lines"] == [f"experts: 4 of 64 x 64 and 64 x 32: {reason}"] and not results["rows"]

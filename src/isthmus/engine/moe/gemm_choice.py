@@ -27,6 +27,8 @@ from isthmus.engine.moe.grouped_gemm import (
 from isthmus.engine.moe.moe_layer import GroupedExperts
 
 REPEATS = 5
+TIMED_EXPERTS = 8
+"""With as many rows each as in the run: weights and gradients of 128 experts, once more, may not fit into memory."""
 TOLERANCE = 0.02
 """Relative difference of the results, above the rounding of bfloat16."""
 
@@ -74,11 +76,28 @@ def choose_gemms(model: nn.Module, rows: int, dtype: torch.dtype) -> tuple[str, 
             continue
         how = f"a loop of GEMMs, because {reason}"
         if reason is None:
-            timings = time_gemms(number, shapes, max(rows, number), weights[0].device)
-            experts.kernels = GemmKernels(*(timing.kernel for timing in timings))
-            how = "; ".join(map(str, timings))
+            timings = _timings(number, shapes, max(rows, number), weights[0].device)
+            if timings is None:
+                experts.kernels = GemmKernels(matmul=False, weight_gradient=False)
+                how = "a loop of GEMMs, which needs less memory: a trial of both ran out of GPU memory"
+            else:
+                experts.kernels = GemmKernels(*(timing.kernel for timing in timings))
+                how = "; ".join(map(str, timings))
         messages[f"experts: {number} of {' and '.join(f'{n} x {k}' for n, k in shapes)}: {how}"] = None
     return tuple(messages)
+
+
+def _timings(
+    number: int, shapes: tuple[tuple[int, int], ...], rows: int, device: torch.device
+) -> tuple[Timing, Timing] | None:
+    """Timings with at most TIMED_EXPERTS experts, whose memory is free afterwards; None: it was not enough."""
+    timed = min(number, TIMED_EXPERTS)
+    try:
+        return time_gemms(timed, shapes, rows * timed // number, device)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
 
 
 @functools.cache
@@ -124,6 +143,8 @@ def _time(name: str, run: Callable[[bool], list[Tensor]]) -> Timing:
     try:
         difference = _difference(run(True), expected)
         return Timing(name, _milliseconds(lambda: run(True)), loop_ms, difference)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return Timing(name, math.inf, loop_ms, math.inf)
 

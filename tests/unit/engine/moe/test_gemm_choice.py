@@ -85,3 +85,29 @@ def test_reasons_without_a_kernel() -> None:
     assert unsupported_reason((16, 8), torch.bfloat16) is None
     assert "bfloat16, not for float32" in str(unsupported_reason((16, 8), torch.float32))
     assert "multiple of 16 bytes, not 16 x 12" in str(unsupported_reason((16, 12), torch.bfloat16))
+
+
+def test_a_trial_cannot_run_out_of_memory(clock: dict[bool, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 experts 8 are timed, with as many rows each, and their memory is returned, also after a failure."""
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    sizes: list[list[int]] = []
+    operands = gemm_choice._Operands
+
+    def recorded(number: int, shape: tuple[int, int], counts: Tensor, rows: int) -> gemm_choice._Operands:
+        sizes.append([number, rows, len(counts)])
+        return operands(number, shape, counts, rows)
+
+    monkeypatch.setattr(gemm_choice, "_Operands", recorded)
+    assert gemm_choice._timings(128, SHAPES, 128 * 5, CPU) is not None
+    assert sizes == [[8, 40, 8]] * 2 and freed == [True]
+
+    def full(*_arguments: object, **_options: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for module, name in ((gemm_choice, "_Operands"), (grouped_gemm, "GROUPED_MM")):
+        time_gemms.cache_clear()
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, full)
+            assert gemm_choice._timings(128, SHAPES, 128 * 5, CPU) is None
+    assert freed == [True] * 3
