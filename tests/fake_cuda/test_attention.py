@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import Counter
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import record
 from fake_cuda.world import build
+from isthmus.platforms.torch_features import varlen_attn
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "rms_norm_eps": 1e-6}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
@@ -33,8 +36,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, Any]:
-    """A step on each packing, after a first step on another one."""
+def steps(model: str, lengths: list[list[int]], varlen: bool = True, **settings: Any) -> dict[str, Any]:
+    """A step on each packing, after a first step on another one; ``varlen``: as torch 2.12 has it."""
+    if not varlen:
+        older: Any = types.ModuleType("torch.nn.attention.varlen")
+        older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None
+        sys.modules[older.__name__] = older
+        varlen_attn.cache_clear()
     rank = build(MODELS[model], **settings)
     traces = []
     for sample_lengths in ([sum(lengths[0]) // 2] * 2, *lengths):
@@ -74,6 +82,14 @@ def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu
     assert many.get("slice_backward", 0) == padded_values
     assert many.get("select_backward", 0) <= 1  # of the step, none of the 2 layers
     assert not [sync for step in results["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
+
+
+def test_a_torch_with_an_older_varlen_attn_calls_the_same_kernel(fake_cuda: FakeCuda) -> None:
+    """torch 2.10 and 2.11: with windows and grouped query heads, and one call a layer for all samples."""
+    results = fake_cuda.run(steps, model="mistral", lengths=[FEW, MANY], varlen=False)
+    for step in results["steps"]:
+        assert attention_of(step["kernels"]) == {"_flash_attention_forward": 2, "_flash_attention_backward": 2}
+    assert results["line"].startswith("attention: varlen")
 
 
 @pytest.mark.parametrize(("rank", "model"), [(0, "qwen3"), (3, "mistral")])

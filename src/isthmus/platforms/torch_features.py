@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 GROUPED_MM: Any = getattr(F, "grouped_mm", None)
 """Experts on a GPU; without it, one matmul per expert. Its private predecessor supports fewer GPUs."""
@@ -58,19 +59,45 @@ def fsdp_sums_gradients() -> bool:
 
 @functools.cache
 def varlen_attn() -> Any:
-    """Flash attention over packed samples with windows and grouped query heads; None: ``scaled_dot_product_attention``.
+    """Flash attention over packed samples with windows and grouped query heads.
 
-    The import takes a second, as it imports the compiler.
+    Without those of ``torch.nn.attention.varlen`` (2.12), the operator that it calls. The import takes a second, as it
+    imports the compiler.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    return (
-        varlen_attn
-        if {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-        else None
+        return flash_attention_operator
+    arguments = inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= arguments else flash_attention_operator
+
+
+def flash_attention_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same call of ``torch.ops.aten``, which autograd differentiates; it always has grouped query heads."""
+    left, right = window_size
+    results = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k),
+        0.0,  # dropout
+        window_size == (-1, 0),  # causal
+        False,  # the mask for debugging
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
     )
+    out: Tensor = results[0]
+    return out
 
 
 def symmetric_memory_ops() -> Any:

@@ -15,7 +15,6 @@ from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
 from isthmus.engine.compiled import find_compiler
 from isthmus.engine.decoder_config import BackendName
-from isthmus.platforms.torch_features import varlen_attn
 
 MAX_FLASH_WIDTH = 256
 
@@ -50,8 +49,6 @@ class AttentionNeeds:
 def _varlen_lacks(needs: AttentionNeeds) -> str | None:
     if needs.device == "cpu":
         return "it has no CPU kernel"
-    if varlen_attn() is None:
-        return f"torch {torch.__version__} has no varlen_attn with window_size and enable_gqa, torch 2.12 has"
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, got {needs.dtype}"
     if needs.dropout:

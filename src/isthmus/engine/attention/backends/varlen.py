@@ -1,4 +1,4 @@
-"""``torch.nn.attention.varlen``: the flash attention kernel for all samples of a packed sequence at once."""
+"""The flash attention kernel of torch for all samples of a packed sequence at once."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ BF16 = AttentionNeeds("cuda", torch.bfloat16, groups=8, repeat=4, key_width=128,
 
 
 @pytest.fixture(autouse=True)
-def new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch with all features, with a compiler."""
-    monkeypatch.setattr(backends, "varlen_attn", lambda: object())
+def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler."""
     monkeypatch.setattr(backends, "find_compiler", lambda _device: ("Triton", ""))
     monkeypatch.setattr(selection, "newer_flash", lambda: (None, ""))
     self_check.self_check.cache_clear()
@@ -59,11 +58,7 @@ def test_the_choice_follows_what_the_model_needs(changes: dict[str, Any], name: 
     assert line.startswith(f"attention: {name}, ") and reason in line
 
 
-def test_an_old_torch_or_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "varlen_attn", lambda: None)
-    plain, windowed = (select_backend("auto", replace(BF16, window=window)) for window in (False, True))
-    assert (plain.name, windowed.name) == ("sdpa", "flex")
-    assert "has no varlen_attn with window_size and enable_gqa" in plain.messages[0]
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_compiler", lambda _device: ("", "Triton cannot be imported (x)"))
     selected = select_backend("auto", replace(BF16, sinks=True))
     assert selected.name == "blocks" and "not flex: Triton cannot be imported (x)" in selected.messages[0]
