@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from isthmus.config.schema import ParallelConfig
 from isthmus.engine.checkpoint import run_state, save_load
+from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.compiled import set_compile
 from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.parallel.process_groups import agree, open_groups, sum_over_ranks
@@ -67,9 +68,8 @@ def checkpoint_peak(*, root: str, **settings: Any) -> dict[str, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    save_load.save(
-        Path(root), training.stepper, run_state.Progress(step=1, data=""), training.model.plan.parallel, keep=1
-    )
+    progress, options = run_state.Progress(step=1, data=""), SaveOptions(keep=1)
+    save_load.save(Path(root), training.stepper, progress, training.model.plan.parallel, options)
     parameters = sum(parameter.numel() for stage in training.model.stages for parameter in stage.parameters())
     return {"before": before, "peak": torch.cuda.max_memory_allocated(), "parameters": parameters}
 

@@ -46,14 +46,25 @@ class _Write:
             raise self.error
 
 
-@contextmanager
-def copies_beside(device: torch.device) -> Iterator[None]:
-    """Copies of a thread from a GPU do not wait for the kernels of training."""
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """The kernels that training has launched so far: an update, or a gather of weights; None on a CPU."""
     if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@contextmanager
+def copies_beside(device: torch.device, ready: torch.cuda.Event | None) -> Iterator[None]:
+    """Copies of a thread from a GPU wait for the kernels before ``ready``, but not for those of training after it."""
+    if ready is None:
         yield
         return
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
         yield
 
 
@@ -127,13 +138,14 @@ class Saves:
         writer: CheckpointWriter | None = None
         if self.last_step != progress.step:
             writer = take_state(self._root, stepper, progress, self._parallel, options)
+        ready = _event(device)
 
         def save() -> None:
             if self._write is not None:
                 self._write.ended.wait()
                 agree(self._write.result if writer is None else lambda: None, group)
             if writer is not None:
-                with copies_beside(device):
+                with copies_beside(device, ready):
                     writer.complete(group)
 
         return group, save
