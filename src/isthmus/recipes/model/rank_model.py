@@ -194,7 +194,8 @@ def select_attention(
 
     arch, parallel = plan.architecture, plan.parallel
     needs = attention_needs(arch, parallel, dtype=DTYPES[precision], device=device, dropout=plan.dropout)
-    return select_backend(config.train.attention, *needs, verified=verified)
+    tokens = config.train.micro_batch_size * config.data.seq_length
+    return select_backend(config.train.attention, *needs, verified=verified, tokens=tokens)
 
 
 def _weight_source(config: RunConfig, plan: ModelPlan) -> tuple[WeightSource, tuple[str, ...]]:

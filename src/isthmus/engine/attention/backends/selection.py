@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from isthmus.engine.attention.backends.flash_versions import activate_flash, newer_flash
 from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
-from isthmus.engine.attention.backends.self_check import CheckResult, self_check
+from isthmus.engine.attention.backends.self_check import SHORT_TOKENS, CheckResult, self_check
 from isthmus.engine.decoder_config import BackendName
 from isthmus.errors import UsageError
 
@@ -21,12 +21,12 @@ class Selection:
 
 
 def select_backend(
-    requested: BackendName | Literal["auto"], *needs: AttentionNeeds, verified: bool = False
+    requested: BackendName | Literal["auto"], *needs: AttentionNeeds, verified: bool = False, tokens: int = 0
 ) -> Selection:
     """The requested backend, or with ``auto`` the first of the candidates that can compute all of ``needs``.
 
     ``needs`` are those of each kind of layer, on one device. ``verified`` compares it with float32 on a GPU, and takes
-    the next one if its errors are large.
+    the next one if its errors are large, also in packed sequences of ``tokens``, the length of the run's.
 
     Raises:
         UsageError: the requested backend cannot compute this, or is wrong on this device.
@@ -37,7 +37,7 @@ def select_backend(
         reason = next(filter(None, map(BACKENDS[name].unsupported, needs)), None)
         remarks = [f"attention: {name}, {BACKENDS[name].description}"]
         if reason is None and verified and not on_cpu and name != "blocks":
-            result, flash = _verify(name, needs)
+            result, flash = _verify(name, needs, tokens)
             reason = result.failure
             errors = f"errors against float32: {result.forward:.1g} forward, {result.backward:.1g} backward"
             remarks += [flash, errors]
@@ -50,7 +50,7 @@ def select_backend(
     raise AssertionError("blocks can compute all attention")
 
 
-def _verify(name: BackendName, needs: Sequence[AttentionNeeds]) -> tuple[CheckResult, str]:
+def _verify(name: BackendName, needs: Sequence[AttentionNeeds], tokens: int) -> tuple[CheckResult, str]:
     """Check the backend with the newest flash attention that is right; also returns what the log says about that."""
     version, remark = newer_flash() if name == "varlen" else (None, "")
     if version is not None:
@@ -59,12 +59,20 @@ def _verify(name: BackendName, needs: Sequence[AttentionNeeds]) -> tuple[CheckRe
         except (ImportError, RuntimeError) as error:
             remark = f"not {version.name}: {error}"
         else:
-            result = _worst(self_check(name, need, version.name) for need in needs)
+            result = _check(name, needs, version.name, tokens)
             if result.failure is None:
                 return result, version.name
             remark = f"not {version.name}: {result.failure}"
     activate_flash(None)
-    return _worst(self_check(name, need) for need in needs), remark
+    return _check(name, needs, "", tokens), remark
+
+
+def _check(name: BackendName, needs: Sequence[AttentionNeeds], flash: str, tokens: int) -> CheckResult:
+    """On few tokens, then on ``tokens`` with one key head: heads do not depend on each other."""
+    short = _worst(self_check(name, need, flash) for need in needs)
+    if short.failure is not None or tokens <= SHORT_TOKENS:
+        return short
+    return _worst([short, *(self_check(name, replace(need, groups=1), flash, tokens) for need in needs)])
 
 
 def _worst(results: Iterable[CheckResult]) -> CheckResult:

@@ -143,12 +143,12 @@ def test_an_installed_flash_attention_is_used_if_it_is_right(
     assert activated == active
 
 
-def of_kernel(monkeypatch: pytest.MonkeyPatch, attend: Any, **changes: Any) -> CheckResult:
+def of_kernel(monkeypatch: pytest.MonkeyPatch, attend: Any, tokens: int = 0, **changes: Any) -> CheckResult:
     """The check of a kernel, on the CPU."""
     monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["varlen"], attend=attend))
     self_check.self_check.cache_clear()
     needs = replace(BF16, device="cpu", groups=2, repeat=2, key_width=16, value_width=16, **changes)
-    return self_check.self_check("varlen", needs)
+    return self_check.self_check("varlen", needs, "", tokens)
 
 
 CASES = pytest.mark.parametrize(
@@ -205,12 +205,39 @@ def test_a_wrong_kernel_is_found(
     assert reason in (of_kernel(monkeypatch, attend, **changes).failure or "")
 
 
+def without_early_keys(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, window: int | None = None, **kwargs: Any
+) -> Tensor:
+    """Right for up to 700 keys."""
+    return packed_attention(q, k, v, lengths, min(window or 700, 700), **kwargs)
+
+
+@CASES
+def test_a_kernel_is_checked_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert of_kernel(monkeypatch, packed_attention, 2000, dtype=dtype, **changes).failure is None
+    assert of_kernel(monkeypatch, without_early_keys).failure is None
+    result = of_kernel(monkeypatch, without_early_keys, 2000)
+    assert "its errors at 2000 tokens against float32 are" in (result.failure or "")
+
+
+def test_the_choice_follows_the_check_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(name: str, needs: AttentionNeeds, _flash: str = "", tokens: int = 0) -> CheckResult:
+        fails = name == "varlen" and tokens > 0
+        assert needs.groups == (1 if tokens else 8) and tokens in (0, 8192)
+        return CheckResult(0.001, 0.9 if fails else 0.002, "its errors are 0.9" if fails else None)
+
+    monkeypatch.setattr(selection, "self_check", check)
+    assert select_backend("auto", BF16, verified=True, tokens=600).name == "varlen"
+    assert select_backend("auto", BF16, verified=True, tokens=8192).name == "sdpa"
+
+
 def test_a_check_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = lambda *args, **kwargs: calls.append(1) or packed_attention(*args, **kwargs)  # noqa: E731
     first = of_kernel(monkeypatch, attend)
     needs = replace(BF16, device="cpu", groups=2, repeat=2, key_width=16, value_width=16)
-    assert self_check.self_check("varlen", needs) is first and len(calls) == 1
+    assert self_check.self_check("varlen", needs, "", 0) is first and len(calls) == 1
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "rms_norm_eps": 1e-6}
