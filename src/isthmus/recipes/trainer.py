@@ -272,6 +272,7 @@ class Trainer:
             step=step,
             loss=result.loss,
             objective={**({} if self.rollouts is None else self.rollouts.metrics(step)), **result.metrics},
+            rollout={} if self.rollouts is None else self.rollouts.present_metrics,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens_per_s=num_tokens / elapsed_s,

@@ -47,6 +47,9 @@ class StepMetrics:
     """Mean over the loss tokens of the global batch, or over its pairs."""
     objective: Mapping[str, float] = field(default_factory=dict)
     """Other metrics of the objective: ``mtp_loss`` of MTP layers, or rewards of DPO."""
+    rollout: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the rollout that the step trains on. Each of its updates prints them; rows of metrics.jsonl have none:
+    ``objective`` has them in the first update."""
     lr: float
     grad_norm: float
     tokens_per_s: float
@@ -82,11 +85,16 @@ class StepMetrics:
     def flat(self) -> dict[str, Any]:
         """The row of metrics.jsonl; MoE metrics get the prefix ``moe_``."""
         row = asdict(self)
-        del row["global_batch_size"]
+        del row["global_batch_size"], row["rollout"]
         row = {name: value for name, value in row.items() if value is not None or name not in _ONLY_IF_KNOWN}
         row = {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("objective"), **row}
         row |= {f"moe_{name}": value for name, value in row.pop("moe").items()} | row.pop("ranks")
         return row
+
+    @property
+    def printed(self) -> Mapping[str, float]:
+        """Metrics that a printed line may have: the same keys in all updates on a rollout."""
+        return {**self.rollout, **self.objective}
 
 
 WIDTH = 80
@@ -102,7 +110,7 @@ def step_line(m: StepMetrics, total_steps: int, *, left_s: float | None, device:
     unknown.
     """
     cells = {"step": step_cell(m.step, total_steps), "loss": f"loss {m.loss:7.4f}"}
-    cells |= printed(m.objective)
+    cells |= printed(m.printed)
     cells |= {"lr": f"lr {m.lr:.2e}", "norm": f"norm {m.grad_norm:6.3f}", "tok/s": f"{m.tokens_per_s:7,.0f} tok/s"}
     if m.mfu is not None:
         cells["MFU"] = f"MFU {m.mfu:5.1%}"
@@ -123,8 +131,10 @@ def step_cell(step: int, total_steps: int) -> str:
 
 def printed(objective: Mapping[str, float]) -> dict[str, str]:
     """The printed metrics of the objective by name."""
-    widths = {name: 5 if name == "acc" else 6 for name in _PRINTED.values()}
-    return {name: f"{name} {objective[key]:{widths[name]}.3f}" for key, name in _PRINTED.items() if key in objective}
+    formats = {"acc": "5.3f", "length": "7.1f"}  # lengths of at most 99,999 tokens
+    return {
+        name: f"{name} {objective[key]:{formats.get(name, '6.3f')}}" for key, name in _PRINTED.items() if key in objective
+    }
 
 
 def shortened(text: str, width: int) -> str:
@@ -163,7 +173,7 @@ def megatron_line(m: StepMetrics, total_steps: int, now: datetime | None = None)
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {_rounded(m.tflops_per_device)}")
     parts += [f"learning rate: {m.lr:.6E}", f"global batch size: {m.global_batch_size:5d}", f"lm loss: {m.loss:.6E}"]
     # Megatron-LM prints every other result of its loss function after the loss, in the same format.
-    parts += [f"{_MEGATRON_NAMES.get(name, name)}: {value:.6E}" for name, value in m.objective.items()]
+    parts += [f"{_MEGATRON_NAMES.get(name, name)}: {value:.6E}" for name, value in m.printed.items()]
     parts += [
         f"loss scale: {1.0 if m.loss_scale is None else m.loss_scale:.1f}",
         f"grad norm: {m.grad_norm:.3f}",

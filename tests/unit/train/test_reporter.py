@@ -13,7 +13,7 @@ import pytest
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console
-from isthmus.train.metrics import WIDTH, StepMetrics, duration, step_line, tracker_tag
+from isthmus.train.metrics import WIDTH, StepMetrics, duration, megatron_line, step_line, tracker_tag
 from isthmus.train.reporter import Reporter
 from isthmus.train.row_file import first_valid_loss, rows_until
 
@@ -102,6 +102,25 @@ def test_step_lines_are_aligned_and_fit(total: int, more: dict[str, Any]) -> Non
         results = {line.index(unit) + len(unit) for line in lines if unit in line}
         assert len(results) <= 1, lines  # the same column in every line
     assert all("norm" in line for line in lines)
+
+
+def test_all_updates_on_a_rollout_print_its_metrics() -> None:
+    """Only the row of the first update has them."""
+    short, long = ({"reward": 0.5, "answer_tokens": tokens} for tokens in (9.5, 12_345.0))
+    updates = [
+        metrics(1, objective=short | {"kl": 0.1}, rollout=short),
+        metrics(2, objective={"kl": 0.2}, rollout=short),
+        metrics(3, objective=long | {"kl": 0.1}, rollout=long),
+    ]
+    lines = [step_line(update, 9, left_s=None) for update in updates]
+    assert all("reward  0.500  length " in line for line in lines)
+    assert len({line.index("norm") for line in lines}) == 1, lines
+    assert [sorted(update.flat().keys() & {"reward", "rollout", "kl"}) for update in updates[:2]] == [
+        ["kl", "reward"],
+        ["kl"],
+    ]
+    names = [[part.partition(":")[0] for part in megatron_line(update, 9).split(" | ")[1:]] for update in updates]
+    assert [sorted(row) for row in names] == [sorted(names[0])] * 3
 
 
 def test_a_line_keeps_what_matters_most() -> None:

@@ -53,6 +53,11 @@ class Rollouts:
         return {} if rollout is None or step != rollout.first_step + 1 else rollout.metrics
 
     @property
+    def present_metrics(self) -> Mapping[str, float]:
+        """Metrics of the rollout that is trained on, in each of its updates."""
+        return {} if self._rollout is None else self._rollout.metrics
+
+    @property
     def _updates(self) -> int:
         return self.maker.config.grpo.updates_per_rollout
 
