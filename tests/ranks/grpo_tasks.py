@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,15 +17,17 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from isthmus.config.load import load_config
 from isthmus.data.batching.rollout_batches import GeneratedAnswers, RolloutBatches
-from isthmus.engine.generation.schedule import Decoding
+from isthmus.engine.generation.schedule import Answer, Decoding
 from isthmus.engine.generation.token_recorders import LogpRecorder
 from isthmus.engine.parallel.process_groups import open_groups
 from isthmus.engine.step import Stepper
+from isthmus.errors import Preempted
 from isthmus.recipes.build import build_trainer
 from isthmus.recipes.model.rank_model import RankModel, build_rank_model
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.rollout import vllm_engine
 from isthmus.recipes.rollout.advantages import advantages
+from isthmus.recipes.rollout.engines import NativeEngine
 from isthmus.recipes.rollout.rollout_state import RolloutState
 from isthmus.recipes.rollout.vllm_engine import VllmEngine
 from isthmus.recipes.rollout.vllm_requests import AnswerRequests
@@ -114,6 +117,41 @@ def train(*, model: str, data: str, out: str, settings: dict[str, Any], disturbe
     with StopFlag() as stop, disturbed_generation(disturbed_layer):
         _run_rank(context_of(model, data, out, settings), [], stop)
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(slots=True)
+class _Beside:
+    """Answers of the native engine, as one that generates beside training has them: of the weights at the start."""
+
+    answers: list[Answer]
+    ends: bool
+    seconds: float = 1.0
+
+    def wait(self, check: Callable[[], None]) -> list[Answer]:
+        if not self.ends:
+            signal.raise_signal(signal.SIGTERM)
+        while not self.ends:
+            check()
+        return self.answers
+
+
+def train_beside(*, stops_at: int | None = None, **run: Any) -> Any:
+    """As :func:`train`, with an engine that generates beside training.
+
+    The generation ``stops_at`` does not end; a stop request comes when training begins to wait for it.
+    """
+    generations = 0
+
+    def start(engine: NativeEngine, prompts: Any, numbers: Any, decoding: Decoding) -> _Beside:
+        nonlocal generations
+        generations += 1
+        return _Beside(engine.inference.answers(prompts, decoding, numbers), generations != stops_at)
+
+    with patch.object(NativeEngine, "overlaps_training", True), patch.object(NativeEngine, "start", start):
+        try:
+            return train(**run)
+        except Preempted as error:
+            return str(error)
 
 
 def train_with_offload(**run: Any) -> Any:

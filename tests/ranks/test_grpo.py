@@ -161,6 +161,7 @@ AHEAD: dict[str, Any] = {
     "train.steps": 4,
     "train.micro_batch_size": 4,
     "optim.lr": 3e-3,
+    "optim.schedule": "constant",
     "checkpoint.every": 1,
     "checkpoint.keep": 9,
 }
@@ -251,6 +252,65 @@ def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
     settings = AHEAD | {"grpo.updates_per_rollout": updates, "checkpoint.resume": checkpoint}
     rows = one_rank.run(TRAIN, model=models["dense"], data=prompts, out=tmp_path / "run", settings=settings)
     assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[updates])[done:]]
+
+
+@pytest.mark.thorough_cases("pp2", "dp2", "fsdp2", "ep2", "lora-tp2")
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [
+        pytest.param("dense", 1, {}, id="alone"),
+        pytest.param("dense", 2, {"parallel.tp": 2}, id="tp2"),
+        pytest.param("dense", 2, {"parallel.pp": 2}, id="pp2"),
+        pytest.param("dense", 2, {}, id="dp2"),
+        pytest.param("dense", 2, {"parallel.fsdp": True}, id="fsdp2"),
+        pytest.param("experts", 2, {"parallel.ep": 2}, id="ep2"),
+        pytest.param("adapters", 2, {"parallel.tp": 2}, id="lora-tp2"),
+    ],
+)
+def test_a_finished_run_with_more_steps_is_a_longer_run(
+    model: str,
+    ranks: int,
+    layout: dict[str, Any],
+    one_rank: RankPool,
+    worlds: dict[int, RankPool],
+    ahead: dict[int, Path],
+    models: dict[str, Path],
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    """The last checkpoint has the weights that generate the next rollout, in any layout."""
+    run = {"model": models[model], "data": prompts}
+    settings = AHEAD | FURTHER.get(model, {})
+    worlds[ranks].run(TRAIN, **run, out=tmp_path / "run", settings=settings | layout | {"train.steps": 2})
+    rows = steps_of(one_rank.run(TRAIN, **run, out=tmp_path / "run", settings=settings))
+    if model == "dense":
+        expected = rows_of(ahead[1])
+    else:
+        expected = steps_of(one_rank.run(TRAIN, **run, out=tmp_path / "longer", settings=settings))
+    if ranks == 1:
+        assert [exact_part(row) for row in rows] == [exact_part(row) for row in expected]
+    for row, other in zip(rows, expected, strict=True):
+        assert {name: row[name] for name in EXACT} == {name: other[name] for name in EXACT}
+        assert row["correction_mean"] == pytest.approx(other["correction_mean"], rel=1e-4)
+
+
+@pytest.mark.thorough_cases("2")
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_stop_request_abandons_answers_of_earlier_weights(
+    updates: int, one_rank: RankPool, ahead: dict[int, Path], models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    """The resumed run generates them again."""
+    task, run = "ranks.grpo_tasks.train_beside", {"model": models["dense"], "data": prompts, "out": tmp_path / "run"}
+    settings = AHEAD | {"grpo.updates_per_rollout": updates, "checkpoint.every": 0, "checkpoint.grace_s": 1e-6}
+    message = one_rank.run(task, **run, settings=settings, stops_at=3)  # after an evaluation and the first rollout
+    part = f"the rollout of step {updates + 1} was not completed"
+    assert message.startswith(f"stopped after step {updates} of 4 as requested ({part}); the state is saved.")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "rollout"]
+    assert f"the answers of the rollout of step {updates + 1} are abandoned" in event["text"]
+    rows = steps_of(one_rank.run(task, **run, settings=settings))
+    compared = [[exact_part(row) for row in part] for part in (rows, rows_of(ahead[updates]))]
+    assert compared[0] == compared[1]
 
 
 @pytest.mark.parametrize("layout", [{"parallel.pp": 2}, {"parallel.tp": 2, "parallel.sp": True}], ids=["pp2", "tp2-sp"])

@@ -364,11 +364,13 @@ class Trainer:
 
     def _saved(self, step: int) -> tuple[Progress, SaveOptions]:
         settings = self.config.checkpoint
+        state = None if self.rollouts is None else self.rollouts.state(step)
         options = SaveOptions(
             keep=settings.keep,
             keep_best=settings.keep_best,
             args=checkpoint_args(self.model, step),
-            write_beside=partial(self._write_files, None if self.rollouts is None else self.rollouts.state(step)),
+            more_state={} if self.rollouts is None or state is None else self.rollouts.planned_weights(state),
+            write_beside=partial(self._write_files, state),
         )
         return Progress(step=step, data=self.data.fingerprint, best=self.early_stopping.best), options
 

@@ -133,7 +133,9 @@ def printed(objective: Mapping[str, float]) -> dict[str, str]:
     """The printed metrics of the objective by name."""
     formats = {"acc": "5.3f", "length": "7.1f"}  # lengths of at most 99,999 tokens
     return {
-        name: f"{name} {objective[key]:{formats.get(name, '6.3f')}}" for key, name in _PRINTED.items() if key in objective
+        name: f"{name} {objective[key]:{formats.get(name, '6.3f')}}"
+        for key, name in _PRINTED.items()
+        if key in objective
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,8 @@ class SaveOptions:
     """Keep that of ``Progress.best`` in addition."""
     args: Namespace | None = None
     """Model description for Megatron-LM and for conversion."""
+    more_state: Mapping[str, Any] = field(default_factory=dict)
+    """Further sharded entries."""
     write_beside: Callable[[Path], None] | None = None
     """Writes more files into the folder, on rank 0."""
 
@@ -140,6 +142,7 @@ def take_state(
     # As dist_checkpointing.save, which writes files between its collectives: a failed rank would block the others.
     # Megatron-Core's own asynchronous writer forks, and can publish a file that a failed thread left incomplete.
     saved = saved_state(stepper, progress, parallel, options.args) | {"content_metadata": content}
+    saved |= options.more_state
     sharded, common = save_preprocess(saved)
     if host is not None:
         common = copy.deepcopy(common)

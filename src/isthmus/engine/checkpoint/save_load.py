@@ -72,7 +72,7 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         state = sharded_run_state(stepper, is_loading=True)
         if same_layout:
             state["rng_state"] = random_state(stepper.device)
-        loaded = _load(state, folder, verifier)
+        loaded = load_entries(state, folder, verifier)
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or adapters_of(stepper) is not None
         for name, stage in () if in_place else stages_of(stepper).items():
             stage.load_state_dict(loaded[name])
@@ -92,9 +92,10 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     return progress
 
 
-def _load(state: dict[str, Any], folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
-    """As ``dist_checkpointing.load``, which looks for the common state where its version writes it.
+def load_entries(state: dict[str, Any], folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
+    """Load the sharded entries in ``state``; a collective.
 
+    As ``dist_checkpointing.load``, which looks for the common state where its version writes it.
     All ranks check the blocks that they read against their checksums, before any reads.
     """
     sharded, local, factories = load_preprocess(state)

@@ -169,7 +169,7 @@ def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: Me
         elements = sum(mixer.state_elements(capacity, parallel.tp) for mixer in mixers)
         states = element * _slots(plan, config) * math.ceil(elements / parallel.pp)
     trained = state.gradients // 4  # gradients are float32
-    copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0 and rollout.engine != "native")
+    copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0)
     return {"states": states, "reference": copies * element * trained}
 
 

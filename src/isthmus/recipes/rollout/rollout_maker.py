@@ -123,14 +123,15 @@ class RolloutMaker:
             start_s=time.monotonic() - started_s,
         )
 
-    def complete(self, pending: PendingRollout, policy: WeightsCopy | None = None) -> Rollout:
+    def complete(self, pending: PendingRollout, done: int, policy: WeightsCopy | None = None) -> Rollout:
         """Wait for the answers, and generate further ones for ``grpo.dynamic_sampling``.
 
-        ``policy``: the weights that generate, if the present ones are others. A stop request then does not end the
-        generation, which could not be repeated.
+        Args:
+            done: steps of the state that is saved if a stop request ends the generation (Abandoned).
+            policy: the weights that generate, if the present ones are others.
         """
         settings, grpo, started_s = self.config.rollout, self.config.grpo, time.monotonic()
-        group, groups, check = settings.group_size, self._groups, self._checks(pending, stops=policy is None)
+        group, groups, check = settings.group_size, self._groups, self._checks(pending, done)
         answers: list[RewardedAnswer] = []
         request, missing, generated, equal, seconds = pending.request, groups, 0, 0, np.zeros(2)
         for generation in range(grpo.max_generations if grpo.dynamic_sampling else 1):
@@ -200,7 +201,7 @@ class RolloutMaker:
             request=self._request(prompts, samples, samples, greedy=True),
             start_s=0.0,
         )
-        answers, _ = self._answer(pending.request, self._checks(pending, stops=True), step)
+        answers, _ = self._answer(pending.request, self._checks(pending, step), step)
         metrics = self._reward_means(answers)
         return EvalResult(-metrics["reward"], metrics)
 
@@ -252,8 +253,11 @@ class RolloutMaker:
         ]
         return result, np.array([request.answers.seconds, time.monotonic() - generated_s])
 
-    def _checks(self, pending: PendingRollout, *, stops: bool) -> Callable[[], None]:
-        """To be called after each forward pass of a generation: ends it at the time limit, or after a stop request."""
+    def _checks(self, pending: PendingRollout, done: int) -> Callable[[], None]:
+        """To be called after each forward pass of a generation: ends it at the time limit, or after a stop request.
+
+        The state after ``done`` steps is then saved.
+        """
         started_s, passes, limit_s = time.monotonic(), 0, self.config.rollout.timeout_s
         step = pending.first_step + 1
 
@@ -262,8 +266,7 @@ class RolloutMaker:
             passes += 1
             if passes % _CHECKED_PASSES:
                 return
-            if stops:
-                self.grace.check(pending.step, f"the rollout of step {step}")
+            self.grace.check(done, f"the rollout of step {step}")
             (late,) = sum_over_ranks([float(time.monotonic() - started_s > limit_s)], self.stepper.device)
             if late:
                 raise Hang(

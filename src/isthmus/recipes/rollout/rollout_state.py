@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -31,6 +31,18 @@ class Rollout:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRollout:
+    """A rollout of earlier weights whose answers are not generated yet."""
+
+    step: int
+    """Steps done by the weights that generate."""
+    first_step: int
+    """Steps done before the first update on it."""
+    position: int
+    """Position of its first prompt in the order of training."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutState:
     consumed: int
@@ -39,6 +51,8 @@ class RolloutState:
     """On which updates are still to be made."""
     next_rollout: Rollout | None = None
     """The one after it, of weights that are gone."""
+    planned: PlannedRollout | None = None
+    """In place of ``next_rollout``; the checkpoint has the weights that generate."""
 
     def write(self, folder: Path) -> None:
         """Write a file into the folder of a checkpoint."""
@@ -48,6 +62,8 @@ class RolloutState:
             header |= _add(arrays, self.rollout)
         if self.next_rollout is not None:
             header["next"] = _add(arrays, self.next_rollout, _NEXT)
+        if self.planned is not None:
+            header["planned"] = asdict(self.planned)
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         with atomic_file(folder / _FILE) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
@@ -61,7 +77,8 @@ class RolloutState:
                 header = json.loads(arrays["header"].tobytes())
                 rollout = _read(arrays, header) if "first_step" in header else None
                 next_rollout = _read(arrays, header["next"], _NEXT) if "next" in header else None
-                return cls(header["consumed"], rollout, next_rollout)
+                planned = PlannedRollout(**header["planned"]) if "planned" in header else None
+                return cls(header["consumed"], rollout, next_rollout, planned)
         except (OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile) as error:
             raise DataError(
                 f"{path}: cannot be read, so the run cannot continue with the same prompts and answers ({error}). "

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.engine.parallel.ddp import gather_weights, weights_gathered
 from isthmus.engine.parallel.sharded_params import local_elements
@@ -22,8 +22,14 @@ class WeightsCopy:
     def __init__(self, stages: Sequence[Any]) -> None:
         self._stages = stages
         gather_weights(stages)
-        tensors = [local_elements(parameter) for stage in stages for parameter in _changing(stage)]
+        self._parameters = [parameter for stage in stages for parameter in _changing(stage)]
+        tensors = map(local_elements, self._parameters)
         self._pairs: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in tensors]
+
+    @property
+    def copies(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of this rank, and the copy of their local elements."""
+        return [(parameter, copy) for parameter, (_, copy) in zip(self._parameters, self._pairs, strict=True)]
 
     def update(self) -> None:
         """Copy the present weights."""
@@ -50,7 +56,7 @@ class WeightsCopy:
             copy.copy_(present)
 
 
-def _changing(stage: Any) -> Iterator[Tensor]:
+def _changing(stage: Any) -> Iterator[nn.Parameter]:
     """Trained parameters, and the bias of routers, which changes without a gradient."""
     for name, parameter in stage.named_parameters():
         if parameter.requires_grad or name.rpartition(".")[2] == "expert_bias":

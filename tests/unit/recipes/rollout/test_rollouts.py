@@ -12,8 +12,9 @@ from torch import nn
 
 from isthmus.data.batching.rollout_batches import GeneratedAnswers
 from isthmus.recipes.rollout.rollout_maker import PendingRollout
-from isthmus.recipes.rollout.rollout_state import Rollout
+from isthmus.recipes.rollout.rollout_state import PlannedRollout, Rollout
 from isthmus.recipes.rollout.rollouts import Rollouts
+from isthmus.train.grace_period import Abandoned
 
 PROMPTS = 3
 """Prompts of a rollout."""
@@ -29,13 +30,17 @@ class Maker:
         self.stepper = SimpleNamespace(model=[nn.Linear(1, 1)])
         self.total_steps, self.consumed = steps, 0
         self.events: list[tuple[Any, ...]] = []
+        self.stopped = False
+        self.reporter = SimpleNamespace(event=lambda *event: self.events.append(event[:2]))
 
     def start(self, step: int, first_step: int) -> PendingRollout:
         position, self.consumed = self.consumed, self.consumed + PROMPTS
         self.events.append(("start", step, first_step))
         return PendingRollout(step=step, first_step=first_step, position=position, request=None, start_s=0)  # type: ignore[arg-type]
 
-    def complete(self, pending: PendingRollout, policy: Any = None) -> Rollout:
+    def complete(self, pending: PendingRollout, done: int, policy: Any = None) -> Rollout:
+        if self.stopped:
+            raise Abandoned(done)
         self.events.append(("complete", pending.step, "copy" if policy else "present"))
         number = pending.position // PROMPTS
         answers = GeneratedAnswers(
@@ -118,6 +123,29 @@ def test_a_checkpoint_does_not_wait_for_answers_of_its_own_weights() -> None:
     maker.consumed, resumed._rollout, resumed._next = state.consumed, state.rollout, state.next_rollout
     assert first_batches(resumed, range(1, 6), 2) == [(1, 0), (2, 0)]
     assert maker.events[0] == ("start", 1, 2)
+
+
+def test_a_checkpoint_after_a_stop_request_does_not_wait_for_long() -> None:
+    """It has the plan of the rollout, which its weights generate when the run is resumed."""
+    rollouts, maker = build(ahead=1, updates=2, steps=6)
+    first_batches(rollouts, range(6), 1)
+    maker.stopped = True
+    state = rollouts.state(1)
+    assert state.rollout is not None and state.next_rollout is None
+    assert state.planned == PlannedRollout(step=0, first_step=2, position=PROMPTS) and state.consumed == PROMPTS
+    assert maker.events[-1] == (1, "rollout")
+    maker.stopped = False
+    rollouts._batches = None
+    assert first_batches(rollouts, range(1, 6), 2) == [(0, 1), (1, 0)]
+    assert maker.events[-3:-1] == [("start", 0, 2), ("complete", 0, "copy")]
+
+
+def test_the_end_of_a_run_plans_the_rollout_of_a_longer_run() -> None:
+    rollouts, maker = build(ahead=1, updates=1, steps=1)
+    first_batches(rollouts, range(1), 1)
+    assert rollouts.state(0).planned is None  # the weights are those of the checkpoint
+    assert rollouts.state(1).planned == PlannedRollout(step=0, first_step=1, position=PROMPTS)
+    assert maker.events == [("start", 0, 0), ("complete", 0, "present")]
 
 
 def test_an_evaluation_waits_before_it_changes_the_weights_of_the_engine() -> None:
