@@ -23,7 +23,7 @@ engine = AutoModelForCausalLM.from_pretrained(source).to(device)
 prompt = tokenizer("The number", return_tensors="pt").to(device)
 
 
-# %% Gather one whole tensor at a time, under its Hugging Face name
+# %% Gather whole tensors, a bucket at a time, under their Hugging Face names
 def update_engine() -> None:
     """With vLLM: ``engine_model.load_weights(bridge.export_weights(model))``."""
     parameters = dict(engine.named_parameters())

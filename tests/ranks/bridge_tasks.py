@@ -13,10 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.tensor.debug import CommDebugMode
 
 import isthmus
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.layers.dropout import dropout_keys
+from isthmus.engine.parallel import sharded_params
 from isthmus.recipes.model.bridge_modules import provide_bridge
 from ranks.live_memory import LiveMemory
 from ranks.tiny import VOCAB
@@ -76,15 +78,19 @@ def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
 
 
 def export_weights(
-    *, model: str, rank0_only: bool = False, dtype: str | None = None, **parallel: Any
+    *, model: str, rank0_only: bool = False, dtype: str | None = None, bucket_bytes: int, **parallel: Any
 ) -> list[dict[str, Any]]:
-    """Compare all exported tensors with the file, bit by bit; one result per rank."""
+    """Compare all exported tensors with the file, bit by bit, and count collectives; one result per rank."""
     expected_values = load_file(f"{model}/model.safetensors")
     bridge = isthmus.AutoBridge.from_hf_pretrained(model)
     live = bridge.to_megatron_model(parallel)
     chosen = None if dtype is None else getattr(torch, dtype)
     names, different = [], []
-    with LiveMemory() as memory:
+    with (
+        LiveMemory() as memory,
+        CommDebugMode() as communication,
+        mock.patch.object(sharded_params, "BUCKET_BYTES", bucket_bytes),
+    ):
         for name, tensor in bridge.export_weights(live, dtype=chosen, rank0_only=rank0_only):
             names.append(name)
             expected = expected_values[name] if chosen is None else expected_values[name].to(chosen)
@@ -92,7 +98,9 @@ def export_weights(
             if not same or not torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)):
                 different.append(name)
     total = sum(tensor.nbytes for tensor in expected_values.values())
+    collectives = {str(kind).rpartition(".")[2]: count for kind, count in communication.get_comm_counts().items()}
     result = {"names": sorted(names), "different": different, "peak": memory.peak_bytes / total}
+    result["collectives"] = collectives
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     return gathered

@@ -114,23 +114,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "collective"),
     [
-        ("tied", {"tp": 2}),
-        ("tied", {"pp": 2, "dtype": "bfloat16"}),
-        ("tied", {"fsdp": True, "rank0_only": True}),
-        ("stacked experts", {"ep": 2}),
-        ("MTP", {"pp": 2, "rank0_only": True}),
+        ("tied", {"tp": 2}, "allreduce_"),
+        ("tied", {"pp": 2, "dtype": "bfloat16"}, "allreduce_"),
+        ("tied", {}, None),
+        ("tied", {"fsdp": True, "rank0_only": True}, "_allgather_base_"),
+        ("stacked experts", {"ep": 2}, "allreduce_"),
+        ("MTP", {"pp": 2, "rank0_only": True}, "reduce_"),
     ],
 )
 def test_exported_weights_are_those_of_the_file(
-    name: str, layout: dict[str, Any], folders: dict[str, Path], two_ranks: RankPool
+    name: str, layout: dict[str, Any], collective: str | None, folders: dict[str, Path], two_ranks: RankPool
 ) -> None:
+    """With one collective for each bucket of tensors, and none if each rank has all of them."""
     names = sorted(load_file(folders[name] / "model.safetensors"))
-    first, second = two_ranks.run("ranks.bridge_tasks.export_weights", model=folders[name], **layout)
+    size = (folders[name] / "model.safetensors").stat().st_size
+    task = {"model": folders[name], "bucket_bytes": size // 10, **layout}
+    first, second = two_ranks.run("ranks.bridge_tasks.export_weights", **task)
     assert first["names"] == names and second["names"] == ([] if "rank0_only" in layout else names)
     assert first["different"] == second["different"] == []
-    assert 0 < first["peak"] < 0.3  # of the bytes of the model, which has four layers
+    assert 0 < first["peak"] < 0.5  # of the bytes of the model, which has four layers
+    assert first["collectives"].keys() == ({collective} if collective else set())
+    assert sum(first["collectives"].values()) <= min(20, len(names) // 2)  # tensors are at most a bucket, or larger
 
 
 def test_calls_of_megatron_bridge(model: Path, four_ranks: RankPool, tmp_path: Path) -> None:

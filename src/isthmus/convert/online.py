@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.engine.linear.quantized_weight import QuantizedWeight
 from isthmus.engine.parallel.process_groups import sum_bytes
-from isthmus.engine.parallel.sharded_params import full_tensor, full_to_shard
+from isthmus.engine.parallel.sharded_params import buckets, full_tensors, full_to_shard
 from isthmus.errors import IsthmusError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
@@ -107,18 +108,19 @@ def export_weights(
 ) -> int:
     """Write this rank's slices into the files that ``plan.create(folder)`` made, and sync them; returns bytes written.
 
-    One data-parallel rank per shard writes (``writes``). With FSDP all data-parallel ranks must call it, and one tensor
-    at a time is gathered. Of tensor-parallel replicas the first rank writes; aliases and vocabulary padding are not
-    written, so the bytes of all ranks add up to ``plan.total_bytes``. ``merge`` returns the tensors to write;
+    One data-parallel rank per shard writes (``writes``). With FSDP all data-parallel ranks must call it, and a bucket
+    of tensors at a time is gathered. Of tensor-parallel replicas the first rank writes; aliases and vocabulary padding
+    are not written, so the bytes of all ranks add up to ``plan.total_bytes``. ``merge`` returns the tensors to write;
     ``written`` gets the checksums of what is written.
     """
     num_bytes = 0
     failure: IsthmusError | None = None
-    placements = iter(_placed(live, family, arch, layout))
+    placements = _placed(live, family, arch, layout)
+    tensors = full_tensors([live[placement.canonical] for placement in placements])
     try:
         with SafetensorsWriter(plan, folder, written) as writer:
-            for placement in placements:
-                tensor, merged = _merged(placement.canonical, live, merge)
+            for placement, full in zip(placements, tensors, strict=True):
+                tensor, merged = _merged(placement.canonical, full, merge)
                 if failure is not None or not writes:
                     continue
                 try:
@@ -130,8 +132,8 @@ def export_weights(
         if failure is not None:
             raise failure
     finally:
-        for placement in placements:  # after a failure, other ranks still wait in these all-gathers
-            full_tensor(live[placement.canonical])
+        for _ in tensors:  # after a failure, other ranks still wait in these all-gathers
+            pass
     return num_bytes
 
 
@@ -145,43 +147,70 @@ def full_weights(
     layout: Layout,
     device: torch.device,
     writes: bool = True,
+    is_local: bool = False,
     rank0_only: bool = False,
     merge: MergeTensor | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
 
-    The other arguments are those of :func:`export_weights`. Memory is that of one tensor, or of the
-    expert tensors of a layer if a file has them stacked. With ``rank0_only`` the other ranks yield nothing. ``only``:
-    the Hugging Face tensors of these canonical names.
+    The other arguments are those of :func:`export_weights`. One collective assembles a bucket of tensors. Memory is
+    that of two buckets (with FSDP three), or of one tensor, or of the expert tensors of a layer if a file has them
+    stacked. ``is_local``: each rank has all tensors, so none are exchanged. With ``rank0_only`` the other ranks yield
+    nothing. ``only``: the Hugging Face tensors of these canonical names.
     """
-    _placed(live, family, arch, layout)  # check all tensors before the first collective
     shapes, placements = family.hf_shapes(arch), [p for p in family.placements(arch).values() if not p.rule.alias]
+    _placed(live, family, arch, layout)  # check all tensors before the first collective
     placements = placements if only is None else [p for p in placements if p.canonical in only]
+    live = {placement.canonical: live[placement.canonical] for placement in placements if placement.canonical in live}
+    tensors = zip(live, full_tensors(live.values()), strict=True)
+
+    def empty(name: str) -> Tensor:
+        dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
+        return torch.zeros(shapes[name], dtype=dtype, device=device)
+
+    def slices(placement: Placement) -> list[tuple[str, tuple[slice, ...], Tensor]]:
+        if placement.canonical not in live:
+            return []
+        _, full = next(tensors)
+        tensor, part = _merged(placement.canonical, full, merge)
+        check_merge(placement.canonical, part, tensor, "its adapter")
+        return _local_slices(placement, part, arch, layout) if writes else []
+
+    complete = _with_local_slices(placements, empty, slices)
+    if is_local:
+        for name, tensor in complete:
+            if not rank0_only or dist.get_rank() == 0:
+                yield name, tensor
+        return
+    for bucket in buckets(complete):
+        if sum_bytes([tensor for _, tensor in bucket], rank0_only=rank0_only):
+            yield from bucket
+
+
+def _with_local_slices(
+    placements: Sequence[Placement],
+    empty: Callable[[str], Tensor],
+    slices: Callable[[Placement], list[tuple[str, tuple[slice, ...], Tensor]]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Each Hugging Face tensor by name, with this rank's elements of all placements that it consists of."""
     missing = Counter(name for placement in placements for name in {*placement.hf})
     incomplete: dict[str, Tensor] = {}
     for placement in placements:
         names = dict.fromkeys(placement.hf)
         for name in names.keys() - incomplete.keys():
-            dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
-            incomplete[name] = torch.zeros(shapes[name], dtype=dtype, device=device)
-        if placement.canonical in live:
-            tensor, part = _merged(placement.canonical, live, merge)
-            check_merge(placement.canonical, part, tensor, "its adapter")
-            for name, index, values in _local_slices(placement, part, arch, layout) if writes else ():
-                incomplete[name][index] = cast = values.to(incomplete[name].dtype)
-                check_cast(name, cast, values)
+            incomplete[name] = empty(name)
+        for name, index, values in slices(placement):
+            incomplete[name][index] = cast = values.to(incomplete[name].dtype)
+            check_cast(name, cast, values)
         for name in names:
             missing[name] -= 1
             if not missing[name]:
-                tensor = incomplete.pop(name)
-                if sum_bytes(tensor, rank0_only=rank0_only):
-                    yield name, tensor
+                yield name, incomplete.pop(name)
 
 
-def _merged(name: str, live: Mapping[str, Tensor], merge: MergeTensor | None) -> tuple[Tensor, Tensor]:
+def _merged(name: str, tensor: Tensor, merge: MergeTensor | None) -> tuple[Tensor, Tensor]:
     """The tensor, and what ``merge`` makes of it."""
-    tensor = full_tensor(live[name])
     merged = tensor if merge is None else merge(name, tensor)
     return merged.new_zeros(()) if isinstance(tensor, QuantizedWeight) else tensor, merged  # codes are finite
 

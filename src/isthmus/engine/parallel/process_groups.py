@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -136,17 +136,23 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return total.tolist()
 
 
-def sum_bytes(tensor: torch.Tensor, *, rank0_only: bool = False) -> bool:
-    """Assemble a contiguous tensor in place: each element is set on at most one rank, and zero on the others.
+def sum_bytes(tensors: Sequence[torch.Tensor], *, rank0_only: bool = False) -> bool:
+    """Assemble contiguous tensors in place: each element is set on at most one rank, and zero on the others.
 
     Returns whether this rank has the result. Bytes are added, so that values such as -0.0 do not change.
     """
-    flat = tensor.view(-1).view(torch.uint8)
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
     if rank0_only:
         dist.reduce(words, dst=0)
-        return dist.get_rank() == 0
-    dist.all_reduce(words)
+    else:
+        dist.all_reduce(words)
+    if rank0_only and dist.get_rank():
+        return False
+    if len(parts) > 1:
+        for part, values in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values)
     return True
 
 

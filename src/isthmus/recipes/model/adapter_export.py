@@ -95,7 +95,7 @@ def _full_adapters(model: RankModel) -> Iterator[tuple[Adapter, dict[Role, Tenso
             if part is not None and _is_written_by(model.position, part):
                 for index, local in part.pieces:
                     full[index] = part.parameter.detach()[local]
-            if sum_bytes(full, rank0_only=True):
+            if sum_bytes([full], rank0_only=True):
                 tensors[role] = full.cpu()
         if tensors:
             yield adapter, tensors

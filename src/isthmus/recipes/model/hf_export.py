@@ -107,7 +107,9 @@ def iterate_full_weights(
     """Yield what :func:`export_hf` writes except towers, see :func:`isthmus.convert.online.full_weights`."""
     plan = model.plan
     gather_weights(model.stages)
-    tensors, writes = _tensors_to_write(model)
+    parallel = plan.parallel
+    is_local = parallel.tp == parallel.pp == parallel.ep == 1
+    tensors, writes = (live_tensors(model.stages), True) if is_local else _tensors_to_write(model)
     yield from full_weights(
         tensors,
         plan.family,
@@ -116,6 +118,7 @@ def iterate_full_weights(
         layout=model.layout,
         device=next(model.stages[0].parameters()).device,
         writes=writes,
+        is_local=is_local,
         rank0_only=rank0_only,
         merge=_merge(model),
         only=only,
