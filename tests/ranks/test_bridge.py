@@ -121,6 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("tied", {}, None),
         ("tied", {"fsdp": True, "rank0_only": True}, "_allgather_base_"),
         ("stacked experts", {"ep": 2}, "allreduce_"),
+        ("stacked experts", {"etp": 2}, "allreduce_"),
         ("MTP", {"pp": 2, "rank0_only": True}, "reduce_"),
     ],
 )

@@ -683,6 +683,18 @@ def test_a_script_of_verl_runs_with_stand_ins(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
 
 
+@pytest.mark.parametrize("part", ["megatron", "fsdp_config"])
+@pytest.mark.parametrize("value", [True, False])
+def test_an_optimizer_state_on_the_host_of_verl(part: str, value: bool, tmp_path: Path) -> None:
+    """verl moves the state of the actor to the host after an update, and back before the next one."""
+    other = "critic: {megatron: {optimizer_offload: true}}\n"
+    strategy = "megatron" if part == "megatron" else "fsdp2"
+    text = VERL.replace("strategy: megatron", f"strategy: {strategy}\n    {part}: {{optimizer_offload: {value}}}")
+    text = "\n".join(line for line in text.splitlines() if "param_offload" not in line)
+    settings = translated("verl", text + "\n" + other, tmp_path).settings
+    assert settings.get("rollout.offload", False) is value
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("line", "message"),

@@ -107,8 +107,8 @@ def iterate_full_weights(
     """Yield what :func:`export_hf` writes except towers, see :func:`isthmus.convert.online.full_weights`."""
     plan = model.plan
     gather_weights(model.stages)
-    parallel = plan.parallel
-    is_local = parallel.tp == parallel.pp == parallel.ep == 1
+    parallel, layout = plan.parallel, model.layout
+    is_local = parallel.pp == parallel.ep == layout.tp_size == layout.etp_size == 1
     tensors, writes = (live_tensors(model.stages), True) if is_local else _tensors_to_write(model)
     yield from full_weights(
         tensors,

@@ -222,6 +222,9 @@ def _put_generation(keys: TrainerConfig) -> None:
             keys.put(f"rollout.{name}", float(keys.number(f"{_ROLLOUT}.{name}") or 0.0), f"{_ROLLOUT}.{name}")
     if (keys.integer(f"{_ROLLOUT}.top_k") or -1) > 0:
         keys.refuse(f"{_ROLLOUT}.top_k", "tokens are drawn by rollout.temperature and rollout.top_p alone; remove it")
+    for part in ("megatron", "fsdp_config", "veomni"):  # of the critic and the reference, there is no such state
+        if keys.flag(f"{_ACTOR}.{part}.optimizer_offload"):
+            keys.put("rollout.offload", True, f"{_ACTOR}.{part}.optimizer_offload")
     correction, threshold = (f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
     level = keys.text(correction)
     if level in ("token", "sequence"):
