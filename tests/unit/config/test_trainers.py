@@ -683,6 +683,14 @@ def test_a_script_of_verl_runs_with_stand_ins(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
 
 
+@pytest.mark.parametrize(("mode", "is_reported"), [("R3", True), ("disabled", False)])
+def test_a_replay_of_routers_of_verl_is_reported(mode: str, is_reported: bool, tmp_path: Path) -> None:
+    text = VERL.replace("strategy: megatron", f"strategy: megatron\n    router_replay: {{mode: {mode}}}")
+    remarks = translated("verl", text, tmp_path).remarks
+    reported = [remark for remark in remarks if "router_replay" in remark.option]
+    assert any("without a replay" in str(remark) for remark in reported) is is_reported
+
+
 @pytest.mark.parametrize("part", ["megatron", "fsdp_config"])
 @pytest.mark.parametrize("value", [True, False])
 def test_an_optimizer_state_on_the_host_of_verl(part: str, value: bool, tmp_path: Path) -> None:

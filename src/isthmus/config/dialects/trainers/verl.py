@@ -225,6 +225,11 @@ def _put_generation(keys: TrainerConfig) -> None:
     for part in ("megatron", "fsdp_config", "veomni"):  # of the critic and the reference, there is no such state
         if keys.flag(f"{_ACTOR}.{part}.optimizer_offload"):
             keys.put("rollout.offload", True, f"{_ACTOR}.{part}.optimizer_offload")
+    replay = f"{_ACTOR}.router_replay.mode"
+    if (keys.text(replay) or "disabled") != "disabled":
+        keys.different(
+            replay, "Generation and training choose experts with the same weights and code, without a replay."
+        )
     correction, threshold = (f"algorithm.rollout_correction.{name}" for name in ("rollout_is", "rollout_is_threshold"))
     level = keys.text(correction)
     if level in ("token", "sequence"):
