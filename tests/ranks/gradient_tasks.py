@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from isthmus.convert.online import full_weights
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.batching.shared_prefixes import find_shared_prefixes
 from isthmus.engine.parallel.ddp import sum_tp_grads
 from isthmus.engine.parallel.live_parameters import live_parameters
 from isthmus.recipes.model import rank_model
@@ -72,3 +74,32 @@ def _spread(gradient: Tensor) -> float:
     worst = torch.tensor(_difference(gradient, first))
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return worst.item()
+
+
+def prefix_differences(*, model: str, vocab_size: int, lengths: list[int], prefix: int, **layout: int) -> list[float]:
+    """Logits, hidden rows and gradients with shared prefixes, against those without, in float64.
+
+    Returns the largest relative differences of logits and of gradients, and the share of rows that is computed.
+    """
+    with patch.dict(rank_model.DTYPES, {"fp32": torch.float64}):
+        built = build_from_folder(model, layout)
+    (stage,) = built.stages
+    random = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(vocab_size, (prefix,), generator=random) for _ in range(2)]
+    answers = [torch.randint(vocab_size, (length,), generator=random) for length in lengths]
+    batch = PackedBatch.for_inference([torch.cat((prompts[k % 3 // 2], answer)) for k, answer in enumerate(answers)])
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    arrays = [sample.numpy() for sample in batch.input_ids.split(batch.lengths)]
+    total = batch.input_ids.numel()
+    shared = replace(batch, shared=find_shared_prefixes(arrays, total, tp))
+    sum_tp_grads(stage)
+    results = []
+    for inputs in (batch, shared):
+        logits = stage.train()(inputs)
+        logits.backward(torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits).sin())
+        parameters = live_parameters(built.stages).values()
+        results.append((logits.detach(), [x.grad for x in parameters if x.grad is not None]))
+        stage.zero_grad(set_to_none=True)
+    (expected, expected_grads), (logits, grads) = results
+    gradients = max(_difference(ours, theirs) for ours, theirs in zip(grads, expected_grads, strict=True))
+    return [_difference(logits, expected), gradients, shared.num_rows / total]

@@ -79,6 +79,7 @@ def assert_same_run(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) 
     ("model", "ranks", "layout"),
     [
         pytest.param("dense", 1, {"train.micro_batch_size": 1, "data.packing": False}, id="micro-batch-1-unpacked"),
+        pytest.param("dense", 1, {"train.share_prefixes": False}, id="prompts-not-shared"),
         pytest.param("dense", 2, {"parallel.tp": 2, "parallel.sp": True}, id="tp2-sp"),
         pytest.param("dense", 2, {"parallel.pp": 2}, id="pp2"),
         pytest.param("dense", 2, {}, id="dp2"),

@@ -29,6 +29,7 @@ def batch_to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
         input_ids=to_device(batch.input_ids, device),
         position_ids=to_device(batch.position_ids, device),
         labels=None if batch.labels is None else to_device(batch.labels, device),
+        shared=None if batch.shared is None else replace(batch.shared, rows=to_device(batch.shared.rows, device)),
     )
 
 

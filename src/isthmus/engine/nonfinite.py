@@ -142,6 +142,8 @@ def _samples(tensor: Tensor, batch: PackedBatch) -> tuple[int, ...]:
     if tensor.dim() < 3 or tensor.size(1) != 1:
         return ()
     tokens = local_tokens(torch.arange(sum(batch.lengths)), batch.spans)
+    if batch.shared is not None:
+        tokens = batch.shared.select(tokens)
     ranks, rest = divmod(len(tokens), len(tensor))
     sharded = ranks == parallel_state.get_tensor_model_parallel_world_size()  # sequence parallelism
     if rest or not (ranks == 1 or sharded):

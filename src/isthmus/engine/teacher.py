@@ -75,10 +75,11 @@ def pipeline_arguments(stages: Sequence[Any], batches: Sequence[PackedBatch]) ->
     # All stages have the same micro batches. Exchanging shapes costs two synchronizations with the GPU each time.
     # Megatron-Core expects a part of each sequence under context parallelism, and generation has all of it.
     generates = any(batch.states is not None for batch in batches)
-    get_model_config(stages[0]).variable_seq_lengths = generates or len({len(batch.input_ids) for batch in batches}) > 1
+    lengths = {batch.num_rows for batch in batches}
+    get_model_config(stages[0]).variable_seq_lengths = generates or len(lengths) > 1
     return {
         "model": list(stages),
         "num_microbatches": len(batches),
-        "seq_length": batches[0].input_ids.numel(),
+        "seq_length": batches[0].num_rows,
         "micro_batch_size": 1,
     }

@@ -31,6 +31,7 @@ from isthmus.recipes.model.model_source import answer_end
 from isthmus.recipes.model.rank_model import RankModel, build_rank_model
 from isthmus.recipes.model.teacher_model import build_teacher
 from isthmus.recipes.plan.model_plan import check_best, check_profiled_steps, check_schedule
+from isthmus.recipes.plan.prefix_sharing import shares_prefixes
 from isthmus.recipes.plan.resume_check import checked_record
 from isthmus.recipes.plan.run_record import run_environment
 from isthmus.recipes.plan.validation import RunContext
@@ -156,7 +157,16 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     dp, eod = config.parallel.dp(plan.world_size), context.tokenizer.eos_id
     device_type = context.platform.device_type
     end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.head.score_head else None
-    make = partial(corpus.batches, position=position, dp=dp, eod=eod, device_type=device_type, end=end)
+    shared = shares_prefixes(config, plan, device_type)
+    make = partial(
+        corpus.batches,
+        position=position,
+        dp=dp,
+        eod=eod,
+        device_type=device_type,
+        share_prefixes=shared,
+        end=end,
+    )
     train, valid, test = make(config)
     size = default_batch_size(config, train.sequences_per_epoch, dp)
     if size != config.train.global_batch_size:

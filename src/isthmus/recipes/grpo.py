@@ -23,6 +23,7 @@ RECIPE = Recipe(
         PromptBatches, group_size=config.rollout.group_size, answer_tokens=config.rollout.max_new_tokens
     ),
     bin_packs=False,
+    repeats_prompts=True,
     has_extra_forward=_has_extra_forward,
     generates_answers=True,
 )

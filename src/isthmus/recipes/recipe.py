@@ -35,6 +35,8 @@ class Recipe:
     """Whether a step has a forward pass over other samples, as many as it trains on."""
     trains_scores: bool = False
     """The model is a reward model: a score of the last token, in place of logits."""
+    repeats_prompts: bool = False
+    """Samples of a micro batch have the same prompt as the one before."""
     generates_answers: bool = False
     """Trains on answers that the model generates to prompts; see :mod:`isthmus.recipes.rollout`."""
     trains_mtp: bool = False

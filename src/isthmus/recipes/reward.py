@@ -13,5 +13,6 @@ RECIPE = Recipe(
     batches=lambda config: PairBatches,
     samples_per_sequence=2,
     bin_packs=False,
+    repeats_prompts=True,
     trains_scores=True,
 )

@@ -63,6 +63,10 @@ class TrainConfig(Section):
     """GPUs, bf16 and fp16: matmuls whose results for a token do not depend on the other tokens of a batch (Triton
     kernels), so that log-probabilities in generation and in training differ less; slower. Attention is not among them.
     """
+    share_prefixes: bool | Literal["auto"] = "auto"
+    """dpo, reward, grpo: compute the tokens of a prompt once for all its answers in a micro batch; the same numbers to
+    rounding. auto: on a CPU, where the model allows it; on GPUs its speed is not measured.
+    """
     seed: Seed = 0
     """Seed of random weights and of the random number generators."""
     attention_dropout: float | None = Field(default=None, ge=0, lt=1)

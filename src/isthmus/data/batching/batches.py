@@ -19,6 +19,7 @@ import torch
 
 from isthmus.data.batching.bins import Bins, balance, check_fit
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.batching.shared_prefixes import find_shared_prefixes
 from isthmus.data.store.answer_views import MismatchedSamples, neighbors
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.sample_store import Answers, Samples
@@ -69,6 +70,8 @@ class BatchSettings:
     """
     documents: DocumentEnds | None = None
     """None: a sample is one document, or a part of it."""
+    share_prefixes: bool = False
+    """Whether samples of a micro batch that begin with the same tokens share the computation of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +232,11 @@ class Batches:
         if total > real:
             position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # valid positions of the model
             lengths.append(total - real)
+        shared = None
+        if self.settings.share_prefixes:
+            starts = np.cumsum([0, *inputs[:-1]]).tolist()
+            parts = [input_ids[at : at + length] for at, length in zip(starts, inputs, strict=False)]
+            shared = find_shared_prefixes(parts, total, self.shard.pad_to_multiple_of)
         loss_tokens = np.add.reduceat(loss_mask, np.cumsum([0, *lengths[:-1]]), dtype=np.int64).tolist()
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
@@ -239,6 +247,7 @@ class Batches:
             loss_mask=torch.from_numpy(loss_mask),
             loss_tokens=tuple(loss_tokens),
             sample_ids=tuple(sample_ids),
+            shared=shared,
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.data.batching.shared_prefixes import SharedPrefixes
+
 
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
@@ -119,6 +121,8 @@ class PackedBatch:
     """Set by the training step of distillation on the last pipeline stage: the engine's ``TeacherOutput``."""
     rollout: RolloutBatch | None = None
     """What the loss on generated answers (GRPO) needs."""
+    shared: SharedPrefixes | None = None
+    """Tokens that the layers compute once; None: they compute all."""
     states: Any = None
     """Set by generation: the engine's ``BatchStates`` of the samples, which continue earlier batches. Each rank of
     context parallelism has all tokens then."""
@@ -150,6 +154,18 @@ class PackedBatch:
             sample_weights=loss_tokens,
             sample_ids=tuple(range(len(samples))),
         )
+
+    def layer_inputs(self) -> PackedBatch:
+        """The batch with ids and positions of the U rows that layers compute; see :class:`SharedPrefixes`."""
+        if self.shared is None:
+            return self
+        select = self.shared.select
+        return replace(self, input_ids=select(self.input_ids), position_ids=select(self.position_ids))
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that layers compute, with padding."""
+        return self.input_ids.numel() if self.shared is None else self.shared.num_rows
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:

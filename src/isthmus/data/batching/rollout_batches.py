@@ -111,6 +111,11 @@ class RolloutBatches(AnswerBatches):
 
         return list(map(with_totals, super().step(step_index)))
 
+    def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:
+        if self.settings.share_prefixes:  # answers to one prompt stay together
+            return Batches._distribute(self, sequences)
+        return super()._distribute(sequences)
+
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch, rollout = super()._pack(samples, total), self._rollout
         assert batch.loss_mask is not None

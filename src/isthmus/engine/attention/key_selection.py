@@ -11,6 +11,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.rope import rotate
 from isthmus.engine.attention.sparse_attention import causal_keys, query_blocks
 from isthmus.engine.layers.norm import LayerNorm
+from isthmus.engine.layers.row_ranges import all_tokens
 from isthmus.engine.linear.linear import ReplicatedLinear
 from isthmus.errors import UsageError
 from isthmus.families.blocks.indexer import KeyIndexer
@@ -59,7 +60,7 @@ class Indexer(nn.Module):
         k = self.k_norm(self.linear_wk(hidden))
         q, k = (rotate(x, table, interleaved=self.sizes.rotary_interleaved).float() for x in (q, k))
         weights = self.linear_weights_proj(hidden)[:, 0].float() * self.sizes.num_heads**-0.5
-        parts = (x.split(batch.lengths) for x in (q, k[:, 0], weights))
+        parts = (all_tokens(x, batch.shared).split(batch.lengths) for x in (q, k[:, 0], weights))
         return [self._selected(*sample) for sample in zip(*parts, strict=True)]
 
     def _selected(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

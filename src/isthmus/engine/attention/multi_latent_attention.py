@@ -22,6 +22,7 @@ from isthmus.engine.attention.rope import rotate, yarn_mscale
 from isthmus.engine.attention.self_attention import CoreAttention
 from isthmus.engine.attention.sparse_attention import sparse_attention
 from isthmus.engine.layers.norm import RMSNorm
+from isthmus.engine.layers.row_ranges import all_tokens, computed_rows
 from isthmus.engine.layers.sequence_states import BatchStates
 from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, linear_adapters
 from isthmus.engine.linear.quantized_weight import QuantizedWeight
@@ -108,7 +109,9 @@ class MultiLatentAttention(MegatronModule):
             k, v = self._expanded(latent, rope)
             if selected is None:
                 return self.core_attention.attend(q, k, v, packed_seq_params)
-            return sparse_attention(q, k, v, packed_seq_params.lengths, selected, self.scale)
+            lengths, shared = packed_seq_params.lengths, packed_seq_params.shared
+            q, k, v = (all_tokens(x, shared) for x in (q, k, v))
+            return computed_rows(sparse_attention(q, k, v, lengths, selected, self.scale), shared)
 
         if packed_seq_params.states is not None:
             attended = self._attend_with_states(q, latent, rope, packed_seq_params, packed_seq_params.states)

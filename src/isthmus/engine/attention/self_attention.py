@@ -24,6 +24,7 @@ from isthmus.engine.attention.rope import rotate
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
+from isthmus.engine.layers.row_ranges import all_tokens, computed_rows
 from isthmus.engine.layers.sequence_states import BatchStates
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.parallel.context_parallel import gather_sequence
@@ -97,6 +98,7 @@ class CoreAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """:meth:`forward` without recomputation."""
+        q, k, v = (all_tokens(x, batch.shared) for x in (q, k, v))
         if batch.spans is not None and k.size(0) == q.size(0):
             # Gather inside the recomputed region, so that only this rank's keys and values are saved.
             k, v = gather_sequence(torch.cat((k, v), dim=-1)).split((k.size(-1), v.size(-1)), dim=-1)
@@ -107,7 +109,7 @@ class CoreAttention(nn.Module):
             first_head = parallel_state.get_tensor_model_parallel_rank() * heads
             kwargs["dropout"] = AttentionDropout(self.dropout_rate, self.layer_number, first_head, batch)
         lengths = batch.lengths if self.chunk is None else _cut(batch.lengths, self.chunk)
-        return self.backend.attend(q, k, v, lengths, self.window, **kwargs).flatten(1)
+        return computed_rows(self.backend.attend(q, k, v, lengths, self.window, **kwargs).flatten(1), batch.shared)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None

@@ -57,7 +57,7 @@ class LastStates:
     """Hidden states behind the last layer and its norm."""
 
     hidden: Tensor
-    """[T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
+    """[T, 1, H], or [T / tp, 1, H] under sequence parallelism; U rows in place of T with shared prefixes."""
     batch: PackedBatch
     tables: Tensor | None
     """Rotary tables, for MTP layers."""
@@ -66,6 +66,10 @@ class LastStates:
     def labels(self) -> Tensor:
         assert self.batch.labels is not None
         return self.batch.labels
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """The rows of the hidden states of all ranks at int64 [n] positions of the packed sequence."""
+        return positions if self.batch.shared is None else self.batch.shared.rows[positions]
 
 
 class Decoder(MegatronModule):
@@ -208,10 +212,11 @@ class Decoder(MegatronModule):
             ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
             rank = parallel_state.get_tensor_model_parallel_rank() % ranks
             batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))
-        hidden = self._embed(batch) if self.pre_process else None
-        tables = self._rotary_tables(batch)
+        inputs = batch.layer_inputs()
+        hidden = self._embed(inputs) if self.pre_process else None
+        tables = self._rotary_tables(inputs)
         hidden = self.decoder(
-            hidden, rotary_pos_emb=tables, packed_seq_params=batch, **self._layer_arguments(hidden, batch)
+            hidden, rotary_pos_emb=tables, packed_seq_params=inputs, **self._layer_arguments(hidden, inputs)
         )
         if not self.post_process:
             return hidden
@@ -226,11 +231,14 @@ class Decoder(MegatronModule):
     def logits(self, states: LastStates) -> Tensor:
         """Logits [T, V] of all positions, or scores [T, 1] of a reward model."""
         if self.architecture.head.score_head:
-            return self._rewards(states.hidden, None)
+            scores = self._rewards(states.hidden, None)
+            return scores if states.batch.shared is None else scores[states.batch.shared.rows]
         logits, _ = self.output_layer(
             self._scaled(states.hidden), weight=self._projection(), runtime_gather_output=True
         )
         logits = logits[:, 0, : self.architecture.vocab_size]
+        if states.batch.shared is not None:
+            logits = logits[states.batch.shared.rows]
         cap = self.architecture.head.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -240,33 +248,32 @@ class Decoder(MegatronModule):
         ``mtp_positions`` are, for each MTP depth k, from 1, the positions whose label k tokens later counts; without
         them the MTP layers do not run.
         """
-        hidden, batch, labels = states.hidden, states.batch, states.labels
-        losses = [self._loss(hidden, positions, labels[positions])]
+        batch, losses = states.batch, [self._loss(states, positions)]
         depths = zip(self.mtp.layers, mtp_positions, strict=True) if mtp_positions else ()
         for depth, (layer, depth_positions) in enumerate(depths, start=1):
             # The roll crosses sample boundaries, but no position in ``mtp_positions`` depends on such a token.
             embedded = self._embed(replace(batch, input_ids=batch.input_ids.roll(-depth)), depth)
-            hidden = layer(hidden, embedded, states.tables, batch)
+            states = replace(states, hidden=layer(states.hidden, embedded, states.tables, batch))
             weight = self.config.mtp_loss_scaling_factor / len(mtp_positions)
-            losses.append(self._loss(hidden, depth_positions, labels[depth_positions + depth], weight=weight))
+            losses.append(self._loss(states, depth_positions, depth, weight=weight))
         return torch.stack(losses) if mtp_positions else losses[0]
 
     def distillation_sums(self, states: LastStates, positions: Tensor) -> Tensor:
         """Sums over int64 [n] positions, [3], for the teacher of the batch; see :func:`linear_distillation`."""
-        inputs = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        inputs = self._loss_inputs(states, positions)
         scale = self._grad_scale(None, states.hidden.device)
         return linear_distillation(*inputs, teacher=states.batch.teacher, grad_scale=scale)
 
     def token_values(self, states: LastStates, positions: Tensor) -> Tensor:
         """Cross entropies of int64 [n] positions, float32 [n], or the scores of a reward model; without MTP layers."""
         if self.architecture.head.score_head:
-            return self._rewards(states.hidden, positions)
-        return token_cross_entropies(*self._loss_inputs(states.hidden, positions, states.labels[positions]))
+            return self._rewards(states.hidden, states.rows(positions))
+        return token_cross_entropies(*self._loss_inputs(states, positions))
 
     def policy_values(self, states: LastStates, positions: Tensor, *, entropy_gradient: bool) -> Tensor:
         """Cross entropies and entropies of int64 [n] positions at the temperature of the rollout, float32 [2, n]."""
         assert states.batch.rollout is not None
-        hidden, weight, labels, shard = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        hidden, weight, labels, shard = self._loss_inputs(states, positions)
         shard = replace(shard, temperature=states.batch.rollout.temperature)
         return policy_values(hidden, weight, labels, shard, entropy_gradient=entropy_gradient)
 
@@ -275,17 +282,17 @@ class Decoder(MegatronModule):
 
         With ``sampling`` of the batch the tokens are random ones.
         """
-        inputs = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        inputs = self._loss_inputs(states, positions)
         return token_scores(*inputs, sampling=sampling_at(positions, states.batch))
 
     def next_tokens(self, states: LastStates, positions: Tensor) -> Tensor:
         """The tokens of :meth:`token_scores` and their cross entropies, float64 [2, n], cross entropies first."""
-        hidden, weight, _, shard = self._loss_inputs(states.hidden, positions, states.labels[positions])
+        hidden, weight, _, shard = self._loss_inputs(states, positions)
         return token_scores(hidden, weight, None, shard, sampling=sampling_at(positions, states.batch))
 
     def projection_inputs(self, states: LastStates, positions: Tensor) -> Tensor:
         """Inputs [n, H] of the output projection at int64 [n] positions."""
-        return self._loss_inputs(states.hidden, positions, states.labels[positions])[0]
+        return self._loss_inputs(states, positions)[0]
 
     def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
         if self.architecture.embedding.position != "rope":
@@ -347,21 +354,25 @@ class Decoder(MegatronModule):
         weight = self.shared_embedding_or_output_weight() if self.architecture.head.tie_embeddings else None
         return self.output_layer.weight if weight is None else weight
 
-    def _loss(self, hidden: Tensor, positions: Tensor, labels: Tensor, *, weight: float | None = None) -> Tensor:
+    def _loss(
+        self, states: LastStates, positions: Tensor, mtp_depth: int = 0, *, weight: float | None = None
+    ) -> Tensor:
         """Summed cross entropy of int64 [n] positions; ``weight`` is its factor in the total loss."""
-        scale = self._grad_scale(weight, hidden.device)
-        return linear_cross_entropy(*self._loss_inputs(hidden, positions, labels), grad_scale=scale)
+        scale = self._grad_scale(weight, states.hidden.device)
+        return linear_cross_entropy(*self._loss_inputs(states, positions, mtp_depth), grad_scale=scale)
 
     def _loss_inputs(
-        self, hidden: Tensor, positions: Tensor, labels: Tensor
+        self, states: LastStates, positions: Tensor, mtp_depth: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
+        """Hidden states [n, H] at int64 [n] positions, weights of the projection, and labels [n]."""
+        hidden, labels = states.hidden, states.labels[positions + mtp_depth]
         weight, shard = self.output_projection()
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif shard.group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         hidden = self._scaled(hidden)
-        return hidden[:, 0].index_select(0, positions), weight, labels, shard
+        return hidden[:, 0].index_select(0, states.rows(positions)), weight, labels, shard
 
     def output_projection(self) -> tuple[Tensor, VocabShard]:
         """This rank's rows of the output projection, [V / tp, H], on the last stage."""

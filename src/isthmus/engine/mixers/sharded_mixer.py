@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.row_ranges import all_tokens, computed_rows
 from isthmus.engine.layers.sequence_states import LayerStates
 from isthmus.engine.linear.linear import ColumnParallelLinear, RowParallelLinear
 from isthmus.engine.lora.input_dropout import with_this_batch
@@ -131,12 +132,13 @@ class ShardedMixer(MegatronModule, ABC):
         ``hidden_states`` and the output are [T, 1, H], or [T / tp, 1, H] under sequence parallelism.
         """
 
-        lengths, states = packed_seq_params.lengths, None
+        lengths, shared, states = packed_seq_params.lengths, packed_seq_params.shared, None
         if packed_seq_params.states is not None:
             states = LayerStates(packed_seq_params.states, self.layer_number, lengths)
 
         def mix(*projected: Tensor) -> Tensor:
-            return self.mix(tuple(tensor[:, 0] for tensor in projected), lengths, states)[:, None]
+            tokens = tuple(all_tokens(tensor[:, 0], shared) for tensor in projected)
+            return computed_rows(self.mix(tokens, lengths, states), shared)[:, None]
 
         projected = self.projections(hidden_states)
         if self.recomputed and self.training:

@@ -17,9 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from isthmus.data.batching.packed_batch import PackedBatch
-
-Spans = tuple[tuple[int, int], ...]
-"""Ranges [start, end) of a packed sequence, in ascending order."""
+from isthmus.data.batching.shared_prefixes import Spans
 
 MAX_ROUNDS = 8
 """Each rank gets two chunks per round."""

@@ -84,6 +84,7 @@ class Corpus:
         *,
         eod: int | None,
         device_type: str,
+        share_prefixes: bool = False,
         end: AnswerEnd | None = None,
     ) -> tuple[Batches, Batches | None, Batches | None]:
         """Training, validation and test batches of this rank.
@@ -99,6 +100,7 @@ class Corpus:
             shuffle=not config.data.mock,  # mock samples are random already
             length_buckets=config.data.length_buckets,
             documents=_document_ends(config.data, eod),
+            share_prefixes=share_prefixes,
         )
         shard = BatchShard(
             dp_rank=position.dp_rank,

@@ -35,6 +35,7 @@ from isthmus.recipes.plan.model_plan import (
     open_run_model,
     plan_model,
 )
+from isthmus.recipes.plan.prefix_sharing import shares_prefixes
 from isthmus.recipes.plan.step_matmuls import tuning_messages
 from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.rollout.rewards import check_rewards
@@ -131,6 +132,8 @@ def validate(
         check_async_layout(config.parallel, platform.device_type, precision, ranks_here=ranks_here)
     with here():
         check_batch_invariant(config, platform.device_type, precision)
+    with here():
+        shares = shares_prefixes(config, plan, platform.device_type)
     tuned: tuple[str, ...] = ()
     if machine is None:  # else the GPU is not here
         with here():
@@ -150,6 +153,7 @@ def validate(
         *(() if plan.adapters is None else [f"adapters: {plan.adapters.summary()}"]),
         *teacher_messages(config, plan, precision),
         *memory,
+        *(("answers to one prompt share its computation (train.share_prefixes)",) if shares else ()),
         f"precision {precision}: {reason}",
         learning_rate_message(config),
     )

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.engine.attention.backends.blocks import check_shapes
-from isthmus.engine.attention.backends.row_ranges import Segment, offset_ranges, row_ranges, segments
+from isthmus.engine.attention.backends.segments import Segment, offset_ranges, segments
 from isthmus.engine.layers.dropout import AttentionDropout
+from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans
 
 

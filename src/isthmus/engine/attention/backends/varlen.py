@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isthmus.engine.attention.backends.blocks import check_shapes
-from isthmus.engine.attention.backends.row_ranges import offset_ranges, row_ranges, segments
+from isthmus.engine.attention.backends.segments import offset_ranges, segments
 from isthmus.engine.host_copies import to_device
+from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans
 from isthmus.platforms.torch_features import varlen_attn
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from isthmus.engine.attention.backends import flex, varlen
 from isthmus.engine.attention.backends.blocks import packed_attention
 from isthmus.engine.attention.backends.flex import flex_attention
-from isthmus.engine.attention.backends.row_ranges import row_ranges
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
+from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
 from isthmus.platforms.torch_features import flash_attention_operator
 from sweep import swept
