@@ -28,8 +28,10 @@ def run(config):
     from isthmus.errors import DataError, Preempted
     from isthmus.train.stop import StopFlag
     rank, mode = int(os.environ.get("RANK", "0")), os.environ["STUB"]
+    assert "RANK" not in os.environ or "torch" not in sys.modules, "a signal during its import would end the rank"
     stop = StopFlag()
     stop.install()
+    pathlib.Path(config.out).mkdir(parents=True, exist_ok=True)
     pathlib.Path(config.out, f"pid-{rank}").write_text(str(os.getpid()))
     print("hello from", rank, "of", os.environ.get("WORLD_SIZE"), "threads", os.environ.get("OMP_NUM_THREADS"),
           file=sys.stderr, flush=True)
@@ -201,6 +203,16 @@ def test_dollar_signs_in_arguments_are_kept(isthmus: ForkServer, stubbed: Path) 
     done = run_forked(isthmus, stubbed, "ok", "--out", name)
     assert done.returncode == 0, done.stderr
     assert len(list((stubbed / name).glob("pid-*"))) == 2
+
+
+def test_ranks_without_out_share_the_next_folder(isthmus: ForkServer, stubbed: Path) -> None:
+    (stubbed / "runs" / "sft-m-1").mkdir(parents=True)
+    args = ["sft", "--model", "m", "--data", "d", "--nproc", "2"]
+    variables = {name: environment(stubbed, "ok")[name] for name in ("STUB", "PYTHONPATH")}
+    done = isthmus.start(*args, cwd=stubbed, **variables).result()
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (stubbed / "runs").iterdir()) == ["sft-m-1", "sft-m-2"]
+    assert {path.name for path in (stubbed / "runs" / "sft-m-2").iterdir()} >= {"pid-0", "pid-1"}
 
 
 def test_usage_error_starts_nothing(stubbed: Path) -> None:

@@ -54,18 +54,19 @@ def two_ranks(isthmus: ForkServer, args: list[str], layout: str = "parallel.tp=2
 
 
 def test_signal_saves_and_the_same_command_finishes(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> None:
-    """SIGINT and SIGHUP are in test_launch.py; resuming under another layout in tests/ranks/test_checkpoint.py."""
+    """The launcher sends the signal to the ranks: test_launch.py; another layout: tests/ranks/test_checkpoint.py."""
     out = tmp_path / "out"
     sft_args.append(f"train.steps={STEPS}")
-    process = isthmus.start(*sft_args, "--nproc", "2", "parallel.tp=2")
+    process = two_ranks(isthmus, sft_args)
     wait_for_step(process, out, 5)
-    process.send(0, signal.SIGTERM)
-    stopped = process.result()
-    assert stopped.returncode == 75, stopped
+    for rank in range(2):
+        process.send(rank, signal.SIGTERM)
+    stopped, other = process.wait()
+    assert (stopped.returncode, other.returncode) == (75, 75), stopped
     (step,) = checkpoints(out)
     assert 5 <= step < STEPS
     assert stopped.errors[-1].startswith(f"isthmus: stopped after step {step} of {STEPS}") and not stopped.stdout
-    assert len(stopped.errors) == 2 and "SIGTERM" in stopped.errors[0]
+    assert len(stopped.errors) == 1 and not other.errors
     assert not (out / "hf").exists() and not list(out.rglob(".tmp*"))
 
     again, _ = two_ranks(isthmus, sft_args).wait()

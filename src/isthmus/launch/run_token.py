@@ -10,9 +10,6 @@ import hashlib
 import hmac
 import re
 
-import torch
-import torch.distributed as dist
-
 from isthmus.errors import UnsafeInput
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
@@ -51,6 +48,10 @@ def check_ranks(token: str, platform: Platform, agreed: bytes) -> None:
     Raises:
         UnsafeInput: a rank has not proved it.
     """
+    # Ranks of the launcher import this module before they handle signals, and torch after.
+    import torch
+    import torch.distributed as dist
+
     digest = hashlib.sha256(agreed).hexdigest()
     expected = [_code(token, f"rank {rank}", digest) for rank in range(dist.get_world_size())]
     proof = torch.tensor(list(expected[dist.get_rank()]), dtype=torch.uint8, device=platform.device_type)
