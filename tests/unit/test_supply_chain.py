@@ -40,5 +40,5 @@ def test_a_lock_is_complete(repository: Path, pyproject: dict[str, Any], name: s
 def test_actions_are_named_by_commit(repository: Path) -> None:
     workflows = sorted((repository / ".github/workflows").glob("*.yml"))
     used = [line for path in workflows for line in re.findall(r"uses: (.+)", path.read_text())]
-    assert len(workflows) == 2 and len(used) > 5
+    assert len(workflows) == 3 and len(used) > 5
     assert [line for line in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v[\d.]+", line)] == []
