@@ -73,8 +73,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-def mark_thorough_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that ``thorough_cases`` names as ``thorough``; a name without a case is an error.
+def mark_cases(config: pytest.Config, items: list[pytest.Item], tier: str) -> None:
+    """Give the cases that ``<tier>_cases`` names the marker of the tier; a name without a case is an error.
 
     Names are not checked where the command selects single cases.
     """
@@ -83,22 +83,23 @@ def mark_thorough_cases(config: pytest.Config, items: list[pytest.Item]) -> None
         if hasattr(item, "callspec"):
             cases.setdefault(item.nodeid.partition("[")[0], set()).add(item.callspec.id)
     for item in items:
-        marker = item.get_closest_marker("thorough_cases")
+        marker = item.get_closest_marker(f"{tier}_cases")
         if marker is None:
             continue
         test = item.nodeid.partition("[")[0]
         missing = set(marker.args) - cases.get(test, set())
         if missing and not any("[" in argument for argument in config.args):
             raise pytest.UsageError(
-                f"{test}: thorough_cases names {sorted(missing)}; the cases are {sorted(cases.get(test, ()))}"
+                f"{test}: {tier}_cases names {sorted(missing)}; the cases are {sorted(cases.get(test, ()))}"
             )
         if item.callspec.id in marker.args:
-            item.add_marker(pytest.mark.thorough)
+            item.add_marker(tier)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark ``thorough`` cases; skip ``gpu`` tests without a GPU: torch is imported only if such a test is collected."""
-    mark_thorough_cases(config, items)
+    """Mark cases with their tier; skip ``gpu`` tests without a GPU: torch is imported only if one is collected."""
+    for tier in ("sweep", "thorough"):
+        mark_cases(config, items, tier)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -142,6 +142,7 @@ def test_written_targets_select_these_layers_only(tmp_path: Path) -> None:
     assert torch.equal(content(tmp_path / "merged")["lm_head.weight"], saved["lm_head.weight"])
 
 
+@pytest.mark.sweep_cases("gpt2-dora", "deepseek_v3")
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gpt2-dora", "qwen3-dora"])
 def test_slices_equal_the_whole(name: str, tmp_path: Path) -> None:
     """As the ranks of tp 2 and ep 2 read them; and memory: only the slice of the base is read."""

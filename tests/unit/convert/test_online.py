@@ -72,6 +72,7 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
     return family
 
 
+@pytest.mark.sweep_cases("4-False", "2-True", "1-False")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip_of_bfloat16_in_float32_keeps_every_byte(tmp_path: Path, tp: int, tied: bool) -> None:
@@ -95,6 +96,7 @@ def check_round_trip(source: ModelFolder, tmp_path: Path, tp: int) -> None:
     ).read_bytes()
 
 
+@pytest.mark.sweep_cases("gpt2", "deepseek_v3")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_sharded_files_round_trip_and_load_without_warnings(tmp_path: Path, family: str) -> None:
     source = build(tmp_path / "source", family, dtype=torch.bfloat16, shards="15KB")
@@ -242,6 +244,7 @@ def test_weights_beyond_the_dtype_of_the_training_are_refused(llama: dict[str, A
         import_weights(live, llama["family"], llama["arch"], source, layout=llama["layout"])
 
 
+@pytest.mark.sweep_cases("gpt2")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str) -> None:
     config = build(tmp_path / "model", family, dtype=torch.float32).config

@@ -57,6 +57,7 @@ def converted(qwen3: Path, tmp_path: Path) -> Path:
     return without_checksums(tmp_path / "megatron")
 
 
+@pytest.mark.sweep_cases("mixtral-dtype5-True", "gpt2-dtype1-False")
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     [

@@ -52,6 +52,7 @@ def config_of(capsys: pytest.CaptureFixture[str], *words: str) -> RunConfig:
     return load_config(None, Path("run.yaml"))
 
 
+@pytest.mark.sweep_cases("source2", "source3", "llama3.1_8B")
 @pytest.mark.parametrize("source", [LLAMA3_8B, MIXTRAL, DEEPSEEK_V2_LITE, GPT_345M[:-4], "llama3.1_8B", "mixtral_tiny"])
 def test_a_config_as_arguments_is_read_as_the_same_config(
     source: list[str] | str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

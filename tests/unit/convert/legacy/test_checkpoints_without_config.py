@@ -40,6 +40,7 @@ def change_args(checkpoint: Path, **changed: Any) -> None:
     torch.save(common, file)
 
 
+@pytest.mark.sweep_cases("gpt2-torch_dist", "gpt2-local")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

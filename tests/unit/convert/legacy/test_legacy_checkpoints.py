@@ -41,6 +41,7 @@ def rewrite(path: Path, change: Any) -> None:
     torch.save(state, path)
 
 
+@pytest.mark.sweep_cases("layout3-False", "layout1-False", "layout5-False", "layout8-True", "layout7-False")
 @pytest.mark.parametrize(
     ("layout", "tied"), [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[-1], True)]
 )
@@ -54,6 +55,7 @@ def test_legacy_round_trip(layout: LegacyLayout, tied: bool, tmp_path: Path) -> 
     compare_models(source, tmp_path / "back")
 
 
+@pytest.mark.sweep_cases("gpt2")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_archetypes(family: str, tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "hf", family, tie_word_embeddings=False)

@@ -58,6 +58,7 @@ def presets_and_layouts() -> Iterator[Any]:
             yield pytest.param(name, layout, id=f"{name}-{layout}", marks=pytest.mark.sweep)
 
 
+@pytest.mark.sweep_cases("deepseek-v3-{'tp': 8}")
 @pytest.mark.parametrize(("preset", "layout"), [*presets_and_layouts()])
 def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) -> None:
     config = config_of(f"preset:{preset}", **{f"parallel.{name}": size for name, size in layout.items()})

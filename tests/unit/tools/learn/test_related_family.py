@@ -118,6 +118,7 @@ def test_a_module_like_a_family_of_another_package_is_refused() -> None:
         write_module(data)
 
 
+@pytest.mark.sweep_cases("change2-TypeError")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"like": "absent"}, "like the family 'absent'"), ({"format": 9}, "format 9"), ({"traits": 3}, "TypeError")],

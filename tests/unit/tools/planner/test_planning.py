@@ -163,6 +163,7 @@ def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) ->
         plans(override, "parallel.fsdp=true", model="llama3.2-1b")
 
 
+@pytest.mark.sweep_cases("8xH100-3-24")
 @pytest.mark.parametrize(("gpus", "nodes", "batch"), [("6xH100", 2, 24), ("8xH100", 3, 24), ("4xGB200", 18, 72)])
 def test_numbers_of_gpus_that_are_no_powers_of_two(gpus: str, nodes: int, batch: int) -> None:
     results = plans(model="llama3.2-1b", gpus=gpus, nodes=nodes, number=99)
