@@ -74,7 +74,16 @@ def test_steps_equal_plain_transformers(
 
 
 @pytest.mark.thorough_cases(
-    "gemma", "gemma2", "glm4", "gpt2-no-sp", "gpt_neox", "olmo2", "phi3", "seed_oss", "starcoder2"
+    "gemma3_text",
+    "gemma",
+    "gemma2",
+    "glm4",
+    "gpt2-no-sp",
+    "gpt_neox",
+    "olmo2",
+    "phi3",
+    "seed_oss",
+    "starcoder2",
 )
 @pytest.mark.parametrize(
     ("family", "settings", "layout"),

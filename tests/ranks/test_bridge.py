@@ -58,7 +58,7 @@ def test_plain_loop(model: Path, one_rank: RankPool, two_ranks: RankPool, tmp_pa
     AutoModelForCausalLM.from_pretrained(tmp_path / "two")
 
 
-@pytest.mark.thorough_cases("deepseek_v3")
+@pytest.mark.thorough_cases("qwen3", "deepseek_v3")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt2"])
 def test_plain_loop_updates_replicated_parameters_alike(
     family: str, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path

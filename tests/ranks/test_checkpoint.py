@@ -57,7 +57,7 @@ def halves(
     return make
 
 
-@pytest.mark.thorough_cases("dp2-bf16", "pp2-fp32")
+@pytest.mark.thorough_cases("fp32", "dp2-bf16", "pp2-fp32")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -97,11 +97,11 @@ def test_optimizer_offload_is_bitwise_identical(
     full, saved = halves(2, precision="bf16")
     settings = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 4, "precision": "bf16"}
     offloaded = two_ranks.run(
-        "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[6], root=tmp_path, **settings
+        "ranks.tasks.train", resume=saved, optim={"offload": True}, save_at=[5], root=tmp_path, **settings
     )
-    back = two_ranks.run("ranks.tasks.train", resume=tmp_path / "iter_0000006", **settings)
+    back = two_ranks.run("ranks.tasks.train", resume=tmp_path / "iter_0000005", **settings)
     for curve in ("loss", "grad_norm", "lr", "loss_tokens"):
-        assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][6:]
+        assert offloaded[curve] == full[curve][HALF:] and back[curve] == full[curve][5:]
     assert offloaded["digest"] == back["digest"] == full["digest"]
 
 
@@ -152,7 +152,7 @@ def test_resume_in_another_layout(
 
 
 @pytest.mark.thorough_cases(
-    "jamba", "kimi_linear", "nemotron_h-bf16", "nemotron_h-same", "nemotron_h", "qwen3_5_text-same"
+    "olmo2", "gemma2", "jamba", "kimi_linear", "nemotron_h-bf16", "nemotron_h-same", "nemotron_h", "qwen3_5_text-same"
 )
 @pytest.mark.parametrize(
     ("family", "writer", "reader"),

@@ -90,6 +90,7 @@ def test_archetypes_load(family: str, one_rank: RankPool, tmp_path: Path) -> Non
     assert one_rank.run("ranks.tasks.load_strictly", model=model, checkpoint_folder=folder)["max_difference"] == 0
 
 
+@pytest.mark.thorough_cases("fsdp2", "dp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -59,7 +59,7 @@ def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> N
         assert mine == pytest.approx(theirs, rel=TOLERANCE)
 
 
-@pytest.mark.thorough_cases("tp2-ep2-etp2")
+@pytest.mark.thorough_cases("tp2-etp1", "tp2-ep2-etp2")
 @pytest.mark.parametrize(
     ("family", "ranks", "layout"),
     [
@@ -85,6 +85,7 @@ def test_expert_parallel_trains_as_single_process(
     assert_same(run, alone[family][0])
 
 
+@pytest.mark.thorough_cases("4-layout1")
 @pytest.mark.parametrize(("ranks", "layout"), [(2, {"ep": 2}), (4, {"tp": 2, "ep": 2})])
 def test_all_gather_dispatch_equals_all_to_all(
     ranks: int,
@@ -120,6 +121,7 @@ def test_sequence_aux_loss_does_not_depend_on_micro_batch(
     assert_same(*runs)
 
 
+@pytest.mark.thorough_cases("one-to-ep2")
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

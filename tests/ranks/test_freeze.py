@@ -54,6 +54,7 @@ def test_gradients_of_the_other_tensors_are_bitwise_equal(
         assert partial["memory"][kind] < full["memory"][kind]
 
 
+@pytest.mark.thorough_cases("pp2-fp16")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

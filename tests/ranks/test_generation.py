@@ -168,6 +168,7 @@ def test_sequences_without_a_state_are_computed_again(one_rank: RankPool, tmp_pa
     assert result["tokens"] == transformers_answers(folder)
 
 
+@pytest.mark.thorough_cases("convolution-tp2-sp", "mamba-dp2")
 @pytest.mark.parametrize(
     ("family", "layout", "top_p"),
     [

@@ -112,7 +112,7 @@ def test_generation_and_training_agree(model: str, alone: Any) -> None:
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-6
 
 
-@pytest.mark.thorough_cases("all-2", "dynamic-2")
+@pytest.mark.thorough_cases("all-1", "all-2", "dynamic-2")
 @pytest.mark.parametrize("done", [1, 2])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["all", "dynamic"])
 def test_resumed_run_repeats_rollouts_bitwise(
@@ -210,7 +210,7 @@ def test_a_rollout_ahead_differs_from_training_by_its_age_alone(ahead: dict[int,
     assert all(row["ratio_mean"] == 1 for row in rows)
 
 
-@pytest.mark.thorough_cases("dp2")
+@pytest.mark.thorough_cases("tp2-sp", "dp2")
 @pytest.mark.parametrize(
     "layout", [{"parallel.tp": 2, "parallel.sp": True}, {"parallel.pp": 2}, {}], ids=["tp2-sp", "pp2", "dp2"]
 )

@@ -31,7 +31,7 @@ def divergences(result: dict[str, Any]) -> list[float]:
     return [step["kl"] for step in result["metrics"]]
 
 
-@pytest.mark.thorough_cases("fsdp2", "pp2-vpp2-dp2")
+@pytest.mark.thorough_cases("cp2", "fsdp2", "pp2-vpp2-dp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -52,7 +52,7 @@ def test_single_process_clips_some_steps(alone: dict[str, dict[str, Any]]) -> No
         assert len(run["loss"]) == TOTAL_STEPS
         assert run["valid_after"] < run["valid_before"]
         assert min(run["grad_norm"]) < CLIP_GRAD < max(run["grad_norm"])
-        assert len(set(run["loss_tokens"])) > 5
+        assert len(set(run["loss_tokens"])) > TOTAL_STEPS // 2
 
 
 @pytest.mark.thorough
@@ -176,12 +176,12 @@ def test_bf16_follows_fp32(
         model=models["qwen3-tied"],
         samples=samples,
         micro_batch_size=2,
-        steps=8,
+        steps=TOTAL_STEPS,
         precision="bf16",
         **layout,
     )
     truth = alone["qwen3-tied"]
-    differences = {curve: max_relative_difference(run[curve], truth[curve][:8]) for curve in CURVES}
+    differences = {curve: max_relative_difference(run[curve], truth[curve]) for curve in CURVES}
     # 8 bits of mantissa; a missing or doubled gradient would differ by tenths.
     assert differences["loss"] < 0.003
     assert differences["grad_norm"] < 0.02
@@ -218,6 +218,7 @@ def test_recompute_is_bitwise_identical(
     assert run == alone["qwen3-tied"]
 
 
+@pytest.mark.thorough_cases("layout1")
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
 def test_full_recompute_over_ranks(
     layout: dict[str, int],

@@ -145,6 +145,7 @@ def test_equal_lengths_change_no_result(
         assert padded[key] == pytest.approx(plain[key], rel=TOLERANCE)
 
 
+@pytest.mark.thorough_cases("uneven")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -37,7 +37,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [peak[1:] for peak in result["peaks"]] == [peak[1:] for peak in expected["peaks"]]
 
 
-@pytest.mark.thorough_cases("dapo-dp2", "dapo-pp2", "gspo-tp2-sp", "grpo-cp2-tp2")
+@pytest.mark.thorough_cases("dapo-cp2", "dapo-dp2", "dapo-pp2", "gspo-tp2-sp", "grpo-cp2-tp2")
 @pytest.mark.parametrize(
     ("loss", "ranks", "layout"),
     [

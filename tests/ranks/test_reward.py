@@ -31,6 +31,7 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one_rank.run(TRAIN, **run, steps=4, evaluate=True))
 
 
+@pytest.mark.thorough_cases("tp2", "fsdp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
