@@ -100,6 +100,7 @@ def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCud
     assert not many.get("slice_backward")
 
 
+@pytest.mark.thorough_cases("qwen3-fp32")
 @pytest.mark.parametrize(("model", "precision"), [("mistral", "bf16"), ("qwen3", "fp32")])
 def test_sdpa_needs_no_plain_matmuls(fake_cuda: FakeCuda, model: str, precision: str) -> None:
     """Which save all probabilities: for a mask or float32 with grouped query heads, the keys are copied instead."""

@@ -62,6 +62,7 @@ def experts_step(size: int = 1, moe: dict[str, Any] | None = None, **parallel: A
     return dict(Counter(sync.partition(":")[0].replace(" at ", " in ") for sync in trace.syncs_in(*FILES)))
 
 
+@pytest.mark.thorough_cases("capacity")
 @pytest.mark.parametrize(
     ("gpu", "moe"), [("sm_90", {}), ("gfx942", {"capacity_factor": 1.0})], ids=["dropless", "capacity"]
 )
@@ -71,7 +72,7 @@ def test_the_host_waits_for_no_layer_with_all_experts_on_a_rank(
     assert fake_cuda.run(experts_step, gpu=gpu, moe=moe) == {}
 
 
-@pytest.mark.thorough_cases("alltoall-capacity")
+@pytest.mark.thorough_cases("allgather", "alltoall-capacity")
 @pytest.mark.parametrize(
     ("moe", "waits"), [({}, 1), ({"capacity_factor": 1.0}, 1), ({"dispatcher": "allgather"}, 2)],
     ids=["alltoall", "alltoall-capacity", "allgather"],

@@ -13,6 +13,8 @@ from fake_cuda.step_memory import RANKS, memory, memory_without_state
 
 
 @pytest.mark.thorough_cases(
+    "8B, first stage",
+    "70B, a middle stage",
     "70B, recomputed",
     "8B, cp",
     "8B, virtual stages",
@@ -34,7 +36,7 @@ def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> No
     assert estimate["total"] == pytest.approx(results["peak"], rel=0.1)
 
 
-@pytest.mark.thorough_cases("dp8")
+@pytest.mark.thorough_cases("tp2", "dp8")
 @pytest.mark.parametrize(
     "settings",
     [

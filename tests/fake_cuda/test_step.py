@@ -111,7 +111,7 @@ def waits(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> dict[str, list
     return dict(fake_cuda.run(waits_of_steps, names=names))
 
 
-@pytest.mark.thorough_cases("dpo", "fp16-tp2", "fsdp", "offload-dp2")
+@pytest.mark.thorough_cases("fp32", "pp2", "freeze", "neftune-tp2", "Mamba-2", "dpo", "fp16-tp2", "fsdp", "offload-dp2")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_host_reads_the_gpu_once_in_a_step(name: str, waits: dict[str, list[str]]) -> None:
     """Losses, counts, gradient norm, overflow flag and expert load in one copy; nothing else waits."""

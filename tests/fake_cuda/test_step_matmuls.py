@@ -42,6 +42,7 @@ def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, 
     return {"computed": values, "predicted": predicted}
 
 
+@pytest.mark.thorough_cases("gated shared expert, qkv biases-bf16-parallel3")
 @pytest.mark.parametrize(
     ("trait", "precision", "parallel"),
     [

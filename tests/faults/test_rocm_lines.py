@@ -52,6 +52,7 @@ def check(log: str, *, fp8: bool) -> None:
 
 
 @pytest.mark.thorough_cases(
+    "llama3-TEE_OUTPUT=1 MBS=2 BS=128 TP=1 TE_FP8=0 SEQ_LENGTH=8192 MODEL_SIZE=8 TOTAL_ITERS=50",
     "deepseek_v2-GEMM_TUNING=1 PR=fp8 MBS=4 AC=sel SEQ_LEN=4096 PAD_LEN=4096 TRAIN_ITERS=50 EP=1",
     "llama2-TEE_OUTPUT=1 MBS=4 BS=256 TP=1 TE_FP8=0 SEQ_LENGTH=4096 MODEL_SIZE=7 TOTAL_ITERS=50",
     "llama2-line5",
