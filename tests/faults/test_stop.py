@@ -18,7 +18,7 @@ from faults.fork_server import ForkServer, RunningRanks
 from faults.hosts import rank_variables
 
 pytestmark = pytest.mark.ranks
-STEPS = 40
+STEPS = 20
 
 
 def wait_for_step(command: RunningRanks, run_folder: Path, step: int, timeout_s: float = 90.0) -> None:
@@ -58,13 +58,13 @@ def test_signal_saves_and_the_same_command_finishes(isthmus: ForkServer, sft_arg
     out = tmp_path / "out"
     sft_args.append(f"train.steps={STEPS}")
     process = two_ranks(isthmus, sft_args)
-    wait_for_step(process, out, 5)
+    wait_for_step(process, out, 2)
     for rank in range(2):
         process.send(rank, signal.SIGTERM)
     stopped, other = process.wait()
     assert (stopped.returncode, other.returncode) == (75, 75), stopped
     (step,) = checkpoints(out)
-    assert 5 <= step < STEPS
+    assert 2 <= step < STEPS
     assert stopped.errors[-1].startswith(f"isthmus: stopped after step {step} of {STEPS}") and not stopped.stdout
     assert len(stopped.errors) == 1 and not other.errors
     assert not (out / "hf").exists() and not list(out.rglob(".tmp*"))
