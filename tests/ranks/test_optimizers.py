@@ -43,7 +43,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(folder, "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=2, num_experts=4)
 
 
-@pytest.mark.thorough_cases("dp2-overlap", "tp2-bf16")
+@pytest.mark.thorough_cases("tp2-bf16")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
