@@ -98,7 +98,7 @@ def mark_cases(config: pytest.Config, items: list[pytest.Item], tier: str) -> No
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark cases with their tier; skip ``gpu`` tests without a GPU: torch is imported only if one is collected."""
-    for tier in ("sweep", "thorough"):
+    for tier in ("sweep", "slow", "thorough"):
         mark_cases(config, items, tier)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -86,6 +86,7 @@ def imported_modules(nodes: Sequence[ast.AST], modules: Nodes) -> set[str]:
     return results & modules.keys()
 
 
+@pytest.mark.slow
 def test_no_import_circle(modules: Nodes) -> None:
     graph = {name: imported_modules(nodes, modules) - {name} for name, nodes in modules.items()}
     order = TopologicalSorter(graph)

@@ -35,6 +35,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], li
     return capsys.readouterr().out.removesuffix("\n").split("\n")
 
 
+@pytest.mark.slow
 def test_turns_are_a_conversation(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +46,7 @@ def test_turns_are_a_conversation(
     assert out == f"{first}\n{second}\n{first}"
 
 
+@pytest.mark.slow
 def test_commands(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +63,7 @@ def test_commands(
     assert "/system TEXT" in printed.err and "/nonsense is not a command; /help lists them" in printed.err
 
 
+@pytest.mark.slow
 def test_the_prompts_of_a_file_are_answered(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     words = ["chat", str(model), "--file", str(file), "--out", str(out), "--max-new-tokens", "6", "--system", "Short."]
@@ -95,6 +98,7 @@ def test_prompts_are_checked_before_the_model_is_loaded(
     assert main(["chat", "m", "--file", str(file)]) == 2 and "--file needs --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_template_and_system_prompt_of_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +117,7 @@ def test_template_and_system_prompt_of_the_run(
     )
 
 
+@pytest.mark.slow
 def test_system_prompt_and_sampling(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +139,7 @@ def session_of(model: Path, **more: str) -> ChatSession:
     )
 
 
+@pytest.mark.slow
 def test_a_stop_ends_the_answer_and_keeps_its_text(model: Path) -> None:
     session, pieces = session_of(model), []
 
@@ -147,6 +153,7 @@ def test_a_stop_ends_the_answer_and_keeps_its_text(model: Path) -> None:
     assert longer.startswith(answer) and len(longer) > len(answer)
 
 
+@pytest.mark.slow
 def test_a_model_without_template_completes(tmp_path: Path, model: Path) -> None:
     base = build_tiny_qwen3(tmp_path / "base", ["Paris is a city."] * 8, vocab_size=300, scaled_init=True, **SIZES)
     (base / "chat_template.jinja").unlink()

@@ -20,6 +20,7 @@ def model(tmp_path: Path) -> str:
     return str(build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 def test_convert_both_ways_and_verify(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert main(["convert", model, there, "--json"]) == 0
@@ -90,6 +91,7 @@ def test_differing_config_field_is_named(model: str, tmp_path: Path, capsys: pyt
     assert "rope_scaling.factor=None and 2.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_its_export(model: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -208,6 +208,7 @@ def test_first_line_comes_before_torch(tmp_path: Path) -> None:
     assert error.startswith("isthmus: ") and "torch" in error
 
 
+@pytest.mark.slow
 def test_help_names_all_formats_of_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And a file of each format is read."""
     assert main(["pretrain", "--help"]) == 0

@@ -19,6 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("models") / "model", "llama", tie_word_embeddings=True)
 
 
+@pytest.mark.slow
 def test_from_hugging_face_to_ranks_and_back(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     words = f"""convert --model-type GPT --loader llama_mistral --checkpoint-type hf --saver mcore

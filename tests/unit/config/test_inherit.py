@@ -193,6 +193,7 @@ def test_the_first_command_of_a_preset_is_valid(
     assert json.loads(capsys.readouterr().out)["recipe"] == words[0]
 
 
+@pytest.mark.slow
 def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "ls"]) == 0

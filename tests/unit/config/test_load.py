@@ -160,6 +160,7 @@ LAUGHS = "a0: &a0 {x: [1, 2]}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1
 """A billion laughs: 40 lines that mean 9 ** 40 values."""
 
 
+@pytest.mark.slow_cases("text10-sft.yaml-more than 64 levels")
 @pytest.mark.parametrize(
     ("text", "place", "part"),
     [

@@ -174,6 +174,7 @@ def test_model_can_be_plain_text(tmp_path: Path) -> None:
         load_config("pretrain", None, ["model.config.vocab_size=9", "model.init=random", "data.files=[a]", "out=o"])
 
 
+@pytest.mark.slow
 def test_config_commands_accept_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

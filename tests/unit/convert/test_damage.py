@@ -134,6 +134,7 @@ def _no_properties(index: Any) -> None:
     del index.state_dict_metadata["embedding.word_embeddings.weight"].properties
 
 
+@pytest.mark.slow_cases("_no_grid-the chunks of decoder.layers.mlp.linear_fc2.weight are no grid")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", swept(CASES, ("llama", "qwen3-patterns", "gpt2-dora", "gpt_oss")))
 def test_merging_equals_peft(name: str, tmp_path: Path) -> None:
     family, settings = CASES[name]
@@ -89,6 +90,7 @@ def test_merging_equals_peft(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(merged[tensor], value, atol=1e-6, rtol=0, msg=tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", swept(["llama", "qwen3-dora", "gpt2", "deepseek_v3", "mixtral", "gpt_oss"], ("qwen3-dora", "deepseek_v3"))
 )
@@ -117,6 +119,7 @@ def test_written_adapter_is_that_of_peft(name: str, tmp_path: Path) -> None:
     assert torch.equal(*map(logits, loaded))
 
 
+@pytest.mark.slow
 def test_written_targets_select_these_layers_only(tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "deepseek_v3", num_hidden_layers=3)
     config = json.loads((base / "config.json").read_text())
@@ -165,6 +168,7 @@ def test_slices_equal_the_whole(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(target.float(), expected[tensor][piece.hf], atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "phi3"])
 def test_conversion_to_megatron_and_back(name: str, tmp_path: Path) -> None:
     family, settings = CASES[name]

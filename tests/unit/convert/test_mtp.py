@@ -36,6 +36,7 @@ def complete(folder: Path) -> int:
     return len(ahead)
 
 
+@pytest.mark.slow_cases("torch_dist")
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
 def test_mtp_layers_survive_a_round_trip(saved: Path, to: str, tmp_path: Path) -> None:
     assert complete(saved) == 6 + 9 + 2 + 6 * 3 + 3

@@ -65,6 +65,7 @@ def assert_same_bytes(expected: Path, result: Path) -> None:
     )
 
 
+@pytest.mark.slow_cases("torch_dist-hy_v3", "torch_dist-nemotron_h")
 @pytest.mark.sweep_cases("torch-mimo", "torch-nemotron_h", "torch-hy_v3")
 @pytest.mark.parametrize("family", PREFIXES)
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
@@ -88,6 +89,7 @@ def test_layers_without_weights_are_not_counted(family: str) -> None:
     assert result.to_architecture(config, ()).pattern.mtp_layers == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("mimo_v2_flash-torch_dist", "ernie4_5_moe-torch_dist")
 @pytest.mark.parametrize(
     ("family", "to"),

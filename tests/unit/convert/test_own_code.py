@@ -42,6 +42,7 @@ def with_code(folder: Path, family: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CLASSES)
 def test_export_keeps_class_and_code(family: str, tmp_path: Path) -> None:
     source = with_code(tmp_path / "source", family)

@@ -42,6 +42,7 @@ def name_of_transformers(name: str) -> str:
     return "lm_head.weight" if head else f"model.{name.replace('_model.model', '_model')}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [None, LegacyLayout(tp=2, pp=2)], ids=["torch_dist", "legacy"])
 def test_round_trip_keeps_all_bytes(layout: LegacyLayout | None, gemma3: Path, tmp_path: Path) -> None:
     convert(gemma3, tmp_path / "megatron", "torch_dist" if layout is None else "torch", layout=layout)
@@ -66,6 +67,7 @@ def test_another_dtype_is_that_of_the_language_model(gemma3: Path, tmp_path: Pat
     assert {dtype for name, dtype in dtypes.items() if name.startswith("language_model.")} == {torch.float16}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_towers_needs_the_folder(gemma3: Path, tmp_path: Path) -> None:
     convert(gemma3, tmp_path / "megatron")
     shutil.rmtree(without_checksums(tmp_path / "megatron") / "hf/towers")
@@ -84,6 +86,7 @@ def test_a_checkpoint_without_towers_needs_the_folder(gemma3: Path, tmp_path: Pa
         convert(tmp_path / "megatron", tmp_path / "refused", hf_like=other)
 
 
+@pytest.mark.slow
 def test_the_language_model_alone(gemma3: Path, tmp_path: Path) -> None:
     convert(gemma3, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "text", hf_family="gemma3_text")
@@ -98,6 +101,7 @@ def test_the_language_model_alone(gemma3: Path, tmp_path: Path) -> None:
         convert(tmp_path / "text", tmp_path / "refused", "hf", hf_family="gemma3")
 
 
+@pytest.mark.slow
 def test_verify_compares_towers(gemma3: Path, tmp_path: Path) -> None:
     convert(gemma3, tmp_path / "megatron")
     tensors = load_file(gemma3 / "model.safetensors")
@@ -112,6 +116,7 @@ def test_verify_compares_towers(gemma3: Path, tmp_path: Path) -> None:
     compare_models(tmp_path / "megatron", gemma3, hf_like=gemma3)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_language_model_is_merged(tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "mistral3", tie_word_embeddings=False)
     adapter = build_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*(q|v|down)_proj")
@@ -154,6 +159,7 @@ def test_settings_of_quantization_in_the_section() -> None:
     assert folder.quantization == quantized and folder.config == {"text_config": {"hidden_size": 8}}
 
 
+@pytest.mark.slow
 def test_experts_in_one_tensor_are_read(tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "qwen3_5_moe")
     full = load_file(base / "model.safetensors")

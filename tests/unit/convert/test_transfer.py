@@ -57,6 +57,7 @@ def converted(qwen3: Path, tmp_path: Path) -> Path:
     return without_checksums(tmp_path / "megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("mixtral-dtype5-True", "gpt2-dtype1-False")
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
@@ -134,6 +135,7 @@ def test_args_for_megatron_lm(converted: Path) -> None:
     assert args["untie_embeddings_and_output_weights"] and args["padded_vocab_size"] == SIZES["vocab_size"]
 
 
+@pytest.mark.slow
 def test_common_state_as_an_object(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core 0.19 writes it, and no common.pt."""
     monkeypatch.setattr(to_torch_dist, "saves_common_state_object", lambda: True)

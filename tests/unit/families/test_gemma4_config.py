@@ -116,6 +116,7 @@ def test_layers_with_keys_or_inputs_of_others_have_one_pipeline_stage() -> None:
         check_stages(arch, 2)
 
 
+@pytest.mark.slow
 def test_unused_tensors_of_published_files_are_read_over(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "model", "gemma4")
     file = folder / "model.safetensors"

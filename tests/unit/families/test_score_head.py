@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_classes_are_those_of_transformers() -> None:
     names = {name: family.scored_architecture for name, family in all_families().items() if name not in MULTIMODAL}
     for name, architecture in names.items():
@@ -31,6 +32,7 @@ def test_the_classes_are_those_of_transformers() -> None:
         assert has_class(architecture) == (architecture in NAMES.values())
 
 
+@pytest.mark.slow_cases("gpt_oss")
 @pytest.mark.parametrize("name", swept(sorted({*all_families()} - WITHOUT - MULTIMODAL), ("gpt2", "gpt_oss", "qwen3")))
 def test_configs_and_tensors_of_every_family(name: str) -> None:
     family = all_families()[name]

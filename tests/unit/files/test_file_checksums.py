@@ -210,6 +210,7 @@ def test_a_list_of_another_kind_is_refused(tmp_path: Path, change: Any) -> None:
         ChecksumVerifier().check(folder / "config.json")
 
 
+@pytest.mark.slow
 def test_no_damage_of_the_list_is_silent(tmp_path: Path) -> None:
     folder, chance = _folder(tmp_path), random.Random(0)
     path = folder / CHECKSUMS

@@ -39,6 +39,7 @@ def test_special_files_are_no_input(special: Path) -> None:
             list(read_chunks(names))
 
 
+@pytest.mark.slow
 def test_a_larger_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:

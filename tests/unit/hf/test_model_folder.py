@@ -227,6 +227,7 @@ def test_gaps_and_overlaps_of_tensors(model: Path, offsets: tuple[tuple[int, int
         _ = ModelFolder.open(model).tensors
 
 
+@pytest.mark.slow
 def test_flipped_header_bits_are_detected_or_change_a_name(model: Path) -> None:
     """A name is for whoever knows the model to refuse; types, sizes and places have to agree with each other."""
     # An empty tensor has no bytes that its shape could contradict.

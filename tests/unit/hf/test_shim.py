@@ -103,6 +103,7 @@ def gpt2_with_experts(source: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "export"
 
 
+@pytest.mark.slow_cases("qwen2_moe-shared")
 @pytest.mark.parametrize("case", swept([*KNOWN, *OWN], ("llama-biases", "mistral-window-of-5", "qwen2_moe-shared")))
 @torch.no_grad()
 def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
         assert (expected - actual).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 def test_round_trip_of_a_model_without_a_transformers_class(
     source: Path, gpt2_with_experts: Path, tmp_path: Path
 ) -> None:

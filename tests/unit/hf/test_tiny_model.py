@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     return build_tiny_qwen3(tmp_path_factory.mktemp("tiny") / "model", TEXTS, vocab_size=300, **SMALL)
 
 
+@pytest.mark.slow
 def test_model_loads_and_generates(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -52,6 +52,7 @@ def test_lost_connection_becomes_the_failure_of_the_other_rank(store: dist.Store
     assert caught.value.exit_code == 79 and Heartbeat.first == first
 
 
+@pytest.mark.slow
 def test_silent_rank_is_named_with_its_trace_region(store: dist.Store) -> None:
     store.set("heartbeat/1", '["node1", 7, "step 3: optimizer"]')
     with pytest.raises(IsthmusError, match="no heartbeat any more of rank 1 on node1, last in step 3: optimizer"):
@@ -59,6 +60,7 @@ def test_silent_rank_is_named_with_its_trace_region(store: dist.Store) -> None:
             raise RuntimeError("gloo: timed out")
 
 
+@pytest.mark.slow
 def test_rank_that_has_finished_is_not_lost(store: dist.Store) -> None:
     with Heartbeat(0.2) as heart:
         store.set("heartbeat/1", '["node1", 7, "finished"]')
@@ -67,6 +69,7 @@ def test_rank_that_has_finished_is_not_lost(store: dist.Store) -> None:
     assert posted_failure(store) is None and b"finished" in store.get("heartbeat/0")
 
 
+@pytest.mark.slow
 def test_lost_rank_is_noticed_before_the_limit_of_collectives(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def lines_of(
     return lines
 
 
+@pytest.mark.slow
 def test_what_a_login_machine_lacks_is_a_warning(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for train, more, message in (

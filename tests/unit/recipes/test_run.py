@@ -46,6 +46,7 @@ def test_config_of_another_recipe_is_an_error() -> None:
             recipe(SFT)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_cores_that_others_use_and_a_resumed_run_keeps_its_threads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_scripts_are_valid_shell(script: Path) -> None:
         assert len(re.findall(r"^TRAIN_LOG=", script.read_text(), re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 def test_a_config_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MBS", "4")
     words = ["config", "from-env", "llama3", "MODEL_SIZE=8B", "BS=64", "TP=1", "GEMM_TUNING=1"]
@@ -122,6 +123,7 @@ def test_a_documented_command_trains_on_a_cpu_and_writes_its_log(
     assert "here: Is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fine_tuning_variables_are_translated(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def config(script: str, *words: str) -> tuple[int, str, str]:
         code = main(["config", "from-env", script, *words])

@@ -52,6 +52,7 @@ def config_of(capsys: pytest.CaptureFixture[str], *words: str) -> RunConfig:
     return load_config(None, Path("run.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("source2", "source3", "llama3.1_8B")
 @pytest.mark.parametrize("source", [LLAMA3_8B, MIXTRAL, DEEPSEEK_V2_LITE, GPT_345M[:-4], "llama3.1_8B", "mixtral_tiny"])
 def test_a_config_as_arguments_is_read_as_the_same_config(
@@ -120,6 +121,7 @@ def test_comments_and_quotes_of_a_file_of_arguments(tmp_path: Path, capsys: pyte
     assert (config["out"], config["checkpoint"]["resume"]) == ("runs/a #1", "x#2")
 
 
+@pytest.mark.slow
 def test_settings_and_data_win_over_an_experiment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

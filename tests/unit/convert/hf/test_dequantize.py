@@ -183,6 +183,7 @@ def refuses(source: Watched, name: str, tensor: Tensor | None, quantization: Qua
         DequantizedWeights(source, quantization, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_from_files(tmp_path: Path) -> None:
     source, values = fp8(140, 130, block=(128, 128), scales=FLOAT8_E8M0 or torch.float32)
     (tmp_path / "config.json").write_text("{}")

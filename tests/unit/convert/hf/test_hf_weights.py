@@ -78,6 +78,7 @@ def quantized(model: Path) -> Path:
     return model
 
 
+@pytest.mark.slow
 def test_quantized_model_is_dequantized(quantized: Path, tmp_path: Path) -> None:
     done = convert(quantized, tmp_path / "there")
     assert done.notes == ["weights are FP8 in blocks of 24x20: dequantized to bfloat16"]
@@ -94,6 +95,7 @@ def test_quantized_model_is_dequantized(quantized: Path, tmp_path: Path) -> None
         assert back[name].dtype == torch.bfloat16 and torch.equal(back[name], tensor)
 
 
+@pytest.mark.slow
 def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "deepseek_v3", dtype=torch.bfloat16)
     rewrite(model, quantize, quantization_config=FP8)

@@ -75,6 +75,7 @@ def test_every_kind_of_tensor_and_slice(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name, index, into=into), TENSORS[name][index].double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_bin_files_convert_and_verify(model: Path, tmp_path: Path, shards: int) -> None:
     convert(model, tmp_path / "wanted")
@@ -84,6 +85,7 @@ def test_bin_files_convert_and_verify(model: Path, tmp_path: Path, shards: int) 
     assert compare_models(model, tmp_path / "there", bin=True).formats == ("hf", "torch_dist")
 
 
+@pytest.mark.slow
 def test_bin_is_read_only_on_request(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(model), str(tmp_path / "out"), "--bin"]) == 66
     assert "has no pytorch_model.bin. Omit --bin" in capsys.readouterr().err

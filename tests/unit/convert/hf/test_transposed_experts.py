@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +14,7 @@ from isthmus.convert.verify.compare import compare_models
 from ranks.tiny import build_model_folder, without_checksums
 
 
+@pytest.mark.slow
 def test_both_orders_are_the_same_model(tmp_path: Path) -> None:
     published = build_model_folder(tmp_path / "published", "qwen3_vl_moe", num_hidden_layers=2)
     saved = build_model_folder(tmp_path / "saved", "qwen3_vl_moe", num_hidden_layers=2)

@@ -40,6 +40,7 @@ def change_args(checkpoint: Path, **changed: Any) -> None:
     torch.save(common, file)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("gpt2-torch_dist", "gpt2-local")
 @pytest.mark.parametrize(
     ("family", "layout"),
@@ -61,6 +62,7 @@ def test_args_are_enough(family: str, layout: str, tmp_path: Path) -> None:
     compare_models(tmp_path / "there", model)
 
 
+@pytest.mark.slow
 def test_mistral_without_window_is_read_as_llama(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
     checkpoint = bare(model, tmp_path / "there")
@@ -82,6 +84,7 @@ def test_yaml_model_describes_a_checkpoint(tmp_path: Path) -> None:
     compare_models(model, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_unknown_padding_is_kept_without_vocab_size(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
     checkpoint = bare(model, tmp_path / "there", to="torch", layout=LegacyLayout(tp=4))
@@ -140,6 +143,7 @@ def test_optimizer_state_is_ignored(tmp_path: Path) -> None:
     compare_models(model, checkpoint)
 
 
+@pytest.mark.slow
 def test_mtp_layers_share_the_embedding_in_megatron_lm(tmp_path: Path) -> None:
     from isthmus.convert.torch_dist.dcp_metadata import load_metadata, save_metadata
 

@@ -41,6 +41,7 @@ def rewrite(path: Path, change: Any) -> None:
     torch.save(state, path)
 
 
+@pytest.mark.slow_cases("layout4-False")
 @pytest.mark.sweep_cases("layout3-False", "layout1-False", "layout5-False", "layout8-True", "layout7-False")
 @pytest.mark.parametrize(
     ("layout", "tied"), [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[-1], True)]
@@ -55,6 +56,7 @@ def test_legacy_round_trip(layout: LegacyLayout, tied: bool, tmp_path: Path) -> 
     compare_models(source, tmp_path / "back")
 
 
+@pytest.mark.slow_cases("gpt_oss", "deepseek_v3")
 @pytest.mark.sweep_cases("gpt2")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_archetypes(family: str, tmp_path: Path) -> None:
@@ -66,6 +68,7 @@ def test_archetypes(family: str, tmp_path: Path) -> None:
         compare_models(source, tmp_path / spelling)
 
 
+@pytest.mark.slow
 def test_from_any_format_to_any_other(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "tp2pp2", "torch", layout=LegacyLayout(tp=2, pp=2))
     convert(tmp_path / "tp2pp2", tmp_path / "tp4", "torch", layout=LegacyLayout(tp=4))
@@ -182,6 +185,7 @@ def test_args_with_enums_of_megatron_core(model: Path, tmp_path: Path) -> None:
     compare_models(model, tmp_path / "legacy")
 
 
+@pytest.mark.slow
 def test_ranks_without_config_use_args_or_hf_like(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2))
     (tmp_path / "legacy" / "release").rename(tmp_path / "ranks")

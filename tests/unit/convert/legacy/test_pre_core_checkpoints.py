@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_cases("dmoe-top-2-tp2")
 @pytest.mark.parametrize("case", swept(CASES, ("gpt2-version-0", "llama-tp2", "dmoe-top-2-tp2", "moe-ep2")))
 @torch.no_grad()
 def test_logits_are_those_of_the_old_code(case: str, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ TRANSFORMER_ENGINE = {
 }
 
 
+@pytest.mark.slow
 def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     files = Files(OldModel(tp=2))
     convert(files.save(tmp_path / "local"), tmp_path / "wanted", vocab_size=VOCAB)
@@ -79,6 +81,7 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     compare_models(tmp_path / "wanted", tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_export_is_verified_against_the_checkpoint(tmp_path: Path) -> None:
     """Megatron-Core runs the checkpoint, the exported modelling code runs the folder."""
     checkpoint = Files(OldModel(experts="dmoe", top_k=2, tp=2)).save(tmp_path / "old")
@@ -87,6 +90,7 @@ def test_export_is_verified_against_the_checkpoint(tmp_path: Path) -> None:
     assert result.formats == ("torch", "hf") and result.logits is not None and result.logits.max_abs < 1e-4
 
 
+@pytest.mark.slow
 def test_changed_modelling_code_runs_only_with_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +136,7 @@ def test_optimizer_files_beside_the_model_are_ignored(tmp_path: Path) -> None:
     assert convert(checkpoint, tmp_path / "hf", vocab_size=VOCAB).family == "gpt2"
 
 
+@pytest.mark.slow
 def test_unknown_tensors_and_routing_are_refused(tmp_path: Path) -> None:
     files = Files(OldModel(experts="dmoe", top_k=2))
     files.states[0, 0, 0]["language_model"]["encoder"]["layers.0.mlp.moe.shared_expert.up_proj.weight"] = torch.ones(

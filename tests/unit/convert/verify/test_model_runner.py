@@ -28,6 +28,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
     return open_model(build_model_folder(tmp_path_factory.mktemp("qwen3") / "hf", "qwen3"))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("deepseek_v3-tied", "qwen3-untied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

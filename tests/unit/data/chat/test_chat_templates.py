@@ -134,6 +134,7 @@ ORIGINALS = {
 }
 
 
+@pytest.mark.slow_cases("qwen2.5")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_text_is_that_of_the_original(build: Callable[..., Tokenizer], name: str) -> None:
     original, talks = ORIGINALS[name]

@@ -61,6 +61,7 @@ def sources(tmp_path: Path) -> dict[str, Path]:
     return paths | {"csv": write_csv(tmp_path / "a.csv"), "data set": tmp_path / "set"}
 
 
+@pytest.mark.slow
 def test_all_formats_give_the_same_records_in_picklable_chunks(
     sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_array_records_do_not_depend_on_chunk_sizes(tmp_path: Path, monkeypatch:
         path.write_text(content)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """Chunks are no larger than they should be, and none is made before it is asked for."""
     text = random.Random(0).randbytes(1000).hex()

@@ -197,6 +197,7 @@ def test_verify_finds_a_changed_token(tmp_path):
         open_indexed(tmp_path / "p", verify=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_manifest", [True, False])
 def test_damaged_files_are_an_error_or_read_the_same(tmp_path, with_manifest):
     """Flipped and cut bytes; without a manifest only what contradicts itself is found, yet nothing else happens."""

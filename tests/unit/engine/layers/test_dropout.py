@@ -92,6 +92,7 @@ def test_a_batch_without_keys_is_refused() -> None:
     assert hidden_dropout(unchanged, batch, 0.0, layer=1, place=MLP_OUTPUT) is unchanged
 
 
+@pytest.mark.slow
 def test_kernels_draw_the_same_masks_for_the_same_key() -> None:
     """Of the GPU's attention kernels, with the generator of the CPU in place of the GPU's."""
     q, k, v = torch.ones(32, 2, 2, 8), torch.ones(32, 2, 8), torch.ones(32, 2, 8)  # the output is the sum of weights

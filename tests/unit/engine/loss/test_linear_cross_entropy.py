@@ -309,6 +309,7 @@ def test_random_tokens_invert_the_cumulative_probabilities(temperature: float) -
     assert len(tokens.unique()) > 250
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_random_tokens_of_a_nucleus() -> None:
     """As from the softmax of the logits that transformers keeps."""

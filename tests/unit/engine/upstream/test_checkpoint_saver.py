@@ -141,6 +141,7 @@ def test_writes_with_this_torch(version: str, tmp_path: Path) -> None:
     assert written.storage_data.relative_path == "__0_0.distcp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["core 0.12", "ROCm, August 2025"])
 def test_patch_and_revert(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = checkout(tmp_path, FAULTY[version])

@@ -37,6 +37,7 @@ def computed() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_sample_index_with_numpy(compiled: Any, computed: Any) -> None:
     random, compared = np.random.default_rng(0), 0
     for _ in range(300):

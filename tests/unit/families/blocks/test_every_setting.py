@@ -251,6 +251,7 @@ def check_legacy_files(arch: Architecture, folder: Path, spelling: LiveSpelling)
     assert all(torch.equal(weights.read(name, slice(0, len(tensors[name]))), tensors[name]) for name in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", MODELS)
 def test_models_without_the_change(prefix: str, tmp_path: Path) -> None:
     """Writers that express the model without the change do not refuse its changes for another reason."""

@@ -75,6 +75,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("searches")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_refused_within_its_limits(name, monkeypatch):
     monkeypatch.setattr(template_meter, "TIME_S", 0.03)

@@ -152,6 +152,7 @@ def wrapped(backend: Backend) -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"))
 
 
+@pytest.mark.slow_cases("sentencepiece")
 @pytest.mark.parametrize("kind", [*QUICK, *OTHERS, "sentencepiece"])
 def test_masks_equal_those_from_offsets(kind, request):
     if kind == "sentencepiece":

@@ -61,6 +61,7 @@ def test_other_type_is_refused(folders: Path, kind: str, folder: str, error: typ
         open_tokenizer(folders / folder, kind)
 
 
+@pytest.mark.slow
 def test_sentencepiece_file(shared_data: Path) -> None:
     tokenizer = open_tokenizer(shared_data / "llama2-tokenizer" / "tokenizer.model", "Llama2Tokenizer")
     text = "The sea, 12 miles off.\n"

@@ -159,6 +159,7 @@ def test_the_token_whose_score_a_reward_model_reads_is_marked(pairs: Path, token
         assert sample.loss_mask == (*[False] * (len(sample.input_ids) - 1), True)
 
 
+@pytest.mark.slow
 def test_a_run_folder_shows_its_samples_in_the_order_of_its_steps(
     tmp_path: Path, pairs: Path, tokenizer: Tokenizer
 ) -> None:

@@ -58,6 +58,7 @@ def presets_and_layouts() -> Iterator[Any]:
             yield pytest.param(name, layout, id=f"{name}-{layout}", marks=pytest.mark.sweep)
 
 
+@pytest.mark.slow_cases("deepseek-v3-{}")
 @pytest.mark.sweep_cases("deepseek-v3-{'tp': 8}")
 @pytest.mark.parametrize(("preset", "layout"), [*presets_and_layouts()])
 def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) -> None:

@@ -127,6 +127,7 @@ def test_weights_of_a_step_are_loaded_once(server: FakeVllm, policy: Policy, tmp
     assert not (tmp_path / "vllm").exists()
 
 
+@pytest.mark.slow
 def test_weights_do_not_change_while_servers_generate(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
     engine = build(policy, tmp_path, server)
     engine.update_weights(0)
@@ -204,6 +205,7 @@ def test_the_only_server_dies(server: FakeVllm, policy: Policy, tmp_path: Path) 
         generate(engine)
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_named(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
     engine = build(policy, tmp_path, server, timeout_s=0.4)
     engine.update_weights(0)

@@ -40,6 +40,7 @@ def test_tensors_equal_those_of_the_source(tmp_path: Path, family: str, to: Form
     assert torch.equal(source.read(name, (slice(1, 3),), into=part), tensor[1:3]) and torch.equal(part, tensor[1:3])
 
 
+@pytest.mark.slow
 def test_data_of_a_task_that_is_neither_cached_nor_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the model is built, and without the repeated requests of the library."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")

@@ -48,6 +48,7 @@ def candidates(of: Unknown) -> list[tuple[dict[str, Any], str]]:
     return list(related_candidates(of, FAMILIES))
 
 
+@pytest.mark.slow
 def test_families_with_the_same_tensors_come_first_and_then_changes_of_one_trait() -> None:
     descriptions = [text for _, text in candidates(unknown(qwen3.FAMILY))]
     assert descriptions[0] == "qwen3"
@@ -59,6 +60,7 @@ def test_families_with_the_same_tensors_come_first_and_then_changes_of_one_trait
     assert read_related(data, FAMILIES).to_architecture(CONFIG) == plain.with_settings({"rotary_interleaved": True})
 
 
+@pytest.mark.slow
 def test_a_setting_that_a_family_does_not_read_is_read_as_in_another() -> None:
     results = [
         data for data, text in candidates(unknown(llama.FAMILY)) if data["settings_of"] and data["like"] == "llama"
@@ -67,6 +69,7 @@ def test_a_setting_that_a_family_does_not_read_is_read_as_in_another() -> None:
     assert read_related(results[0], FAMILIES).to_architecture(CONFIG).embedding.embedding_multiplier == 3.0
 
 
+@pytest.mark.slow
 def test_other_names_of_tensors_and_settings() -> None:
     of = unknown(llama.FAMILY, "transformer.")
     config = {("n_embd" if name == "hidden_size" else name): value for name, value in of.config.items()}
@@ -77,6 +80,7 @@ def test_other_names_of_tensors_and_settings() -> None:
     assert family.hf_shapes(family.to_architecture(config)) == of.shapes
 
 
+@pytest.mark.slow
 def test_settings_of_later_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = candidates(unknown(llama.FAMILY))[0][0]
     read = settings_read(read_related(data, FAMILIES), CONFIG)
@@ -97,6 +101,7 @@ def test_settings_of_later_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         family_for(CONFIG | {"novelty": 1})
 
 
+@pytest.mark.slow
 def test_infinite_numbers_in_a_module(tmp_path: Path) -> None:
     fixed = {"limits": {"is": [0.0, math.inf], "absent": None}}
     data = candidates(unknown(llama.FAMILY))[0][0] | {"fixed": fixed}
@@ -105,6 +110,7 @@ def test_infinite_numbers_in_a_module(tmp_path: Path) -> None:
     assert [0.0, math.inf] in family.fixed["limits"].allowed
 
 
+@pytest.mark.slow
 def test_a_module_imports_the_families_of_folders(tmp_path: Path) -> None:
     data = candidates(unknown(llama.FAMILY))[0][0] | {"settings_of": {"layer_input_size": ["gemma4_text", "derived"]}}
     (tmp_path / "strange.py").write_text(write_module(data), encoding="utf-8")
@@ -112,12 +118,14 @@ def test_a_module_imports_the_families_of_folders(tmp_path: Path) -> None:
     assert family.derived["layer_input_size"] is all_families()["gemma4_text"].derived["layer_input_size"]
 
 
+@pytest.mark.slow
 def test_a_module_like_a_family_of_another_package_is_refused() -> None:
     data = candidates(unknown(llama.FAMILY))[0][0] | {"like": "acme"}
     with pytest.raises(UsageError, match="the family acme is that of another package"):
         write_module(data)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep_cases("change2-TypeError")
 @pytest.mark.parametrize(
     ("change", "reason"),

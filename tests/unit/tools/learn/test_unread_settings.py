@@ -19,6 +19,7 @@ def test_smaller_values() -> None:
     assert smaller_values("word", "word") == smaller_values([0.5, 9.0], None) == smaller_values([], []) == []
 
 
+@pytest.mark.slow
 def test_a_window_that_no_sample_reaches(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 101, "max_position_embeddings": 64}
     config = effective_config({"model_type": "gpt_neo", "attention_types": [[["global", "local"], 1]], **sizes})

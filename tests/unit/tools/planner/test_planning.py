@@ -103,6 +103,7 @@ def test_a_plan_within_3_percent_of_the_memory_is_marked(margin: float, warned: 
     assert ("within 3% of the memory" in as_text(results, explained=False)) is warned
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_network_is_planned_with_its_preset(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
         plans("lora.rank=8", "parallel.fsdp=true")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_closest_layout_and_what_fits() -> None:
     results = plans(model="llama3.1-70b")
     assert not results.best and results.closest is not None and results.closest.config.train.recompute == "full"
@@ -146,6 +148,7 @@ def test_what_does_not_fit_names_the_closest_layout_and_what_fits() -> None:
     assert not freed.best and any("x GPU of 30.0 GiB" in line for line in freed.suggestions)
 
 
+@pytest.mark.slow
 def test_experts_latent_attention_and_long_sequences() -> None:
     experts = plans(model="deepseek-v2-lite", gpus="8xMI300X")
     assert any(item.config.parallel.ep > 1 for item in experts.best)
@@ -155,6 +158,7 @@ def test_experts_latent_attention_and_long_sequences() -> None:
     assert alone.best[0].time is None and "no step times" in as_text(alone, explained=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["optim.offload=true", "parallel.overlap_grad_reduce=true"])
 def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) -> None:
     assert any(item.config.parallel.fsdp for item in plans(model="llama3.2-1b", number=30).best)
@@ -163,6 +167,7 @@ def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) ->
         plans(override, "parallel.fsdp=true", model="llama3.2-1b")
 
 
+@pytest.mark.slow_cases("4xGB200-18-72")
 @pytest.mark.sweep_cases("8xH100-3-24")
 @pytest.mark.parametrize(("gpus", "nodes", "batch"), [("6xH100", 2, 24), ("8xH100", 3, 24), ("4xGB200", 18, 72)])
 def test_numbers_of_gpus_that_are_no_powers_of_two(gpus: str, nodes: int, batch: int) -> None:
@@ -173,6 +178,7 @@ def test_numbers_of_gpus_that_are_no_powers_of_two(gpus: str, nodes: int, batch:
     assert all(results.machine.gpus_per_node % layout.tp == 0 for layout in layouts)  # within a node
 
 
+@pytest.mark.slow
 def test_16384_ranks_need_few_estimates() -> None:
     results = plans(model="llama3.1-70b", nodes=2048)
     assert results.machine.world_size == 16384 and results.best
@@ -197,6 +203,7 @@ def test_a_machine_that_is_not_understood(gpus: str | None, memory: str | None, 
         parse_machine(gpus, memory, 1)
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_config_json_and_a_run_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(read_model("preset:llama3.2-1b")))

@@ -66,6 +66,7 @@ class Page(HTMLParser):
         return [name for name, _ in self.elements].count(tag)
 
 
+@pytest.mark.slow
 def test_a_report_escapes_everything_that_a_run_folder_contains(runs: list[RunDir], tmp_path: Path) -> None:
     written = write_report([run.root for run in runs], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
@@ -128,6 +129,7 @@ def test_thinned_curves_keep_minima_maxima_and_gaps() -> None:
     assert np.array_equal(thinned(values[:50], 50), np.arange(50))
 
 
+@pytest.mark.slow
 def test_reports_of_long_runs_are_small(runs: list[RunDir]) -> None:
     steps = np.arange(1, 100_001)
     noise = np.random.default_rng(0).normal(5.0, 1.0, size=100_000)
@@ -175,6 +177,7 @@ def test_a_run_that_is_still_running_or_damaged_is_reported(runs: list[RunDir], 
         write_report([folder])
 
 
+@pytest.mark.slow
 def test_text_without_utf8_and_a_hostile_manifest_are_no_bugs(tokenizer: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tokenizer)
     (run.root / "samples.jsonl").write_text('{"step": 1, "prompt": "\\ud800", "answer": [1]}\n')
@@ -187,6 +190,7 @@ def test_text_without_utf8_and_a_hostile_manifest_are_no_bugs(tokenizer: Path, t
     assert "?" in (run.root / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_damage_of_an_export_is_an_error_in_its_row(tokenizer: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", tokenizer)
     weights = run.export() / "model.safetensors"

@@ -41,6 +41,7 @@ def small(m: int = 16, part: str = "forward") -> StepMatmul:
     return StepMatmul("mlp.linear_fc1", part, MatmulShape("matmul", m, 8, 24, True, torch.float32), 2)
 
 
+@pytest.mark.slow
 def test_a_run_uses_the_file_that_was_measured_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

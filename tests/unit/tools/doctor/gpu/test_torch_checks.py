@@ -18,6 +18,7 @@ from isthmus.tools.doctor.machine import Machine
 from unit.tools.doctor.simulated import findings, h100, simulate
 
 
+@pytest.mark.slow
 def test_this_machine_has_no_error() -> None:
     checks = (check_devices, check_attention, check_gemms, check_compiler, check_collectives)
     results = [finding for check in checks for finding in findings(check, Machine())]
@@ -27,6 +28,7 @@ def test_this_machine_has_no_error() -> None:
     assert any(text.startswith("attention with a window: runs use ") for text in texts) and "gloo" in texts
 
 
+@pytest.mark.slow
 def test_attention_that_is_wrong_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.self_check.cache_clear()
     monkeypatch.setitem(kernel_check.TOLERANCE, torch.float32, -1.0)
