@@ -141,9 +141,7 @@ def _samples(tensor: Tensor, batch: PackedBatch) -> tuple[int, ...]:
     """The samples of the rows that are not finite; none if ``tensor`` is not [T, 1, ...], of this rank's tokens."""
     if tensor.dim() < 3 or tensor.size(1) != 1:
         return ()
-    tokens = local_tokens(torch.arange(sum(batch.lengths)), batch.spans)
-    if batch.shared is not None:
-        tokens = batch.shared.select(tokens)
+    tokens = batch.layer_rows(local_tokens(torch.arange(sum(batch.lengths)), batch.spans))
     ranks, rest = divmod(len(tokens), len(tensor))
     sharded = ranks == parallel_state.get_tensor_model_parallel_world_size()  # sequence parallelism
     if rest or not (ranks == 1 or sharded):

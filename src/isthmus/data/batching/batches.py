@@ -215,6 +215,7 @@ class Batches:
         documents = self.settings.documents
         lengths: list[int] = []
         sample_ids: list[int] = []
+        parts: list[npt.NDArray[Any]] = []
         start = 0
         for sample, length in zip(samples, inputs, strict=True):
             tokens, mask = self.store[sample]
@@ -228,14 +229,13 @@ class Batches:
             labels[span] = tokens[1:] * loss_mask[span]
             lengths += ends
             sample_ids += [sample] * len(ends)
+            parts.append(input_ids[span])
             start += length
         if total > real:
             position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # valid positions of the model
             lengths.append(total - real)
         shared = None
         if self.settings.share_prefixes:
-            starts = np.cumsum([0, *inputs[:-1]]).tolist()
-            parts = [input_ids[at : at + length] for at, length in zip(starts, inputs, strict=False)]
             shared = find_shared_prefixes(parts, total, self.shard.pad_to_multiple_of)
         loss_tokens = np.add.reduceat(loss_mask, np.cumsum([0, *lengths[:-1]]), dtype=np.int64).tolist()
         return PackedBatch(

@@ -159,8 +159,11 @@ class PackedBatch:
         """The batch with ids and positions of the U rows that layers compute; see :class:`SharedPrefixes`."""
         if self.shared is None:
             return self
-        select = self.shared.select
-        return replace(self, input_ids=select(self.input_ids), position_ids=select(self.position_ids))
+        return replace(self, input_ids=self.layer_rows(self.input_ids), position_ids=self.layer_rows(self.position_ids))
+
+    def layer_rows(self, tokens: Tensor) -> Tensor:
+        """The rows [U, ...] that layers compute of [T, ...]."""
+        return tokens if self.shared is None else self.shared.select(tokens)
 
     @property
     def num_rows(self) -> int:

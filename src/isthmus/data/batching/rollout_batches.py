@@ -92,7 +92,8 @@ class RolloutBatches(AnswerBatches):
     def __init__(
         self, rollout: GeneratedAnswers, temperature: float, settings: BatchSettings, shard: BatchShard
     ) -> None:
-        super().__init__(rollout.store(), replace(settings, shuffle=False), shard)
+        balanced = settings.packing and not settings.share_prefixes  # else answers to one prompt stay together
+        super().__init__(rollout.store(), replace(settings, shuffle=False, packing=balanced), shard)
         self._rollout, self._temperature = rollout, temperature
 
     def step(self, step_index: int) -> list[PackedBatch]:
@@ -110,11 +111,6 @@ class RolloutBatches(AnswerBatches):
             return replace(batch, rollout=replace(batch.rollout, **totals))
 
         return list(map(with_totals, super().step(step_index)))
-
-    def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:
-        if self.settings.share_prefixes:  # answers to one prompt stay together
-            return Batches._distribute(self, sequences)
-        return super()._distribute(sequences)
 
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch, rollout = super()._pack(samples, total), self._rollout

@@ -28,7 +28,8 @@ from isthmus.engine.moe.moe_layer import GroupedExperts
 
 REPEATS = 5
 TIMED_EXPERTS = 8
-"""With as many rows each as in the run: weights and gradients of 128 experts, once more, may not fit into memory."""
+"""Experts in a trial, with as many rows each as in the run: weights and gradients of 128 experts, once more, may not
+fit into memory."""
 TOLERANCE = 0.02
 """Relative difference of the results, above the rounding of bfloat16."""
 

@@ -31,9 +31,7 @@ def token_groups(batch: PackedBatch, rank: int, ranks: int, device: torch.device
     weights = batch.sample_weights[: len(samples)]
     numbers, lengths = torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)
     token_samples = numbers.repeat_interleave(lengths, output_size=sum(batch.lengths))
-    token_samples = local_tokens(token_samples, batch.spans)
-    if batch.shared is not None:
-        token_samples = batch.shared.select(token_samples)
+    token_samples = batch.layer_rows(local_tokens(token_samples, batch.spans))
     token_samples = to_device(token_samples.chunk(ranks)[rank], device)
     sizes = torch.tensor([[*samples, sum(samples)], [*weights, sum(weights)]], dtype=torch.float32)
     sizes = to_device(torch.stack([sizes[0].clamp(min=1), sizes[1]]), device)

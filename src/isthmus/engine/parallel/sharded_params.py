@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 BUCKET_BYTES = 1 << 28
-"""Of tensors in one collective: a link of 400 GB/s needs 0.7 ms for them, many times what it takes to start one. The
-memory for them is twice as much."""
+"""Bytes of the tensors in one collective: a link of 400 GB/s needs 0.7 ms for them, many times what it takes to start
+one. The memory for them is twice as much."""
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:

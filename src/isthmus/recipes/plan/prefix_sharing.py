@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.recipes.plan.model_plan import ModelPlan
@@ -26,15 +28,12 @@ def shares_prefixes(config: RunConfig, plan: ModelPlan, device_type: str) -> boo
 def _obstacle(config: RunConfig, plan: ModelPlan) -> str:
     """Why samples cannot share tokens; empty if they can."""
     moe, architecture = config.moe, plan.architecture
+    rates = (*asdict(plan.dropout).values(), config.train.neftune_alpha, config.lora.enabled and config.lora.dropout)
     scalings = [kind.rotary.rope_scaling for kind in architecture.rotary_kinds if kind.rotary is not None]
     reasons = {
         f"samples of {config.recipe} do not repeat prompts": not recipe_of(config).repeats_prompts,
         "context parallelism splits samples over ranks": config.parallel.cp > 1,
-        "dropout and noise differ in the copies of a token": max(
-            *(plan.dropout.attention, plan.dropout.hidden, plan.dropout.embedding),
-            *(config.train.neftune_alpha, config.lora.dropout if config.lora.enabled else 0.0),
-        )
-        > 0,
+        "dropout and noise differ in the copies of a token": any(rates),
         "the router of the model draws experts at random": architecture.moe is not None
         and architecture.moe.score == "sparsemixer",
         "losses of the router, the update of its bias and expert capacity count each copy of a token": bool(
