@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 CERTIFICATE = {"date", "commit", "dirty", "command", "platform", "cpu", "cores", "python", "packages"}
 
 
-def run(repository: Path, out: Path, script: str, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, str(repository / "benchmarks" / script), "--quick", "--rounds", "1", "--threads", "1"]
+QUICK = ("--quick", "--rounds", "1", "--threads", "1")
+
+
+def run(repository: Path, out: Path, script: str, *arguments: str, common: Sequence[str] = QUICK) -> dict[str, Any]:
+    command = [sys.executable, str(repository / "benchmarks" / script), *common]
     done = subprocess.run(
         [*command, "--out", str(out), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -241,3 +245,11 @@ def test_same_numbers(repository: Path, tmp_path: Path) -> None:
     speed = ["speed", str(repository), str(repository), "--inputs", str(tmp_path / "inputs"), "--rounds", "1"]
     printed = subprocess.run([*script, *speed], check=True, capture_output=True, text=True, timeout=300).stdout
     assert [line.split()[0] for line in printed.splitlines()] == ["startup_s", "tokens_per_s"]
+
+
+@pytest.mark.benchmarks
+def test_region_calls(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "regions.json", "region_calls.py", common=("--rounds", "2"))
+    assert len(result["microseconds"]) == 6
+    assert all(time > 0 for times in result["microseconds"].values() for time in times.values())
+    assert result["ratio to isthmus"]["isthmus"] == 1

@@ -23,7 +23,7 @@ def install() -> None:
         if not (isinstance(args[0], FakeTensor) and module.compiles(args[0])):
             return call(region, *args)
         for tensor in filter(lambda argument: isinstance(argument, Tensor), args):
-            region._detached(tensor, -1)  # refuses tensors that need gradients
+            region.check_gradients([tensor])
         with silence():
             results = region.function(*args)
         tell("kernel", f"region {region.name}")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from isthmus.engine import compiled
-from isthmus.engine.compiled import choose_compile, compile_failure, compiled_on_gpu, set_compile
+from isthmus.engine.compiled import choose_compile, compile_failure, compiled_on_gpu, compiled_versions, set_compile
 from isthmus.errors import UsageError
 
 pytestmark = pytest.mark.processes  # the C++ compiler
@@ -22,13 +21,13 @@ pytestmark = pytest.mark.processes  # the C++ compiler
 @pytest.fixture(autouse=True)
 def on_cpu() -> Iterator[None]:
     set_compile(True, device="cpu")
-    counters.clear()
+    compiled_versions.clear()
     yield
     set_compile(False)
 
 
 def num_compiled() -> int:
-    return counters["stats"]["unique_graphs"]
+    return compiled_versions.total()
 
 
 @compiled_on_gpu
@@ -46,6 +45,50 @@ def test_lengths_share_a_compiled_version_and_widths_do_not() -> None:
         results.append(num_compiled())
     # Also where the length is the width, as that of the weight.
     assert results == [1, 1, 1, 2]
+
+
+def test_layouts_have_versions_and_their_lengths_do_not() -> None:
+    region = compiled_on_gpu(lambda x: x * 2)
+    layouts: list[Callable[[int], Tensor]] = [
+        lambda length: torch.randn(length, 2, 4),
+        lambda length: torch.randn(2, length, 4).transpose(0, 1),  # the length is not outermost
+        lambda length: torch.randn(length, 2, 12)[..., 4:8],
+        lambda length: torch.randn(1, 2, 4).expand(length, 2, 4),
+    ]
+    for number, layout in enumerate(layouts, start=1):
+        for length in (5, 2, 4, 100):
+            x = layout(length)
+            assert torch.equal(region(x), x * 2)
+        assert compiled_versions.total() == number
+
+
+def test_a_tensor_that_has_as_many_rows_by_chance() -> None:
+    region = compiled_on_gpu(lambda x, row: x + row)
+    row = torch.arange(6.0)
+    for length in (6, 4, 6, 5):
+        x = torch.randn(length, 6)
+        assert torch.equal(region(x, row), x + row)
+    assert compiled_versions.total() == 2
+
+
+def test_a_version_is_for_the_lengths_that_the_compiler_assumed() -> None:
+    region = compiled_on_gpu(lambda x: x + 1 if x.size(0) > 4 else x - 1)
+    for length, expected, versions in ((5, 1, 1), (9, 1, 1), (3, -1, 2), (2, -1, 2), (6, 1, 2)):
+        assert region(torch.zeros(length, 2)).tolist() == [[expected] * 2] * length
+        assert compiled_versions.total() == versions
+
+
+def test_a_region_may_change_an_argument_and_return_none() -> None:
+    @compiled_on_gpu
+    def added(x: Tensor, total: Tensor) -> tuple[Tensor | None, Tensor]:
+        total.add_(x.sum(0))
+        return None, x * 2
+
+    total = torch.ones(3)
+    for length in (4, 7):
+        nothing, doubled = added(torch.ones(length, 3), total)
+        assert nothing is None and torch.equal(doubled, torch.full((length, 3), 2.0))
+    assert total.tolist() == [12.0] * 3 and compiled_versions.total() == 1
 
 
 def test_a_region_in_another_thread_shares_it_too() -> None:
@@ -73,18 +116,17 @@ def test_a_region_that_autograd_would_record_is_refused() -> None:
 
 
 def test_too_many_versions_warn_once_and_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_VARIANTS", 1)
+    monkeypatch.setattr(compiled, "_VERSIONS", 1)
     region = compiled_on_gpu(lambda x: x + 1)
-    with torch._dynamo.config.patch(cache_size_limit=1):  # older releases of torch have no limit per function
-        assert region(torch.ones(2, 3)).tolist() == [[2] * 3] * 2
-        with pytest.warns(UserWarning, match=r"<lambda> was compiled too often and runs eagerly"):
-            assert region(torch.ones(2, 4)).tolist() == [[2] * 4] * 2
-        assert region(torch.ones(2, 5)).tolist() == [[2] * 5] * 2
+    assert region(torch.ones(2, 3)).tolist() == [[2] * 3] * 2
+    with pytest.warns(UserWarning, match=r"<lambda> was compiled too often and runs eagerly"):
+        assert region(torch.ones(2, 4)).tolist() == [[2] * 4] * 2
+    assert region(torch.ones(2, 5)).tolist() == [[2] * 5] * 2
     assert num_compiled() == 1
 
 
 def test_a_failing_compiler_names_the_region_and_the_setting() -> None:
-    region = compiled_on_gpu(lambda x: x + float(x.sum().item() > 0 and torch._dynamo.graph_break() is None))
+    region = compiled_on_gpu(lambda x: x + float(x.sum().item() > 0))
     with pytest.raises(UsageError, match=r"torch.compile failed for .*<lambda> .*Set train.compile=false"):
         region(torch.ones(3))
 
@@ -141,7 +183,8 @@ def test_a_launch_that_fails_names_the_region(monkeypatch: pytest.MonkeyPatch) -
     def launch(*_args: object) -> None:
         raise OutOfResources("out of resource: shared memory")
 
-    monkeypatch.setattr(torch, "compile", lambda *_args, **_options: launch)
+    version = compiled._Version(launch, list, lambda _length: True)
+    monkeypatch.setattr(compiled, "_compile", lambda *_args, **_options: version)
     region = compiled_on_gpu(lambda x: x + 1)
     with pytest.raises(UsageError, match=r"<lambda> \(OutOfResources: out of resource.*Set train.compile=false"):
         region(torch.ones(3))

@@ -174,7 +174,7 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
     if compiles(x):  # the compiler has no operations with strided outputs
-        return _rotated_out_of_place(x, table, interleaved, inverse)
+        return _rotated_region(x, table, interleaved, inverse)
     width = table.size(-1)
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     first, second = _pairs(x, width, interleaved)
@@ -197,7 +197,12 @@ def _empty_heads(x: Tensor) -> Tensor:
 
 
 @compiled_on_gpu
-def _rotated_out_of_place(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+def _rotated_region(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return rotated_out_of_place(x, table, interleaved, inverse=inverse)
+
+
+def rotated_out_of_place(x: Tensor, table: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
+    """:func:`rotate`, or the rotation by the opposite angles, for a compiled region."""
     width = table.size(-1)
     cos, sin = table.view(table.size(0), *(1,) * (x.dim() - 2), -1).chunk(2, dim=-1)
     sin = -sin if inverse else sin

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -20,7 +20,9 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.backends.registry import BACKENDS
 from isthmus.engine.attention.cached_attention import KeyValueCache
 from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
+from isthmus.engine.attention.projected_heads import HeadSettings, project_heads
 from isthmus.engine.attention.rope import rotate
+from isthmus.engine.compiled import compiles
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
 from isthmus.engine.layers.recompute import recompute, recompute_if
@@ -218,6 +220,20 @@ class PackedSelfAttention(MegatronModule):
         if attention.qk_norm:
             self.q_layernorm = _qk_norm(config, attention, norm, all_heads, tp)
             self.k_layernorm = None if self.shares_keys else _qk_norm(config, attention, norm, groups, tp)
+        self.head_settings = HeadSettings(
+            self.groups,
+            self.widths,
+            interleaved=config.rotary_interleaved,
+            eps=epsilon,
+            zero_centered=config.layernorm_zero_centered_gamma,
+        )
+        self.one_region = (
+            not (self.shares_keys or self.values_are_keys or self.norms_rotated)
+            and self.ranks_per_group == 1
+            and self.clip is self.rms_epsilon is self.query_scaling is None
+            and (self.q_layernorm is None or type(self.q_layernorm) is RMSNorm)
+        )
+        """Whether :func:`project_heads` computes the heads, where regions are compiled."""
 
     def forward(
         self,
@@ -236,14 +252,9 @@ class PackedSelfAttention(MegatronModule):
         """
         if self.shares_keys:
             return self._attend_to(hidden_states, shared_keys, rotary_pos_emb, packed_seq_params)
-        q, k, v, *gate = self._project(hidden_states)
-        if self.clip is not None:
-            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         table = self._table(rotary_pos_emb)
-        factors = None if self.query_scaling is None else query_factors(self.query_scaling, packed_seq_params)
-        heads = self._normed_and_rotated(q, k, table, factors)
-        recomputed = "rope" in self.config.recomputed and table is not None
-        with recompute_if(recomputed, heads, lambda: self._normed_and_rotated(q, k, table, factors)):
+        heads, compute_heads, (v, *gate) = self._heads(hidden_states, table, packed_seq_params)
+        with recompute_if("rope" in self.config.recomputed and table is not None, heads, compute_heads):
             attended = self.core_attention(*heads, v, packed_seq_params)
         self.keys_to_share = (heads[1], v) if self.lends_keys else None
         if gate:
@@ -283,20 +294,47 @@ class PackedSelfAttention(MegatronModule):
             return None
         return rotary_pos_emb if self.channels is None else rotary_pos_emb[:, self.channels]
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]; any gates [T, G, R, Dv]."""
+    def _heads(
+        self, hidden_states: Tensor, table: Tensor | None, batch: PackedBatch
+    ) -> tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]], Sequence[Tensor]]:
+        """Queries [T, G, R, D] and keys [T, G, D] of the attention; what computes them again; values, any gates."""
+        mixed = self._mixed(hidden_states)
+        if self.one_region and table is not None and compiles(mixed):
+            arguments = (mixed, table, _weight(self.q_layernorm), _weight(self.k_layernorm), self.head_settings)
+            q, k, *gate, v = project_heads(*arguments)
+            gate = [x.unflatten(-1, (-1, v.size(-1))) for x in gate]
+            return (q, k), lambda: project_heads(*arguments)[:2], (self._values(v), *gate)
+        q, k, v, *gate = self._split(mixed)
+        if self.clip is not None:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
+        factors = None if self.query_scaling is None else query_factors(self.query_scaling, batch)
+
+        def compute() -> list[Tensor]:
+            return self._normed_and_rotated(q, k, table, factors)
+
+        return compute(), compute, (v, *gate)
+
+    def _mixed(self, hidden_states: Tensor) -> Tensor:
+        """The output of the QKV projection, of this rank's groups."""
         mixed, _ = self.linear_qkv(hidden_states)
         if self.ranks_per_group > 1:
             group, width = self.part_of_group[0], sum(self.widths)
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)[..., group * width : (group + 1) * width]
+        return mixed
+
+    def _values(self, v: Tensor) -> Tensor:
+        v = v if self.value_norm is None else self.value_norm(v)
+        return v if self.value_multiplier == 1 else v * self.value_multiplier
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, ...]:
+        """Queries [T, G, R, D] and keys [T, G, D] before their norms, values [T, G, Dv]; any gates [T, G, R, Dv]."""
         parts = mixed.view(mixed.size(0), self.groups, -1).split(self.widths, dim=-1)
         q, *gate, k, v = (*parts, parts[-1]) if self.values_are_keys else parts
         query_heads = [q.unflatten(-1, (-1, k.size(-1))), *(x.unflatten(-1, (-1, v.size(-1))) for x in gate)]
         if self.ranks_per_group > 1:
             query_heads = [x.chunk(self.ranks_per_group, dim=2)[self.part_of_group[1]] for x in query_heads]
         q, *gate = query_heads
-        v = v if self.value_norm is None else self.value_norm(v)
-        return q, k, v if self.value_multiplier == 1 else v * self.value_multiplier, *gate
+        return q, k, self._values(v), *gate
 
     def _normed_and_rotated(self, q: Tensor, k: Tensor, table: Tensor | None, factors: Tensor | None) -> list[Tensor]:
         """Queries [T, G, R, D] and keys [T, G, D] of the attention."""
@@ -314,6 +352,10 @@ class PackedSelfAttention(MegatronModule):
         if self.q_layernorm is None or self.k_layernorm is None:
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)
+
+
+def _weight(norm: nn.Module | None) -> Tensor | None:
+    return None if norm is None else cast(Tensor, norm.weight)
 
 
 def query_factors(scaling: QueryScaling, batch: PackedBatch) -> Tensor | None:

@@ -91,14 +91,20 @@ def _normalized(
     """``x + residual`` or None, the norm, and its statistics; ``mean``: LayerNorm."""
     total = None if residual is None else x + residual
     x = x if total is None else total
-    gain = _gain(weight, zero_centered)
     if mean:
+        gain = _gain(weight, zero_centered)
         return total, *torch.native_layer_norm(x, x.shape[-1:], _as(gain, x.dtype), bias, eps)
+    return total, *rms_normalized(x, weight, eps, zero_centered=zero_centered)
+
+
+def rms_normalized(x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """The RMSNorm [..., H] and its factors [..., 1] in float32; without autograd."""
+    gain = _gain(weight, zero_centered)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
     scale = mean_square.add_(eps).rsqrt_()
     normed = wide * scale
-    return total, (normed if gain is None else normed.mul_(gain)).to(x.dtype), scale
+    return (normed if gain is None else normed.mul_(gain)).to(x.dtype), scale
 
 
 def _as(gain: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -111,24 +117,32 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``rest`` is the statistics and settings of :func:`_normalized`, and whether the weight is trained."""
     *stats, _eps, zero_centered, mean, trained = rest
-    gain = _gain(weight, zero_centered)
-    grad_gain = grad_bias = None
     if mean:
+        gain = _gain(weight, zero_centered)
         output_mask = [True, weight is not None, bias is not None]
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, x.shape[-1:], *stats, _as(gain, x.dtype), bias, output_mask
         )
+        grad_weight = None if grad_gain is None or weight is None else grad_gain.to(weight.dtype)
     else:
-        (scale,) = stats
-        wide = grad.to(scale.dtype)
-        normed = x.to(scale.dtype) * scale
-        if trained:
-            grad_gain = (normed * wide).flatten(0, -2).sum(0)
-        grad_normed = wide if gain is None else wide * gain
-        along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
-        grad_x = normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype)
-    grad_weight = None if grad_gain is None or weight is None else grad_gain.to(weight.dtype)
+        grad_bias = None
+        grad_x, grad_weight = rms_norm_backward(grad, x, weight, *stats, zero_centered=zero_centered, trained=trained)
     return grad_x if grad_sum is None else grad_x + grad_sum, grad_weight, grad_bias
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor, *, zero_centered: bool, trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the input and of a ``trained`` weight; ``scale`` are the factors of :func:`rms_normalized`."""
+    gain = _gain(weight, zero_centered)
+    wide = grad.to(scale.dtype)
+    normed = x.to(scale.dtype) * scale
+    grad_weight = None
+    if trained and weight is not None:
+        grad_weight = (normed * wide).flatten(0, -2).sum(0).to(weight.dtype)
+    grad_normed = wide if gain is None else wide * gain
+    along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
+    return normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype), grad_weight
 
 
 class RMSNorm(_Norm):
