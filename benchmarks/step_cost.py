@@ -1,93 +1,99 @@
-"""Estimates what a training step costs on a GPU: FLOPs, memory traffic and kernels of its parts. Nothing is measured.
+"""Estimates what a training step costs on GPUs, by part, and counts its kernels. Nothing is measured.
 
-    python benchmarks/step_cost.py --model preset:llama3.2-1b --tokens 8192
+    python benchmarks/step_cost.py --models llama3-8b --gpus H100,MI300X
 
-A part takes at least its FLOPs over the peak, or its bytes over the bandwidth of the memory, whichever is longer. Bytes
-are those of kernels that fuse what can be fused and read and write each tensor once. See docs/concepts/gpu-step.md.
+The first table has the fastest plan of ``isthmus plan`` for each model and GPU, with the shares of its time. The second
+has the kernels of a step on a GPU that torch simulates. See docs/concepts/gpu-step.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from certificate import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
+MODELS = {"llama3-8b": (1, 8192, 16), "qwen3-30b-a3b": (1, 4096, 512), "deepseek-v3": (32, 4096, 4096)}
+"""Preset -> nodes of 8 GPUs, tokens of a sequence, sequences of a step."""
+GPUS = ("H100", "H200", "B200", "MI300X", "MI355X")
+TRACED = {"llama3.2-1b": (1, 2), "qwen3-0.6b": (1, 2), "qwen3-30b-a3b": (1, 2), "deepseek-v3": (4, 5)}
+"""Preset -> two numbers of layers, whose difference is a layer; deepseek-v3 has experts from the fourth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a micro batch, or of the step."""
+def plans(models: Sequence[str], gpus: Sequence[str], precision: str) -> list[list[str]]:
+    """Rows of the first table."""
+    from isthmus.tools.planner.planned_gpus import parse_machine
+    from isthmus.tools.planner.planning import describe, make_plans
 
-    name: str
-    flops: float = 0.0
-    """Model FLOPs: those of ``isthmus.train.flops``."""
-    bytes: float = 0.0
-    """Read and written in the GPU's memory, where that takes longer than the FLOPs."""
-    executed: float = 1.0
-    """FLOPs that run over model FLOPs."""
-    once_a_step: bool = False
-
-    def seconds(self, tflops: float, tb_per_s: float) -> float:
-        """At least."""
-        return max(self.flops * self.executed / (tflops * 1e12), self.bytes / (tb_per_s * 1e12))
-
-
-def parts(arch: Any, tokens: int, parameters: int) -> Iterator[Part]:
-    """The parts of a bf16 step of a dense decoder on one GPU; a micro batch is one sample of ``tokens`` tokens."""
-    from isthmus.train.flops import flops_per_batch
-
-    hidden, wide, vocabulary = arch.hidden_size, arch.mlp.ffn_hidden_size, arch.vocab_size
-    heads = (arch.attention.num_attention_heads + arch.attention.num_query_groups) * arch.attention.kv_channels
-    gemms = 6.0 * tokens * sum(layer.matmul_weights for layer in arch.layers)
-    loss = 6.0 * tokens * hidden * vocabulary
-    yield Part("GEMMs of the layers", gemms)
-    # The backward kernel computes the scores again: 5 matmuls where the count has 4.
-    attention = flops_per_batch(arch, tokens, tokens**2) - gemms - loss
-    yield Part("attention", attention, executed=7 / 6)
-    yield Part("GEMMs of the output layer", loss)
-    # Read twice and overwritten once; what the GEMMs write and read takes less time than their FLOPs.
-    yield Part("softmax of the logits", bytes=2.0 * tokens * vocabulary * 3)
-    # Elements a token: two norms and two residual sums of H, rotary embeddings, SwiGLU of 2F -> F; QK norms.
-    elements = 22 * hidden + 8 * wide + heads * (9 if arch.attention.qk_norm else 4)
-    yield Part("norms, residuals, rotary embeddings, activations", bytes=2.0 * tokens * elements * arch.num_layers)
-    # Norm of the gradients 4, AdamW 16 read and 12 written, bf16 weights 6, zeros for the next step 4; clipping 8 more.
-    yield Part("optimizer", bytes=42.0 * parameters, once_a_step=True)
+    rows = []
+    for model in models:
+        nodes, length, sequences = MODELS[model]
+        settings = [
+            f"data.seq_length={length}",
+            f"train.global_batch_size={sequences}",
+            f"train.precision={precision}",
+        ]
+        for gpu in gpus:
+            result = make_plans(f"preset:{model}", None, settings, parse_machine(f"8x{gpu}", None, nodes), number=1)
+            name = f"{model}, {8 * nodes} x {gpu}"
+            if not result.best or (time := result.best[0].time) is None:
+                rows.append([name, "does not fit"])
+                continue
+            shares = ", ".join(f"{part} {share:.0%}" for part, share in time.shares.items() if share >= 0.005)
+            speed = f"{time.tokens_per_s_per_device:,.0f}"
+            rows.append([name, describe(result.best[0], result.machine), f"{time.mfu:.0%}", speed, shares])
+    return rows
 
 
-def traced(model: str, tokens: int) -> list[list[str]]:
-    """Rows of the kernel table: of a layer, of the rest of a micro batch, of the rest of a step."""
+def traced(models: Sequence[str], tokens: int) -> list[list[str]]:
+    """Rows of the kernel table: of a layer; of the first model also of the rest of a micro batch and of a step."""
     sys.path.insert(0, str(TESTS))
     from fake_cuda.guard import Unavailable
     from fake_cuda.runner import FakeCuda
     from fake_cuda.step_kernels import kernels
+    from shared_server import FOLDER
 
+    folder = tempfile.mkdtemp(
+        prefix="isthmus-step-cost-", suffix=f"-{os.getpid()}"
+    )  # the server ends with this process
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ |= {FOLDER: folder, "HF_MODULES_CACHE": folder}
+    rows: list[list[str]] = []
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            fake = FakeCuda(Path(folder) / "log")
-            try:
-                few, more = (fake.run(kernels, model=model, tokens=tokens, layers=layers) for layers in (2, 4))
-            finally:
-                fake.close()
+        fake = FakeCuda(Path(folder) / "log")
     except Unavailable as why:
         print(f"no kernels: {why}")
-        return []
-    micro = {name: _difference(result["2"], result["1"]) for name, result in (("few", few), ("more", more))}
-    layer = [item / 2 for item in _difference(micro["more"], micro["few"])]
-    rest = _difference(micro["few"], [2 * item for item in layer])
-    step = _difference(few["1"], micro["few"])
-    rows = {"a layer, forward and backward": layer, "the rest of a micro batch": rest, "the rest of a step": step}
-    return [[name, *(f"{item:g}" for item in values)] for name, values in rows.items()]
+        return rows
+    try:
+        for model in models:
+            fewer, more = TRACED[model]
+            few, many = (
+                fake.run(kernels, model=f"preset:{model}", tokens=tokens, layers=layers) for layers in (fewer, more)
+            )
+            micro_few, micro_many = (_difference(result["2"], result["1"]) for result in (few, many))
+            layer = _difference(micro_many, micro_few)
+            rows.append(_row(f"a layer of {model}, forward and backward", layer))
+            if model == models[0]:
+                rows.append(_row("the rest of a micro batch", _difference(micro_few, [fewer * n for n in layer])))
+                rows.append(_row("the rest of a step", _difference(few["1"], micro_few)))
+    finally:
+        fake.close()
+    return rows
 
 
-def _difference(left: list[float], right: list[float]) -> list[float]:
+def _difference(left: list[int], right: list[int]) -> list[int]:
     return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def _row(name: str, numbers: list[int]) -> list[str]:
+    return [name, *map(str, numbers)]
 
 
 def show(heads: list[str], rows: list[list[str]]) -> None:
@@ -98,37 +104,21 @@ def show(heads: list[str], rows: list[list[str]]) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="preset:llama3.2-1b", help="a dense preset (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a micro batch (default: %(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--tflops", type=float, default=989.4, help="bf16 peak (default: %(default)s, H100 SXM)")
-    parser.add_argument(
-        "--tb-per-s", type=float, default=3.35, help="memory bandwidth (default: %(default)s, H100 SXM)"
-    )
+    parser.add_argument("--models", default=",".join(MODELS), help="of the first table (default: %(default)s)")
+    parser.add_argument("--gpus", default=",".join(GPUS), help="default: %(default)s")
+    parser.add_argument("--precision", default="bf16", help="bf16 or fp8 (default: %(default)s)")
+    parser.add_argument("--traced", default=",".join(TRACED), help="presets of the second table (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a traced micro batch (default: %(default)s)")
     chosen = parser.parse_args(arguments)
-    from isthmus.config.model_file import read_model
-    from isthmus.families.registry import family_for
-    from isthmus.recipes.plan.parameter_counts import num_parameters
-
-    config = read_model(chosen.model)
-    family = family_for(config)
-    arch = family.to_architecture(config)
-    if arch.moe is not None or arch.latent is not None:
-        parser.error(f"{chosen.model} has experts or latent attention, which these formulas do not count")
-    results = list(parts(arch, chosen.tokens, num_parameters(family, arch)))
-    rows, total_s, flops = [], 0.0, 0.0
-    for part in results:
-        count = 1 if part.once_a_step else chosen.micro_batches
-        seconds = part.seconds(chosen.tflops, chosen.tb_per_s)
-        total_s, flops = total_s + count * seconds, flops + count * part.flops
-        per = "step" if part.once_a_step else "micro batch"
-        rows.append(
-            [f"{part.name}, per {per}", f"{part.flops / 1e12:.1f}", f"{part.bytes / 1e9:.1f}", f"{1e3 * seconds:.1f}"]
-        )
-    show(["part", "TFLOP", "GB", "ms at least"], rows)
-    mfu = flops / total_s / (chosen.tflops * 1e12)
-    print(f"\na step of {chosen.micro_batches} micro batches: {1e3 * total_s:.0f} ms at least, MFU {mfu:.0%} at most\n")
-    if table := traced(chosen.model, chosen.tokens):
+    models, traced_models = (value.split(",") if value else [] for value in (chosen.models, chosen.traced))
+    for names, known in ((models, MODELS), (traced_models, TRACED)):
+        if unknown := sorted(set(names) - set(known)):
+            parser.error(f"no settings for {', '.join(unknown)}; known are {', '.join(known)}")
+    if models:
+        rows = plans(models, chosen.gpus.split(","), chosen.precision)
+        show(["model and GPUs", "plan", "MFU", "tokens/s per GPU", "shares of the time"], rows)
+        print()
+    if traced_models and (table := traced(traced_models, chosen.tokens)):
         show(["kernels of", "outside of regions", "compiled regions", "synchronizations"], table)
 
 

@@ -29,7 +29,7 @@ _READS = {
 _INDEXING = {"index", "index_put", "index_put_"}
 _NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_",
-    "record_stream",
+    "record_stream", "_unsafe_view",
 }  # fmt: skip
 
 

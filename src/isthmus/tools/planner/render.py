@@ -109,6 +109,7 @@ def as_json(plans: Plans) -> dict[str, Any]:
                 "seconds": time.total_s,
                 "tokens_per_s": time.tokens_per_s,
                 "mfu": time.mfu,
+                "shares": time.shares,
                 "bound_by": time.binds,
                 "parts_s": time.parts,
             }
@@ -160,6 +161,8 @@ def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
     if best.time is not None:
         share = {name: seconds for name, seconds in best.time.parts.items() if seconds >= 0.001 * best.time.total_s}
         lines += ["", "step of plan 1, estimated seconds:", *_columns({name: f"{s:.3f}" for name, s in share.items()})]
+        shares = {name: f"{part:.0%}" for name, part in best.time.shares.items() if part >= 0.005}
+        lines += [f"  MFU {best.time.mfu:.1%}; shares of the time:", *_columns(shares)]
         if recipe_of(config).generates_answers and config.rollout.engine != "native":
             lines.append("  without generation and the transfer of weights: servers on other GPUs generate")
     else:

@@ -8,13 +8,22 @@ from isthmus.config.schema import ParallelConfig
 from isthmus.families.blocks.attention import Attention
 from isthmus.families.blocks.block import Linear, Recurrence
 from isthmus.families.blocks.feed_forward import Experts, Mlp
+from isthmus.families.blocks.latent_attention import LatentAttention
 from isthmus.families.blocks.layer import Layer
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.workload import Workload
 
-KINDS = ("gemm", "attention", "memory", "tp", "cp", "ep")
-"""Where the time of a layer goes: compute, memory-bound kernels, and communication that nothing overlaps."""
+KINDS = ("gemm", "attention", "memory", "loss", "tp", "cp", "ep")
+"""Where the time goes: compute, memory-bound kernels, the output layer with its loss, and communication that nothing
+overlaps.
+"""
+HOST_KERNEL_S, HOST_REGION_S = 5e-6, 15e-6
+"""Time of the host for a kernel, and for a compiled region (``benchmarks/region_calls.py``)."""
+HOST_KERNELS = {"dense": (20, 8), "experts": (70, 0), "latent": (37, 8)}
+"""Kernels and regions of a layer in both passes, and what experts and latent attention add, as a traced GPU counts them
+(``benchmarks/step_cost.py``).
+"""
 HOST_WAIT_S = 3e-5
 """The host reads the number of routed tokens and launches kernels that depend on it."""
 SCORE_PASSES = 6
@@ -30,17 +39,19 @@ class Times:
     gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
+    loss: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
 
     def total(self) -> float:
-        return self.gemm + self.attention + self.memory + self.tp + self.cp + self.ep
+        return self.gemm + self.attention + self.memory + self.loss + self.tp + self.cp + self.ep
 
     def add(self, other: Times, times: float = 1.0) -> None:
         self.gemm += times * other.gemm
         self.attention += times * other.attention
         self.memory += times * other.memory
+        self.loss += times * other.loss
         self.tp += times * other.tp
         self.cp += times * other.cp
         self.ep += times * other.ep
@@ -52,6 +63,8 @@ class LayerTime:
     backward: Times = field(default_factory=Times)
     recomputed: Times = field(default_factory=Times)
     """Part of the forward pass that the backward pass repeats."""
+    host_s: float = 0.0
+    """Of the host, which starts the kernels of both passes."""
     parameters: float = 0.0
     """Parameters of this rank, without experts."""
     expert_parameters: float = 0.0
@@ -88,6 +101,13 @@ class LayerModel:
     def _layer(self, layer: Layer) -> LayerTime:
         time, mixing, core, feed_forward = LayerTime(), LayerTime(), LayerTime(), LayerTime()
         self._norms(time, layer)
+        kinds = [
+            "dense",
+            *["experts"] * bool(layer.experts),
+            *["latent"] * any(isinstance(mixer, LatentAttention) for mixer in layer.mixers),
+        ]
+        counts = [HOST_KERNELS[kind] for kind in kinds]
+        time.host_s = sum(launched * HOST_KERNEL_S + regions * HOST_REGION_S for launched, regions in counts)
         for mixer in layer.mixers:
             for linear in mixer.linears(self.tp):
                 self._linear(mixing, linear)

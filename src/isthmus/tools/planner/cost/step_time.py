@@ -14,7 +14,7 @@ from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
-from isthmus.tools.planner.cost.layer_time import LayerModel, Times
+from isthmus.tools.planner.cost.layer_time import KINDS, LayerModel, Times
 from isthmus.tools.planner.cost.workload import Generation, Workload
 from isthmus.train.flops import flops_per_batch
 
@@ -30,8 +30,9 @@ FORMULAS = {
     "gemm": "2 m n k FLOPs a matmul, 3 a weight with its gradients, at the speed of the part's fastest GEMM times "
     "a share for this size",
     "attention": "4 N D L^2 / 2 FLOPs a sample forward, 2.5 times as many backward",
-    "memory": "bytes that norms, residual sums, activations, rotary embedding, loss and sorting move, "
-    "over the memory bandwidth",
+    "memory": "bytes that norms, residual sums, activations, rotary embedding and sorting move, over the memory "
+    "bandwidth",
+    "loss": "6 H V FLOPs a token whose logits are computed, and three passes over the logits",
     "recompute": "the repeated part of the forward pass",
     "tp": "(tp - 1) / tp of the hidden states over the links, 4 times a layer forward; backward, what matmuls do not "
     "hide",
@@ -40,6 +41,7 @@ FORMULAS = {
     "pp": "hidden states of each micro batch between stages",
     "bubble": "(pp - 1) / vpp micro batches: the pipeline fills and drains",
     "dp": "gradients (float32) and weights over the replicas, minus what the backward and forward pass hide",
+    "host": "what starting the kernels of the layers takes longer than computing them",
     "optimizer": "bytes per updated parameter over the memory bandwidth; with optim.offload 16 over the host link",
     "teacher": "forward pass of the teacher; for kto, of the mismatched answers; for grpo, of the reference policy",
     "generation": "for each new token of grpo, a pass through all stages that reads weights and states of sequences at "
@@ -47,7 +49,20 @@ FORMULAS = {
     "offload": "with rollout.offload, the optimizer state to the host and back over the host link, for each rollout",
 }
 """What each part of a step is, for ``isthmus plan --explain``."""
-COMPUTE = ("gemm", "attention", "recompute", "teacher")
+COMPUTE = ("gemm", "attention", "loss", "recompute", "teacher")
+GROUPS = {
+    "matmul": ("gemm",),
+    "attention": ("attention",),
+    "loss": ("loss",),
+    "elementwise": ("memory",),
+    "recompute": ("recompute",),
+    "collectives": ("tp", "cp", "ep", "pp", "dp"),
+    "bubble": ("bubble",),
+    "host": ("host",),
+    "optimizer": ("optimizer",),
+    "other": ("teacher", "generation", "offload"),
+}
+"""The parts of a step by what limits them, for the shares of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,11 @@ class StepTime:
         return self.tflops_per_device / self.peak_tflops
 
     @property
+    def shares(self) -> dict[str, float]:
+        """0..1 of the time, by the keys of :data:`GROUPS`."""
+        return {group: sum(self.parts[part] for part in parts) / self.total_s for group, parts in GROUPS.items()}
+
+    @property
     def binds(self) -> str:
         """The largest part beside computation if it is a tenth of the step or more, else ``compute``."""
         others = {name: seconds for name, seconds in self.parts.items() if name not in COMPUTE}
@@ -103,6 +123,7 @@ class _Rank:
     expert_parameters: float = 0.0
     adapters: float = 0.0
     layers: int = 0
+    host_s: float = 0.0
 
     def seconds(self) -> float:
         return self.forward.total() + self.backward.total() + self.recomputed.total()
@@ -125,9 +146,10 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     ranks = _ranks(model)
     slowest = max(ranks, key=_Rank.seconds)
     parts = dict.fromkeys(FORMULAS, 0.0)
-    for name in ("gemm", "attention", "memory", "tp", "cp", "ep"):
+    for name in KINDS:
         parts[name] = number * (getattr(slowest.forward, name) + getattr(slowest.backward, name))
     parts["recompute"] = number * slowest.recomputed.total()
+    parts["host"] = number * max(0.0, slowest.host_s - slowest.seconds())
     if pp > 1:
         send = Ring(cluster, pp, world // pp).send(model.outside * work.architecture.hidden_size * kernels.element)
         hidden = slowest.forward.total() / vpp if vpp > 1 else 0.0
@@ -189,6 +211,7 @@ def _rank(model: LayerModel, layers: tuple[tuple[int, int], ...]) -> _Rank:
         total.backward.add(layer.backward, times)
         total.recomputed.add(layer.recomputed, times)
         total.recomputed.add(layer.forward, times * repeated)
+        total.host_s += times * layer.host_s * (1 + repeated / 3)
         total.parameters += times * layer.parameters
         total.expert_parameters += times * layer.expert_parameters
         total.adapters += times * layer.adapters
@@ -210,10 +233,10 @@ def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _R
         for _ in range(1 + arch.pattern.mtp_layers):
             columns = 1.0 if arch.head.score_head else vocabulary
             forward = kernels.gemm(rows, columns, arch.hidden_size, fp8=False)
-            total.forward.gemm += forward
             update = kernels.gemm(columns, arch.hidden_size, rows, fp8=False, sum_bytes=4) if model.trained else 0.0
-            total.backward.gemm += kernels.gemm(rows, arch.hidden_size, columns, fp8=False) + update
-            total.forward.memory += kernels.memory(3 * rows * columns * kernels.element, 3) + kernels.memory(2 * width)
+            total.forward.loss += forward + kernels.memory(3 * rows * columns * kernels.element, 3)
+            total.backward.loss += kernels.gemm(rows, arch.hidden_size, columns, fp8=False) + update
+            total.forward.memory += kernels.memory(2 * width)
             total.backward.memory += kernels.memory(3 * width)
             exchange = model.tp_ring.gather(model.tokens * arch.hidden_size * kernels.element)
             total.forward.tp += exchange

@@ -17,7 +17,7 @@ from isthmus.platforms.parts import Part, part_named
 from isthmus.tools.planner.cost import kernels
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
-from isthmus.tools.planner.cost.step_time import FORMULAS, StepTime, step_time
+from isthmus.tools.planner.cost.step_time import FORMULAS, GROUPS, StepTime, step_time
 from isthmus.tools.planner.cost.workload import Generation, Workload
 from isthmus.train.flops import flops_per_batch
 
@@ -178,7 +178,8 @@ def test_flops_are_those_of_a_run_and_all_of_them_take_time(
     flops = flops_per_batch(arch, step.work.tokens, step.work.tokens * 8192)
     assert step.tflops_per_device * step.total_s * 8e12 == pytest.approx(flops)
     ideal = flops / 8 / 989.4e12
-    assert step.parts["gemm"] + step.parts["attention"] * 3 / 3.5 == pytest.approx(ideal, rel=1e-3)
+    matmuls = step.parts["gemm"] + step.parts["loss"]
+    assert matmuls + step.parts["attention"] * 3 / 3.5 == pytest.approx(ideal, rel=1e-3)
 
 
 def test_offloaded_moments_take_the_time_of_their_copies() -> None:
@@ -201,11 +202,21 @@ def test_parts_sum_to_the_step_and_each_has_a_formula() -> None:
     others = {"teacher": DENSE, "generation": generation}
     step = planned(EXPERTS, nodes=4, layout={"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, **others)
     assert step.parts.keys() == FORMULAS.keys() and all(
-        seconds > 0 for name, seconds in step.parts.items() if name != "recompute"
+        seconds > 0 for name, seconds in step.parts.items() if name not in ("recompute", "host")
     )
     assert sum(step.parts.values()) == pytest.approx(step.total_s)
+    assert sorted(part for parts in GROUPS.values() for part in parts) == sorted(FORMULAS)
+    assert sum(step.shares.values()) == pytest.approx(1)
     assert step.tokens_per_s_per_device * 32 == pytest.approx(step.tokens_per_s) == step.work.tokens / step.total_s
     assert 0.05 < step.mfu < 0.6
+
+
+def test_short_micro_batches_wait_for_the_host() -> None:
+    """The host needs 220 us for a layer: it starts 20 kernels in 5 us each and 8 regions in 15 us."""
+    short = planned(seq_length=128, global_batch_size=8)
+    busy = sum(short.parts[name] for name in ("gemm", "attention", "memory", "loss"))
+    assert short.parts["host"] == pytest.approx(32 * 220e-6 - busy, rel=1e-6)
+    assert planned().parts["host"] == 0
 
 
 def test_precision_and_part_change_the_speed_as_their_data_sheets() -> None:
