@@ -187,9 +187,12 @@ def test_wheels_are_resolved_around_the_torch_of_the_machine(tmp_path: Path, pyp
     assert "torch==" not in (tmp_path / "constraints.txt").read_text()
 
 
-def test_the_shares_of_a_step_are_all_of_it() -> None:
+def test_the_shares_of_a_step_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step_cost: Any = importlib.import_module("step_cost")
-    row, no_plan = step_cost.plans(["llama3-8b"], ["H100", "A10"], "bf16")
+    monkeypatch.setitem(step_cost.MODELS, "llama3-70b", (1, 8192, 8))
+    (row,), (no_plan,) = (
+        step_cost.plans([model], [gpu], "bf16") for model, gpu in (("llama3-8b", "H100"), ("llama3-70b", "A10"))
+    )
     shares = [int(part.rpartition(" ")[2].rstrip("%")) for part in row[-1].split(", ")]
     assert 97 <= sum(shares) <= 103  # rounded
     assert row[0] == "llama3-8b, 8 x H100" and no_plan[1] == "does not fit"

@@ -14,7 +14,7 @@ from isthmus.families.architecture import Architecture, from_settings
 from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.blocks.latent_attention import Latent
 from isthmus.platforms.parts import Part, part_named
-from isthmus.tools.planner.cost import kernels
+from isthmus.tools.planner.cost import kernels, layer_time
 from isthmus.tools.planner.cost.cluster import Cluster, Ring
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.step_time import FORMULAS, GROUPS, StepTime, step_time
@@ -211,12 +211,12 @@ def test_parts_sum_to_the_step_and_each_has_a_formula() -> None:
     assert 0.05 < step.mfu < 0.6
 
 
-def test_short_micro_batches_wait_for_the_host() -> None:
-    """The host needs 220 us for a layer: it starts 20 kernels in 5 us each and 8 regions in 15 us."""
-    short = planned(seq_length=128, global_batch_size=8)
-    busy = sum(short.parts[name] for name in ("gemm", "attention", "memory", "loss"))
-    assert short.parts["host"] == pytest.approx(32 * 220e-6 - busy, rel=1e-6)
+def test_a_step_waits_for_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned().parts["host"] == 0
+    monkeypatch.setattr(layer_time, "HOST_KERNEL_S", 0.1)
+    step = planned(global_batch_size=8)
+    busy = sum(step.parts[name] for name in ("gemm", "attention", "memory", "loss"))
+    assert step.parts["host"] == pytest.approx(32 * (20 * 0.1 + 8 * 15e-6) - busy)
 
 
 def test_precision_and_part_change_the_speed_as_their_data_sheets() -> None:
