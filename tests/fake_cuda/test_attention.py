@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections import Counter
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from fake_cuda.runner import FakeCuda
 from fake_cuda.trace import record
 from fake_cuda.world import build
-from isthmus.platforms.torch_features import varlen_attn
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "rms_norm_eps": 1e-6}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
@@ -36,13 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def steps(model: str, lengths: list[list[int]], varlen: bool = True, **settings: Any) -> dict[str, Any]:
-    """A step on each packing, after a first step on another one; ``varlen``: as torch 2.12 has it."""
-    if not varlen:
-        older: Any = types.ModuleType("torch.nn.attention.varlen")
-        older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None
-        sys.modules[older.__name__] = older
-        varlen_attn.cache_clear()
+def steps(model: str, lengths: list[list[int]], **settings: Any) -> dict[str, Any]:
+    """A step on each packing, after a first step on another one."""
     rank = build(MODELS[model], **settings)
     traces = []
     for sample_lengths in ([sum(lengths[0]) // 2] * 2, *lengths):
@@ -65,18 +57,18 @@ def attention_of(kernels: dict[str, int]) -> dict[str, int]:
 FEW, MANY = [256], [16] * 16
 
 
-@pytest.mark.thorough_cases("sm_90-qwen3-_varlen_attn")
+@pytest.mark.thorough_cases("sm_90-qwen3-_flash_attention_forward")
 @pytest.mark.parametrize(
     ("gpu", "model", "kernel"),
     [
-        ("sm_90", "qwen3", "_varlen_attn"), ("gfx942", "mistral", "_varlen_attn"),
-        ("sm_90", "deepseek_v2", "_varlen_attn"), ("gfx942", "gemma2", "flex_attention"),
+        ("sm_90", "qwen3", "_flash_attention_forward"), ("gfx942", "mistral", "_flash_attention_forward"),
+        ("sm_90", "deepseek_v2", "_flash_attention_forward"), ("gfx942", "gemma2", "flex_attention"),
     ],
 )  # fmt: skip
 def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu: str, model: str, kernel: str) -> None:
     results = fake_cuda.run(steps, gpu=gpu, model=model, lengths=[FEW, MANY])
     few, many = (item["kernels"] for item in results["steps"])
-    assert attention_of(few) == attention_of(many) == {kernel: 2, f"{kernel}_backward": 2}
+    assert attention_of(few) == attention_of(many) == {kernel: 2, kernel.removesuffix("_forward") + "_backward": 2}
     assert Counter(many) - Counter(few) == Counter(few) - Counter(many) == Counter()
     padded_values = 2 if model == "deepseek_v2" else 0  # one in each layer
     assert many.get("slice_backward", 0) == padded_values
@@ -84,19 +76,11 @@ def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu
     assert not [sync for step in results["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
 
 
-def test_a_torch_with_an_older_varlen_attn_calls_the_same_kernel(fake_cuda: FakeCuda) -> None:
-    """torch 2.10 and 2.11: with windows and grouped query heads, and one call a layer for all samples."""
-    results = fake_cuda.run(steps, model="mistral", lengths=[FEW, MANY], varlen=False)
-    for step in results["steps"]:
-        assert attention_of(step["kernels"]) == {"_flash_attention_forward": 2, "_flash_attention_backward": 2}
-    assert results["line"].startswith("attention: varlen")
-
-
 @pytest.mark.parametrize(("rank", "model"), [(0, "qwen3"), (3, "mistral")])
 def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCuda, rank: int, model: str) -> None:
     results = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)
     few, many = (item["kernels"] for item in results["steps"])
-    assert few["_varlen_attn"] == many["_varlen_attn"] <= 2 * 16
+    assert few["_flash_attention_forward"] == many["_flash_attention_forward"] <= 2 * 16
     assert not many.get("slice_backward")
 
 

@@ -6,9 +6,7 @@ They are detected by name and not by version: vendors build development versions
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,22 +55,7 @@ def fsdp_sums_gradients() -> bool:
     return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 
 
-@functools.cache
-def varlen_attn() -> Any:
-    """Flash attention over packed samples with windows and grouped query heads.
-
-    Without those of ``torch.nn.attention.varlen`` (2.12), the operator that it calls. The import takes a second, as it
-    imports the compiler.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return flash_attention_operator
-    arguments = inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= arguments else flash_attention_operator
-
-
-def flash_attention_operator(
+def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,9 +66,12 @@ def flash_attention_operator(
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
 ) -> Tensor:
-    """The same call of ``torch.ops.aten``, which autograd differentiates; it always has grouped query heads."""
+    """Flash attention over packed samples, with windows and grouped query heads.
+
+    The operator that ``torch.nn.attention.varlen`` calls, without its wrapper in Python and the random state of a dropout
+    that it does not have. What is activated in its place (FlashAttention 3) replaces the operator.
+    """
     left, right = window_size
     results = torch.ops.aten._flash_attention_forward(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k),

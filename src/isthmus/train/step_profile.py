@@ -29,7 +29,7 @@ _MATMULS = re.compile(r"^(aten|mkldnn)::_?(\w+_)?(mm|addmm|addmv|mv|bmm|baddbmm|
 _COMMUNICATION = re.compile(r"c10d|gloo:|nccl|rccl|record_param_comms", re.IGNORECASE)
 _REGIONS = ("data", "optimizer")
 """Trace regions that are one row each."""
-_ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|(flash|flex|efficient)_attention|varlen_attn")
+_ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|(flash|flex|efficient)_attention")
 _ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
     (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm|NormFunction", re.IGNORECASE), "norms"),

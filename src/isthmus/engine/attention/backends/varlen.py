@@ -15,7 +15,7 @@ from isthmus.engine.attention.backends.segments import offset_ranges, segments
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans
-from isthmus.platforms.torch_features import varlen_attn
+from isthmus.platforms.torch_features import flash_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,11 @@ def varlen_attention(
         v = F.pad(v, (0, k.size(-1) - width))
     ranges = tuple((call.first, call.end) for call in calls)
     queries = row_ranges(q.flatten(1, 2), offset_ranges(call.queries for call in calls))
-    kernel = varlen_attn()
     outputs = [
-        kernel(
+        flash_attention(
             *(call_q, call_k, call_v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_queries, call.max_keys),
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.size(2) > 1,
         )
         for call, call_q, call_k, call_v in zip(
             calls, queries, row_ranges(k, ranges), row_ranges(v, ranges), strict=True

@@ -13,16 +13,15 @@ from torch import Tensor
 from isthmus.engine.attention.backends import flex, varlen
 
 
-def plain_varlen_attn(
+def plain_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    scale: float | None, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """``torch.nn.attention.varlen.varlen_attn``: the last query of a sample is aligned with its last key."""
+    """That of ``torch_features``: the last query of a sample is aligned with its last key."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
     assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key)) == (len(query), len(value))
     assert query.size(-1) == key.size(-1) == value.size(-1)
     assert all(item.stride(-1) == 1 for item in (query, key, value))
-    assert enable_gqa or query.size(1) == key.size(1)
     share = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     scale = query.size(-1) ** -0.5 if scale is None else scale
@@ -47,10 +46,10 @@ def plain_varlen_attn(
 
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """varlen_attn as plain operations; torch's own flex_attention, uncompiled, with the backward pass of its tests."""
+    """flash_attention as plain operations; torch's flex_attention, uncompiled, with the backward pass of its tests."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(varlen, "varlen_attn", lambda: plain_varlen_attn)
+    monkeypatch.setattr(varlen, "flash_attention", plain_flash_attention)
     monkeypatch.setattr(
         flex_attention, "_validate_device", lambda *_: None, raising=False
     )  # refuses gradients on a CPU

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention.backends import flex, varlen
+from isthmus.engine.attention.backends import flex
 from isthmus.engine.attention.backends.blocks import packed_attention
 from isthmus.engine.attention.backends.flex import flex_attention
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
 from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
-from isthmus.platforms.torch_features import flash_attention_operator
 from sweep import swept
-from unit.engine.attention.backends.plain_kernels import plain_kernels, plain_varlen_attn  # noqa: F401
+from unit.engine.attention.backends.plain_kernels import plain_flash_attention, plain_kernels  # noqa: F401
 from unit.engine.attention.test_self_attention import reference
 from unit.engine.recorder import Recorder
 
@@ -180,7 +179,7 @@ def operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options
     *cumulative, dropout, is_causal, _mask = arguments
     window = options["window_size_left"], options["window_size_right"]
     assert dropout == 0.0 and is_causal == (window == (-1, 0))
-    out = plain_varlen_attn(q, k, v, *cumulative, scale=options["scale"], window_size=window, enable_gqa=True)
+    out = plain_flash_attention(q, k, v, *cumulative, scale=options["scale"], window_size=window)
     return out, *(out.new_zeros(1) for _ in range(4))
 
 
@@ -198,11 +197,8 @@ def operator_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments:
 
 @pytest.mark.parametrize("spans", [None, SPANS["parts"]], ids=["whole", "parts"])
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_operator_of_an_older_torch(
-    window: int | None, spans: Spans | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flash_operator_of_torch(window: int | None, spans: Spans | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through torch's dispatcher and its formula of the gradient, with a kernel for CPUs."""
-    monkeypatch.setattr(varlen, "varlen_attn", lambda: flash_attention_operator)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", operator_forward, "CPU")
         library.impl("_flash_attention_backward", operator_backward, "CPU")
