@@ -29,11 +29,12 @@ def regions() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
     from isthmus.engine.attention import projected_heads
     from isthmus.engine.layers import activation, norm
+    from isthmus.engine.layers.fused_function import fused_regions
 
     hidden, residual, grad = torch.randn(3, TOKENS, 1, HIDDEN)
     weight, head_weight = torch.nn.Parameter(torch.ones(HIDDEN)), torch.nn.Parameter(torch.ones(CHANNELS))
     scale = torch.ones(TOKENS, 1, 1)
-    activate, activate_backward = activation._regions(activation.swiglu)
+    activate, activate_backward = fused_regions(activation.swiglu)
     settings = projected_heads.HeadSettings(GROUPS, (QUERIES * CHANNELS, CHANNELS, CHANNELS), False, 1e-5, False)
     mixed = torch.randn(TOKENS, 1, GROUPS * (QUERIES + 2) * CHANNELS)
     weights = torch.randn(TOKENS, CHANNELS), head_weight, head_weight
@@ -47,7 +48,7 @@ def regions() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (queries, keys, keys, keys, mixed, *weights, True, *settings),
         ),
         "SwiGLU": (activate, (residual,)),
-        "its gradient": (activate_backward, (hidden, hidden[..., : HIDDEN // 2].contiguous())),
+        "its gradient": (activate_backward, (hidden[..., : HIDDEN // 2].contiguous(), hidden)),
     }
 
 

@@ -56,12 +56,12 @@ def count_regions() -> None:
     compiled._Region.__call__ = one_kernel  # type: ignore[method-assign]
 
 
-@pytest.mark.thorough_cases("gemma2-23", "qwen3-23")
+@pytest.mark.thorough_cases("gemma2-18", "qwen3-14")
 @pytest.mark.parametrize(
     ("model_type", "bound"),
     [
-        # Forward: 2 norms (the second one with the residual), heads, activation, residual. Backward: the same, and 2 norm
-        # weights into the buffers.
+        # Forward: 2 norms (the second one with the residual), heads, activation, residual. Backward: the same, and
+        # 2 norm weights into the buffers.
         ("llama", 12),
         ("qwen3", 12 + 2),  # weights of 2 norms of heads
         ("gemma2", 12 + 3 * 2),  # 2 norms after the blocks

@@ -109,27 +109,32 @@ def find_compiler(device: str) -> tuple[str, str]:
         return "", f"Triton cannot be imported ({error})"
 
 
-def compiled_on_gpu(function: _Function) -> _Function:
+def compiled_on_gpu(function: _Function, *, name: str | None = None) -> _Function:
     """Compile ``function`` for GPU tensors if :func:`set_compile` enabled it; else call it.
 
     ``function`` takes positional arguments: tensors, the first of them with at least one dimension, and constants
     (numbers, dtypes, None), and returns a tensor or a tuple of tensors and None. Lengths may change from call to call:
     dimension 0 of the first tensor, and of the others that have the same length and are not parameters. New constants
     and other sizes compile it again. Autograd must not record its operations: call it in the methods of an autograd
-    function, or under ``no_grad``.
+    function, or under ``no_grad``. Errors and traces call it ``name``; None: by the name of the function.
 
     Raises:
         UsageError: the compiler failed.
         ValueError: an argument needs a gradient.
     """
-    return cast(_Function, _Region(function))
+    return cast(_Function, _Region(function, name or region_name(function)))
+
+
+def region_name(function: Callable[..., Any]) -> str:
+    """Module and name of a function, or of that of a partial."""
+    named = getattr(function, "func", function)
+    return f"{named.__module__.removeprefix('isthmus.')}.{named.__qualname__}"
 
 
 class _Region:
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
         functools.update_wrapper(self, function)
-        self.function = function
-        self.name = f"{function.__module__.removeprefix('isthmus.')}.{function.__qualname__}"
+        self.function, self.name = function, name
         self.versions: dict[tuple[Any, ...], list[_Version]] = {}
         """By layouts and constants."""
         self.recent: dict[tuple[Any, ...], _Version] = {}

@@ -69,8 +69,8 @@ def flash_attention(
 ) -> Tensor:
     """Flash attention over packed samples, with windows and grouped query heads.
 
-    The operator that ``torch.nn.attention.varlen`` calls, without its wrapper in Python and the random state of a dropout
-    that it does not have. What is activated in its place (FlashAttention 3) replaces the operator.
+    The operator that ``torch.nn.attention.varlen`` calls, without its wrapper in Python and the random state of a
+    dropout that it does not have. What is activated in its place (FlashAttention 3) replaces the operator.
     """
     left, right = window_size
     results = torch.ops.aten._flash_attention_forward(

@@ -21,8 +21,9 @@ from isthmus.engine.attention.projected_heads import HeadSettings, project_heads
 from isthmus.engine.attention.rope import rotate, rotation_table
 from isthmus.engine.compiled import compiled_versions, compiles, set_compile
 from isthmus.engine.decoder.single_process_model import single_process_groups
-from isthmus.engine.layers.activation import Activation, _XieluFunction, activation_function, clamped_swiglu
+from isthmus.engine.layers.activation import Activation, _xielu, activation_function, clamped_swiglu
 from isthmus.engine.layers.dropout import MLP_OUTPUT, dropout_keys, hidden_dropout
+from isthmus.engine.layers.fused_function import fused
 from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
@@ -105,7 +106,7 @@ class XieluOfParameters(nn.Module):
         self.register_buffer("constants", torch.tensor([[0.5], [-1e-6]]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _XieluFunction.apply(x, *self.sizes, *self.constants)
+        return fused(_xielu)(x, *self.sizes, *self.constants)
 
 
 class Heads(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from isthmus.engine.compiled import compiled_on_gpu, compiles
+from isthmus.engine.compiled import compiles
+from isthmus.engine.layers.fused_function import fused
 from isthmus.families.blocks.feed_forward import Activation as ActivationName
 
 
@@ -99,33 +100,6 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x
 
 
-class _CompiledActivation(torch.autograd.Function):
-    """Any activation in one kernel each way; saves only its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        compute, ctx.compute_backward = _regions(function)
-        return compute(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.compute_backward(*ctx.saved_tensors, grads[0]), None
-
-
-@functools.cache
-def _regions(function: Callable[[Tensor], Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    @compiled_on_gpu
-    def activation(x: Tensor) -> Tensor:
-        return function(x)
-
-    @compiled_on_gpu
-    def activation_backward(x: Tensor, grad: Tensor) -> Tensor:
-        return cast(Tensor, torch.func.vjp(function, x)[1](grad)[0])
-
-    return activation, activation_backward
-
-
 class Activation(nn.Module):
     def __init__(self, config: TransformerConfig, *, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -133,7 +107,7 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if compiles(x):
-            return _CompiledActivation.apply(x, self.function)
+            return fused(self.function)(x)
         return _SwiGLU.apply(x) if self.function is swiglu and torch.is_grad_enabled() else self.function(x)
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
@@ -157,7 +131,7 @@ class Xielu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x`` has this rank's channels; the gradients of the parameters are summed over the ranks."""
         sizes = (copy_to_tensor_model_parallel_region(size) for size in (self.alpha_p, self.alpha_n))
-        return _XieluFunction.apply(x, *sizes, self.beta, self.eps)
+        return fused(_xielu)(x, *sizes, self.beta, self.eps)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -170,31 +144,3 @@ def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tenso
     above, below = nn.functional.softplus(alpha_p), beta + nn.functional.softplus(alpha_n)
     curve = torch.where(x > 0, above * x * x, (torch.expm1(torch.minimum(x, eps)) - x) * below)
     return curve + beta * x
-
-
-class _XieluFunction(torch.autograd.Function):
-    """Saves only its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return _xielu_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_xielu_backward(grads[0], *ctx.saved_tensors), None, None)
-
-
-@compiled_on_gpu
-def _xielu_forward(*inputs: Tensor) -> Tensor:
-    return _xielu(*inputs)
-
-
-@compiled_on_gpu
-def _xielu_backward(
-    grad: Tensor, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, *constants: Tensor
-) -> tuple[Tensor, ...]:
-    def activation(*inputs: Tensor) -> Tensor:
-        return _xielu(*inputs, *constants)
-
-    return cast(tuple[Tensor, ...], torch.func.vjp(activation, x, alpha_p, alpha_n)[1](grad))

@@ -131,12 +131,15 @@ def add_gradients(
     """
     if kernel:
         gradients = GROUPED_MM(grad.t(), x, offs=sizes.ends)
-        pairs = [
-            (target, gradient)
-            for target, gradient in zip(targets, gradients.unbind(), strict=True)
-            if target is not None
-        ]
-        torch._foreach_add_([target for target, _ in pairs], [gradient for _, gradient in pairs])
+        # One addition: _foreach_add_ of 16-bit to float32 tensors starts a kernel for each.
+        present = [target for target in targets if target is not None]
+        together = stacked_view(present) if len(present) == len(targets) else None
+        if together is not None:
+            together.add_(gradients)
+            return
+        for target, gradient in zip(targets, gradients.unbind(), strict=True):
+            if target is not None:
+                target.add_(gradient)
         return
     rows = sizes.on_host
     for target, grad_part, x_part in zip(targets, grad.split(rows), x.split(rows), strict=True):
@@ -162,7 +165,13 @@ def unsupported_reason(shape: Sequence[int], dtype: torch.dtype) -> str | None:
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Stack to [G, ...]: a view if the tensors have a constant stride in one storage, as in the DDP buffers."""
+    """Stack to [G, ...]: a view where :func:`stacked_view` has one, as in the DDP buffers, else a copy."""
+    view = stacked_view(tensors)
+    return torch.stack(list(tensors)) if view is None else view
+
+
+def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A view [G, ...] of tensors that have a constant stride in one storage; None if they do not."""
     first = tensors[0]
     starts = [tensor.data_ptr() for tensor in tensors]
     step, rest = divmod(starts[1] - starts[0] if len(starts) > 1 else first.nbytes, first.element_size())
@@ -171,4 +180,4 @@ def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     together = all(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
     if even and together and not rest and step >= first.numel() and first.is_contiguous():
         return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
-    return torch.stack(list(tensors))
+    return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isthmus.config.schema.moe import ROUTER_LOSSES
 from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
+from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.moe.routed_tokens import count
 from isthmus.engine.parallel.context_parallel import local_tokens
@@ -74,6 +75,13 @@ def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     return bias + rate * (counts.mean() - counts).sign()
 
 
+@compiled_on_gpu
+def add_counts(chosen: Tensor, group_ids: Tensor, sums: Tensor, num_experts: int) -> None:
+    """Add the tokens of each expert to the first of ``sums``; ``chosen`` [T, K] counts where ``group_ids`` [T] is 0."""
+    real = torch.where(group_ids[:, None] == 0, chosen, num_experts)
+    sums[:num_experts] += count(real.flatten(), num_experts + 1)[:-1]
+
+
 class RouterStats:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -84,8 +92,7 @@ class RouterStats:
         """Add a micro batch; ``chosen`` is int64 [T, K]."""
         if self.sums is None:
             self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
-        real = torch.where(all_tokens.group_ids[:, None] == 0, chosen, self.num_experts)
-        self.sums[: self.num_experts] += count(real.flatten(), self.num_experts + 1)[:-1]
+        add_counts(chosen, all_tokens.group_ids, self.sums, self.num_experts)
         for name, loss in losses.items():
             self.sums[self.num_experts + ROUTER_LOSSES.index(name)] += loss.detach()
 

@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.engine.compiled import compiles
 from isthmus.engine.decoder_config import DecoderConfig
+from isthmus.engine.layers.activation import Activation
+from isthmus.engine.layers.fused_function import fused
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, linear_adapters
 from isthmus.engine.lora.input_dropout import with_this_batch
@@ -61,23 +64,30 @@ class GroupedExperts(SequentialMLP):
         With tensor-parallel experts the result is this rank's part of a sum.
         """
         experts = list(reversed(self.local_experts))
-        weights = weights.to(hidden.dtype)[:, None]
         wide = self._linear([expert.linear_fc1 for expert in experts], hidden, sizes)
         if experts[0].linear_fc1.bias is not None:
             wide = wide + _by_row([expert.linear_fc1.bias for expert in experts], sizes.counts, wide)
         if self.weighs_inputs:
-            wide, weights = wide * weights, torch.ones_like(weights)
+            wide, weights = wide * _column(weights, wide), torch.ones_like(weights)
         activation, recomputed = experts[0].activation_func, self.recompute_activation
-        activated = activation(wide)
-        with recompute_if(recomputed, [activated], lambda: [activation(wide)]):
-            inner = activated * weights
-        with recompute_if(recomputed, [inner], lambda: [activation(wide) * weights]):
+        if compiles(wide) and isinstance(activation, Activation):
+            compute: Callable[[], Tensor] = functools.partial(fused(weighted(activation.function)), wide, weights)
+            inner = compute()
+        else:
+            column, activated = _column(weights, wide), activation(wide)
+            with recompute_if(recomputed, [activated], lambda: [activation(wide)]):
+                inner = activated * column
+
+            def compute() -> Tensor:
+                return activation(wide) * column
+
+        with recompute_if(recomputed, [inner], lambda: [compute()]):
             out = self._linear([expert.linear_fc2 for expert in experts], inner, sizes)
         if experts[0].linear_fc2.bias is None:
             return out
         # The ranks' parts are summed: each adds its share of the bias, and the gradient is that of the whole bias.
         bias = _by_row([expert.linear_fc2.bias for expert in experts], sizes.counts, out)
-        return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), weights)
+        return torch.addcmul(out, bias + bias.detach() * (1 / self.tp_group.size() - 1), _column(weights, out))
 
     def _linear(self, layers: list[Any], rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Rows times the weight of their expert, with its adapters; a part of a sum if etp shards the columns."""
@@ -98,6 +108,20 @@ class GroupedExperts(SequentialMLP):
         if self.tp_group.size() == 1:
             return tensors
         return list(copy_to_tensor_model_parallel_region(torch.stack(tensors), group=self.tp_group).unbind())
+
+
+@functools.cache  # one function for all layers, whose regions belong to it
+def weighted(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The product of an activation [n, F] and the weights [n] of its rows."""
+
+    def weighted_activation(x: Tensor, weights: Tensor) -> Tensor:
+        return activation(x) * _column(weights, x)
+
+    return weighted_activation
+
+
+def _column(weights: Tensor, rows: Tensor) -> Tensor:
+    return weights.to(rows.dtype)[:, None]
 
 
 def _by_row(biases: list[Tensor], counts: Tensor, rows: Tensor) -> Tensor:
@@ -169,7 +193,7 @@ class MoeBlock(MegatronModule):
         """``hidden_states`` and the result are [T, 1, H], or [T / tp, 1, H] under sequence parallelism."""
 
         def run(hidden_states: Tensor) -> Tensor:
-            hidden = hidden_states[:, 0]
+            hidden = hidden_states.squeeze(1)
             weights, chosen = self.router(hidden, batch)
             # A dispatcher that waits for the GPU calls it before, so that the GPU has work meanwhile.
             shared = functools.cache(lambda: self._shared(hidden_states))

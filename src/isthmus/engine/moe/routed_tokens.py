@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.moe.grouped_gemm import GroupSizes
 
 
@@ -22,16 +23,21 @@ def expert_capacity(choices: int, num_experts: int, factor: float) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows per expert; scatter-adds gradients."""
+    """Gathers the rows and weights of the pairs; gradients are gathered too where no pair is left out."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, routed: RoutedTokens) -> Tensor:
-        ctx.routed = routed
-        return hidden.index_select(0, routed.tokens)
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, routed: RoutedTokens) -> tuple[Tensor, Tensor]:
+        ctx.routed, ctx.shape = routed, weights.shape
+        return hidden.index_select(0, routed.tokens), weights.flatten().index_select(0, routed.order)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.routed.sum_by_token(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        routed, (grad_rows, grad_weights) = ctx.routed, grads
+        if routed.rows_of_token is not None:
+            of_pairs = grad_weights.index_select(0, routed.rows_of_token.flatten())
+        else:
+            of_pairs = grad_weights.new_zeros(ctx.shape.numel()).index_copy_(0, routed.order, grad_weights)
+        return routed.sum_by_token(grad_rows), of_pairs.view(ctx.shape), None
 
 
 class _Combine(torch.autograd.Function):
@@ -51,7 +57,7 @@ class RoutedTokens:
     def __init__(self, keys: Tensor, number: int) -> None:
         """Sort by ``keys`` [T, K], 0..number-1; ``number`` is left out. One of the ``keep`` methods follows."""
         self.keys = keys
-        self.counts = count(keys.flatten(), number + 1)[:number]
+        self.counts = _counts(keys, number)
         self.order = keys.flatten().argsort(stable=True)
         self.tokens, self.num_tokens = self.order // keys.size(1), keys.size(0)
         self.rows_of_token: Tensor | None = None
@@ -61,8 +67,7 @@ class RoutedTokens:
 
     def keep_all(self) -> GroupSizes:
         """No pair is left out."""
-        rows = torch.arange(self.order.numel(), device=self.order.device)
-        self.rows_of_token = torch.empty_like(self.order).scatter_(0, self.order, rows).view_as(self.keys)
+        self.rows_of_token = _inverse(self.order).view_as(self.keys)
         return GroupSizes(self.counts)
 
     def keep(self, rows: int) -> None:
@@ -84,10 +89,8 @@ class RoutedTokens:
 
     def gather(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Sorted rows [n, H] and weights [n] of the pairs."""
-        row_weights = weights.flatten().index_select(0, self.order)
-        return _Gather.apply(hidden, self), row_weights if self.padding is None else row_weights.masked_fill(
-            self.padding, 0
-        )
+        rows, row_weights = _Gather.apply(hidden, weights, self)
+        return rows, row_weights if self.padding is None else row_weights.masked_fill(self.padding, 0)
 
     def combine(self, rows: Tensor) -> Tensor:
         """[n, H] -> [T, H]."""
@@ -96,4 +99,21 @@ class RoutedTokens:
     def sum_by_token(self, rows: Tensor) -> Tensor:
         if self.rows_of_token is None:
             return rows.new_zeros(self.num_tokens, rows.size(1)).index_add_(0, self.tokens, rows)
-        return rows.index_select(0, self.rows_of_token.flatten()).unflatten(0, self.rows_of_token.shape).sum(1)
+        return _sum_of_rows(self.rows_of_token, rows.unflatten(0, self.rows_of_token.shape))
+
+
+@compiled_on_gpu
+def _counts(keys: Tensor, number: int) -> Tensor:
+    return count(keys.flatten(), number + 1)[:number]
+
+
+@compiled_on_gpu
+def _inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+@compiled_on_gpu
+def _sum_of_rows(index: Tensor, rows: Tensor) -> Tensor:
+    """For each token the sum of the rows of its pairs: ``index`` [T, K] into T K rows [T, K, H] in any order."""
+    return rows.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).sum(1)

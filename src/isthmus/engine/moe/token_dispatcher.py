@@ -90,7 +90,8 @@ def run_local(
 ) -> Tensor:
     """Run the experts ``local`` on tokens of this rank, last expert first."""
     keys = local.stop - 1 - chosen
-    keys = torch.where((keys >= 0) & (keys < len(local)), keys, len(local))
+    if keep is not RoutedTokens.keep_all:  # others are left out
+        keys = torch.where((keys >= 0) & (keys < len(local)), keys, len(local))
     routed = RoutedTokens(keys, len(local))
     sizes = keep(routed)
     return routed.combine(experts(*routed.gather(hidden, weights), sizes))
