@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from isthmus.config.schema.grpo import GrpoConfig, RolloutConfig
 from isthmus.convert.online import full_weights
 from isthmus.data.batching.batches import BatchSettings, BatchShard
-from isthmus.data.batching.rollout_batches import Float64, GeneratedAnswers, RolloutBatches
+from isthmus.data.batching.rollout_batches import Float64, GeneratedAnswers, RolloutBatches, RoutedExperts
 from isthmus.engine.loss.policy_loss import PolicyObjective
 from isthmus.engine.parallel.live_parameters import live_parameters
 from ranks.tasks import Training, start
@@ -26,14 +26,24 @@ LOGP = -np.log(VOCAB)
 """Log-probability of a token in the tiny models, about."""
 
 
-def fixed_answers(*, seed: int = 0, steps: int = STEPS, has_weights: bool = False) -> GeneratedAnswers:
-    """Answers of 1 to 14 tokens to prompts of 1 to 8 tokens, for several steps."""
+def fixed_answers(
+    *, seed: int = 0, steps: int = STEPS, has_weights: bool = False, experts: tuple[int, int, int] | None = None
+) -> GeneratedAnswers:
+    """Answers of 1 to 14 tokens to prompts of 1 to 8 tokens, for several steps.
+
+    ``experts``: layers, experts, and experts per token, of which random ones are replayed.
+    """
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 15, BATCH * steps)
     tokens = [random.integers(0, VOCAB, n).tolist() for n in (*random.integers(1, 9, len(lengths)), *lengths)]
 
     def logps(spread: float) -> list[Float64]:
         return [LOGP + spread * random.standard_normal(n) for n in lengths]
+
+    def routed(layers: int, experts: int, top_k: int) -> list[RoutedExperts]:
+        sizes = [len(tokens[k]) + len(tokens[len(lengths) + k]) - 1 for k in range(len(lengths))]
+        orders = [random.random((size, layers, experts)).argsort(axis=-1) for size in sizes]
+        return [order[..., :top_k].astype(np.uint8) for order in orders]
 
     old = logps(0.2)
     return GeneratedAnswers(
@@ -44,6 +54,7 @@ def fixed_answers(*, seed: int = 0, steps: int = STEPS, has_weights: bool = Fals
         sampling_logps=[values + 0.1 * random.standard_normal(len(values)) for values in old],
         old_logps=old,
         reference_logps=logps(0.3),
+        routed_experts=None if experts is None else routed(*experts),
     )
 
 
@@ -57,6 +68,7 @@ def train_policy(
     packing: bool = True,
     saved: str | None = None,
     all_clipped: bool = False,
+    experts: tuple[int, int, int] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Curves of the steps; ``saved`` gets the gradients of the last one, by Hugging Face's names, on one rank.
@@ -76,12 +88,12 @@ def train_policy(
     sizes = BatchSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=micro_batch_size, global_batch_size=BATCH, packing=packing
     )
-    answers = fixed_answers(steps=steps, has_weights=has_weights)
+    answers = fixed_answers(steps=steps, has_weights=has_weights, experts=experts)
     if all_clipped:
         certain = [np.zeros(len(answer)) for answer in answers.answers]
         answers = replace(answers, advantages=-np.ones(len(certain)), old_logps=certain)
     batches = RolloutBatches(answers, temperature, sizes, shard)
-    result: dict[str, Any] = {"loss": [], "grad_norm": [], "lr": [], "metrics": [], "peaks": []}
+    result: dict[str, Any] = {"loss": [], "grad_norm": [], "lr": [], "metrics": [], "peaks": [], "load": []}
     for step in range(steps):
         if saved is not None and step == steps - 1:
             training.stepper.before_update = lambda _: save_gradients(training, Path(saved))
@@ -91,6 +103,7 @@ def train_policy(
         result["grad_norm"].append(done.grad_norm)
         result["lr"].append(done.lr)
         result["metrics"].append(dict(done.metrics))
+        result["load"].append(None if done.load is None else done.load.metrics())
         result["peaks"].append((done.peak.value, done.peak.sample, done.peak.position))
     return result
 

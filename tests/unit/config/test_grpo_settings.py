@@ -40,6 +40,7 @@ def test_all_rewards_of_isthmus_have_their_names() -> None:
         ({"rollout.ahead": 1}, "gradient is biased; set grpo.correction=token"),
         ({"rollout.ahead": 2, "grpo.correction": "token"}, "rollout.ahead"),
         ({"rollout.offload": True, "rollout.engine": "vllm"}, "got engine=vllm, whose memory does not change"),
+        ({"rollout.router_replay": True}, "router_replay=true is for engine=vllm, got native"),
         ({"rollout.max_new_tokens": 4096}, "leaves no room for a prompt"),
     ],
 )

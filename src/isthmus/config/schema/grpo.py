@@ -43,6 +43,9 @@ class RolloutConfig(Section):
     """The logits are divided by it, in generation and in the loss."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Tokens are drawn from the most probable ones that have this probability together."""
+    router_replay: bool | Literal["auto"] = "auto"
+    """vllm, models with experts: training computes each token with the experts that the server chose for it (rollout
+    routing replay, arXiv 2510.11370). auto: if the servers of url return them (--enable-return-routed-experts)."""
     seed: Seed = 0
     """Seed of the random tokens."""
     ahead: Literal[0, 1] = 0
@@ -69,6 +72,12 @@ class RolloutConfig(Section):
             )
         if self.url and self.engine != "vllm":
             refuse("url", f"url is for engine=vllm, got {self.engine}; leave it out")
+        if self.engine == "native" and self.router_replay is True:
+            refuse(
+                "router_replay",
+                "router_replay=true is for engine=vllm, got native, which chooses experts with the weights and code of "
+                "training; leave it out",
+            )
         if self.engine != "native" and self.offload:
             refuse(
                 "offload",

@@ -36,7 +36,7 @@ _TABLE: Mapping[ResumeRule, str] = {
         lora.lr_ratio lora.quantize rollout.reward rollout.reward_weights rollout.max_new_tokens rollout.temperature
         rollout.top_p rollout.seed grpo.loss grpo.clip_low grpo.clip_high grpo.kl_weight grpo.kl_ratio grpo.kl_estimator
         grpo.scale_advantages grpo.mask_truncated grpo.length_penalty_tokens grpo.dynamic_sampling
-        grpo.max_generations grpo.entropy_weight grpo.correction grpo.correction_cap rollout.ahead
+        grpo.max_generations grpo.entropy_weight grpo.correction grpo.correction_cap rollout.ahead rollout.router_replay
     """,
     # Accepted without a question, logged and recorded.
     "noted": "train.steps train.epochs",

@@ -19,7 +19,7 @@ import torch
 
 from isthmus.data.batching.bins import Bins, balance, check_fit
 from isthmus.data.batching.packed_batch import PackedBatch
-from isthmus.data.batching.shared_prefixes import find_shared_prefixes
+from isthmus.data.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from isthmus.data.store.answer_views import MismatchedSamples, neighbors
 from isthmus.data.store.mixture import MixtureSet, SequenceOrder
 from isthmus.data.store.sample_store import Answers, Samples
@@ -234,9 +234,6 @@ class Batches:
         if total > real:
             position_ids[real:] = np.arange(total - real) % self.settings.seq_length  # valid positions of the model
             lengths.append(total - real)
-        shared = None
-        if self.settings.share_prefixes:
-            shared = find_shared_prefixes(parts, total, self.shard.pad_to_multiple_of)
         loss_tokens = np.add.reduceat(loss_mask, np.cumsum([0, *lengths[:-1]]), dtype=np.int64).tolist()
         return PackedBatch(
             input_ids=torch.from_numpy(input_ids),
@@ -247,8 +244,12 @@ class Batches:
             loss_mask=torch.from_numpy(loss_mask),
             loss_tokens=tuple(loss_tokens),
             sample_ids=tuple(sample_ids),
-            shared=shared,
+            shared=self._shared_prefixes(samples, parts, total) if self.settings.share_prefixes else None,
         )
+
+    def _shared_prefixes(self, samples: list[int], inputs: list[npt.NDArray[Any]], total: int) -> SharedPrefixes | None:
+        """The tokens that samples with these ``inputs`` have in common."""
+        return find_shared_prefixes(inputs, total, self.shard.pad_to_multiple_of)
 
 
 class AnswerBatches(Batches):

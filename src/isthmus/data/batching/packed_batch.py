@@ -123,6 +123,9 @@ class PackedBatch:
     """What the loss on generated answers (GRPO) needs."""
     shared: SharedPrefixes | None = None
     """Tokens that the layers compute once; None: they compute all."""
+    routed_experts: Tensor | None = None
+    """int16 [T, layers, K] of the whole packed sequence, the experts that a rollout chose; -1 and None: the routers
+    choose. The decoder replaces it by the rows that this rank computes."""
     states: Any = None
     """Set by generation: the engine's ``BatchStates`` of the samples, which continue earlier batches. Each rank of
     context parallelism has all tokens then."""

@@ -13,10 +13,13 @@ import torch
 from isthmus.data.batching.batches import AnswerBatches, Batches, BatchSettings, BatchShard
 from isthmus.data.batching.bins import Bins
 from isthmus.data.batching.packed_batch import PackedBatch, RolloutBatch
+from isthmus.data.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import SampleStore
 
 Float64 = npt.NDArray[np.float64]
+RoutedExperts = npt.NDArray[Any]
+"""uint8 or uint16 [tokens - 1, layers, K] of prompt and answer: all tokens but the last are inputs of training."""
 
 
 class PromptBatches(Batches):
@@ -76,6 +79,8 @@ class GeneratedAnswers:
     """Log-probabilities of the weights that generated, as computed in training; None: they are ``old_logps``."""
     old_logps: Sequence[Float64] | None = None
     reference_logps: Sequence[Float64] | None = None
+    routed_experts: Sequence[RoutedExperts] | None = None
+    """The experts that the engine chose, which training chooses too; None: the routers choose."""
 
     def store(self) -> SampleStore:
         """Prompts with their answers, whose tokens have loss."""
@@ -112,6 +117,23 @@ class RolloutBatches(AnswerBatches):
 
         return list(map(with_totals, super().step(step_index)))
 
+    def _shared_prefixes(self, samples: list[int], inputs: list[npt.NDArray[Any]], total: int) -> SharedPrefixes | None:
+        routed = self._rollout.routed_experts
+        experts = None if routed is None else [routed[sample] for sample in samples]
+        return find_shared_prefixes(inputs, total, self.shard.pad_to_multiple_of, experts)
+
+    def _routed_experts(self, samples: list[int], total: int) -> torch.Tensor | None:
+        """int16 [T, layers, K], -1 for padding; None: the routers choose."""
+        routed = self._rollout.routed_experts
+        if routed is None:
+            return None
+        experts = torch.full((total, *routed[0].shape[1:]), -1, dtype=torch.int16)
+        start = 0
+        for sample in samples:
+            experts[start : start + len(routed[sample])] = torch.from_numpy(routed[sample].astype(np.int16))
+            start += len(routed[sample])
+        return experts
+
     def _pack(self, samples: list[int], total: int) -> PackedBatch:
         batch, rollout = super()._pack(samples, total), self._rollout
         assert batch.loss_mask is not None
@@ -123,6 +145,7 @@ class RolloutBatches(AnswerBatches):
 
         return replace(
             batch,
+            routed_experts=self._routed_experts(samples, total),
             rollout=RolloutBatch(
                 temperature=self._temperature,
                 advantages=torch.from_numpy(rollout.advantages[samples]),

@@ -40,18 +40,28 @@ class SharedPrefixes:
         return torch.cat([tokens[start:end] for start, end in self.computed])
 
 
-def find_shared_prefixes(samples: Sequence[npt.NDArray[Any]], total: int, multiple: int) -> SharedPrefixes | None:
+def find_shared_prefixes(
+    samples: Sequence[npt.NDArray[Any]],
+    total: int,
+    multiple: int,
+    routed_experts: Sequence[npt.NDArray[Any]] | None = None,
+) -> SharedPrefixes | None:
     """Compare each sample with the one before.
 
     Args:
         samples: input tokens [n] each, in the order of the packed sequence.
         total: T, with padding; a multiple of ``multiple``.
         multiple: of U too.
+        routed_experts: [n, layers, K] each, which are equal too for tokens that are computed once; None: the routers
+            choose.
 
     Returns:
         None if no tokens are shared.
     """
     common = [0, *(_common(before, sample) for before, sample in pairwise(samples))][: len(samples)]
+    if routed_experts is not None:
+        experts = [0, *(_common(before, sample) for before, sample in pairwise(routed_experts))]
+        common = [min(counts) for counts in zip(common, experts, strict=False)]
     excess = sum(common) % multiple
     for number in reversed(range(len(common))):
         cut = min(excess, common[number])
@@ -74,10 +84,10 @@ def find_shared_prefixes(samples: Sequence[npt.NDArray[Any]], total: int, multip
 
 
 def _common(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    """Number of equal first elements."""
+    """Number of equal first elements, or rows."""
     size = min(len(first), len(second))
-    different = np.flatnonzero(first[:size] != second[:size])
-    return int(different[0]) if len(different) else size
+    different = np.argwhere(first[:size] != second[:size])
+    return int(different[0, 0]) if len(different) else size
 
 
 def _ranges(numbers: npt.NDArray[np.int64]) -> Spans:

@@ -44,6 +44,7 @@ from isthmus.engine.loss.linear_cross_entropy import (
 )
 from isthmus.engine.loss.policy_values import policy_values
 from isthmus.engine.moe.load_balancing import token_groups
+from isthmus.engine.moe.router_replay import local_experts
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.live_parameters import freeze
 from isthmus.engine.parallel.pipeline_layout import stage_layers
@@ -208,10 +209,8 @@ class Decoder(MegatronModule):
             Last stage: the result of ``output``. Other stages: hidden states [T, 1, H], or [T / tp, 1, H] under
             sequence parallelism.
         """
-        if self.training and self.config.num_moe_experts is not None and batch.sample_weights:
-            ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
-            rank = parallel_state.get_tensor_model_parallel_rank() % ranks
-            batch = replace(batch, token_groups=token_groups(batch, rank, ranks, self.config.device))
+        if self.config.num_moe_experts is not None:
+            batch = self._routed(batch)
         inputs = batch.layer_inputs()
         hidden = self._embed(inputs) if self.pre_process else None
         tables = self._rotary_tables(inputs)
@@ -227,6 +226,13 @@ class Decoder(MegatronModule):
             return self.logits(states)
         method = self.token_values if self.architecture.head.score_head else self.loss_sum
         return method(states, loss_positions)
+
+    def _routed(self, batch: PackedBatch) -> PackedBatch:
+        """The batch with what routers need of the rows of this rank."""
+        ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+        place = (parallel_state.get_tensor_model_parallel_rank() % ranks, ranks, self.config.device)
+        groups = token_groups(batch, *place) if self.training and batch.sample_weights else None
+        return replace(batch, token_groups=groups, routed_experts=local_experts(batch, *place))
 
     def logits(self, states: LastStates) -> Tensor:
         """Logits [T, V] of all positions, or scores [T, 1] of a reward model."""

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from isthmus.data.batching.rollout_batches import RoutedExperts
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -36,6 +38,8 @@ class Answer:
     logps: list[float] = field(default_factory=list)
     """Log-probability of each token, at the temperature of the decoding (1 if it is 0) and of all tokens: ``top_p``
     does not change it."""
+    routed_experts: RoutedExperts | None = None
+    """Experts that a server chose for the tokens of prompt and answer but the last; None: they are not known."""
 
 
 @dataclass(frozen=True, slots=True)

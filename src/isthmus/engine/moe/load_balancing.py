@@ -19,6 +19,7 @@ from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
 from isthmus.engine.compiled import compiled_on_gpu
 from isthmus.engine.host_copies import to_device
 from isthmus.engine.moe.routed_tokens import count
+from isthmus.engine.moe.router_replay import differs
 from isthmus.engine.parallel.context_parallel import local_tokens
 from isthmus.families.blocks.feed_forward import Experts
 
@@ -82,19 +83,29 @@ def add_counts(chosen: Tensor, group_ids: Tensor, sums: Tensor, num_experts: int
     sums[:num_experts] += count(real.flatten(), num_experts + 1)[:-1]
 
 
+_SUMS = (*ROUTER_LOSSES, "replayed", "replay_differences")
+"""Sums of a router: losses, tokens with the experts of a rollout, and those for which it would choose others."""
+
+
 class RouterStats:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self.sums: Tensor | None = None
-        """float64 [E + 3]: tokens of each expert, then the losses in the order of :data:`ROUTER_LOSSES`."""
+        """float64 [E + 5]: tokens of each expert, then :data:`_SUMS`."""
 
-    def add(self, chosen: Tensor, all_tokens: TokenGroups, losses: dict[str, Tensor]) -> None:
-        """Add a micro batch; ``chosen`` is int64 [T, K]."""
+    def add(
+        self, chosen: Tensor, all_tokens: TokenGroups, losses: dict[str, Tensor], choice: Tensor | None = None
+    ) -> None:
+        """Add a micro batch; ``chosen`` is int64 [T, K], ``choice`` that of the router if ``chosen`` is replayed."""
         if self.sums is None:
-            self.sums = torch.zeros(self.num_experts + len(ROUTER_LOSSES), dtype=torch.float64, device=chosen.device)
+            self.sums = torch.zeros(self.num_experts + len(_SUMS), dtype=torch.float64, device=chosen.device)
         add_counts(chosen, all_tokens.group_ids, self.sums, self.num_experts)
-        for name, loss in losses.items():
-            self.sums[self.num_experts + ROUTER_LOSSES.index(name)] += loss.detach()
+        sums = {name: loss.detach() for name, loss in losses.items()}
+        if choice is not None:
+            is_real = all_tokens.group_ids == 0
+            sums |= {"replayed": is_real.sum(), "replay_differences": (is_real & differs(chosen, choice)).sum()}
+        for name, value in sums.items():
+            self.sums[self.num_experts + _SUMS.index(name)] += value
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +114,20 @@ class ExpertLoad:
     """Tokens of the busiest expert over the mean, the largest over all layers; 1 is uniform."""
     losses: dict[str, float]
     """Losses without their coefficients: means over the layers with experts."""
+    replay_differences: float | None = None
+    """Share of the replayed choices of tokens and layers for which the router would choose other experts; None without
+    router replay."""
 
     @classmethod
     def of(cls, stats: Sequence[float], losses: Iterable[str]) -> ExpertLoad:
         """From the values of :func:`load_stats`, with these losses."""
-        values = dict(zip(ROUTER_LOSSES, stats[1:], strict=True))
-        return cls(stats[0], {name: values[name] for name in losses})
+        values = dict(zip(_SUMS, stats[1:], strict=True))
+        differing = values["replay_differences"] / values["replayed"] if values["replayed"] else None
+        return cls(stats[0], {name: values[name] for name in losses}, differing)
 
     def metrics(self) -> dict[str, float]:
-        return {"load_max_over_mean": self.max_over_mean, **self.losses}
+        replay = {} if self.replay_differences is None else {"replay_differences": self.replay_differences}
+        return {"load_max_over_mean": self.max_over_mean, **self.losses, **replay}
 
 
 def router_sums(
@@ -119,10 +135,10 @@ def router_sums(
 ) -> Tensor:
     """Take the statistics of this rank, which are reset; ``stats`` has model-wide layer numbers.
 
-    Returns float64 [num_layers, E + 3], or [0, 3] for a model without experts.
+    Returns float64 [num_layers, E + 5], or [0, 5] for a model without experts.
     """
     rows, experts = (0, 0) if num_experts is None else (num_layers, num_experts)
-    table = torch.zeros(rows, experts + len(ROUTER_LOSSES), dtype=torch.float64, device=device)
+    table = torch.zeros(rows, experts + len(_SUMS), dtype=torch.float64, device=device)
     for layer, layer_stats in stats:
         if layer_stats.sums is not None:
             table[layer] += layer_stats.sums
@@ -131,15 +147,16 @@ def router_sums(
 
 
 def load_stats(table: Tensor, count: Tensor) -> Tensor:
-    """What :meth:`ExpertLoad.of` reads, float64 [1 + 3]; empty for a model without experts.
+    """What :meth:`ExpertLoad.of` reads, float64 [1 + 5]; empty for a model without experts.
 
     ``table`` is the sum of :func:`router_sums` over all ranks, ``count`` the denominator of the step's mean loss.
     """
     if not len(table):
         return table.flatten()
-    counts = table[:, : -len(ROUTER_LOSSES)]
+    counts, sums = table[:, : -len(_SUMS)], table[:, -len(_SUMS) :].sum(0)
+    losses, replay = sums[: len(ROUTER_LOSSES)], sums[len(ROUTER_LOSSES) :]
     means = counts.mean(1)
     used = means > 0
     ratios = torch.where(used, counts.amax(1) / means, 0.0)
-    per_token = table[:, -len(ROUTER_LOSSES) :].sum(0) / (used.sum().clamp(min=1) * count.clamp(min=1))
-    return torch.cat([ratios.max()[None], per_token])
+    per_token = losses / (used.sum().clamp(min=1) * count.clamp(min=1))
+    return torch.cat([ratios.max()[None], per_token, replay])

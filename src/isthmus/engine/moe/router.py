@@ -17,6 +17,7 @@ from isthmus.engine.layers.norm import rms_norm_of_float32
 from isthmus.engine.moe.expert_draws import ExpertDraws, draw_experts
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
+from isthmus.engine.moe.router_replay import replayed
 from isthmus.families.blocks.feed_forward import Experts
 
 
@@ -61,20 +62,29 @@ class TopKRouter(MegatronModule):
         logits = F.linear(hidden, self.weight.float(), bias)
         if self.scale is not None:
             logits = logits * self.config.hidden_size**-0.5
-        weights, chosen = route(logits, self.expert_bias, self.moe, draws)
+        weights, choice = route(logits, self.expert_bias, self.moe, draws)
+        chosen = replayed(batch, self.layer, choice)
+        if chosen is not choice:
+            weights = weights_of(chosen, logits, self.moe)
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.float()[chosen]
         # Activation recomputation runs first without gradients; that pass is not counted.
         if self.training and torch.is_grad_enabled() and batch is not None and batch.token_groups is not None:
-            weights = self._with_losses(weights, logits, chosen, *batch.token_groups)
+            weights = self._with_losses(weights, logits, chosen, choice, *batch.token_groups)
         if self.settings.capacity_factor is not None:
             chosen = within_capacity(weights, chosen, self.moe.num_experts, self.settings.capacity_factor)
         return weights, chosen
 
     def _with_losses(
-        self, weights: Tensor, logits: Tensor, chosen: Tensor, samples: TokenGroups, all_tokens: TokenGroups
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        chosen: Tensor,
+        choice: Tensor,
+        samples: TokenGroups,
+        all_tokens: TokenGroups,
     ) -> Tensor:
-        """``weights``, whose backward pass adds the auxiliary losses."""
+        """``weights``, whose backward pass adds the auxiliary losses; ``choice`` is that of the router."""
         losses: dict[str, Tensor] = {}
         sharded, tp = self.config.sequence_parallel, self.groups.tp
         if self.settings.losses:
@@ -86,7 +96,7 @@ class TopKRouter(MegatronModule):
             }
             losses = {name: compute[name]() for name in self.settings.losses}
         if sharded or tp.rank() == 0:  # else another rank counts the same tokens
-            self.stats.add(chosen, all_tokens, losses)
+            self.stats.add(chosen, all_tokens, losses, None if chosen is choice else choice)
         if not losses:
             return weights
         total = torch.stack([getattr(self.settings, name) * loss for name, loss in losses.items()]).sum()
@@ -107,14 +117,29 @@ def route(
         return best.softmax(-1) * moe.scaling_factor, chosen
     if moe.score == "sparsemixer":
         return _one_after_another(logits, moe, draws)
-    scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+    scores = _scores(logits, moe)
     selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
     chosen = (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
+    return _weights(scores, chosen, moe), chosen
+
+
+def weights_of(chosen: Tensor, logits: Tensor, moe: Experts) -> Tensor:
+    """Router weights [T, K] of given experts, as :func:`route` computes them for those that it chooses."""
+    if moe.score == "softmax_of_chosen":
+        return logits.gather(-1, chosen).softmax(-1) * moe.scaling_factor
+    return _weights(_scores(logits, moe), chosen, moe)
+
+
+def _scores(logits: Tensor, moe: Experts) -> Tensor:
+    return logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+
+
+def _weights(scores: Tensor, chosen: Tensor, moe: Experts) -> Tensor:
     weights = scores.gather(-1, chosen)
     if moe.normalize:
         total = weights.sum(-1, keepdim=True).clamp(min=moe.normalize_min)
         weights = weights / (total + moe.normalize_offset if moe.normalize_offset else total)
-    return weights * moe.scaling_factor, chosen
+    return weights * moe.scaling_factor
 
 
 def _one_after_another(logits: Tensor, moe: Experts, draws: ExpertDraws | None) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ from isthmus.recipes.plan.prefix_sharing import shares_prefixes
 from isthmus.recipes.plan.step_matmuls import tuning_messages
 from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.rollout.rewards import check_rewards
+from isthmus.recipes.rollout.routed_experts import replay_shapes
 from isthmus.recipes.rollout.vllm_server import check_engine
 from isthmus.recipes.run_dir import RunDir, read_record
 from isthmus.train.callbacks import callback_class
@@ -100,6 +101,7 @@ def validate(
         check_rewards(config)
         if config.rollout.engine == "vllm":
             check_engine(config)
+            replay_shapes(config, plan.architecture)
     if config.checkpoint.push is not None:
         check_name(config.checkpoint.push)
     for name in config.callbacks:

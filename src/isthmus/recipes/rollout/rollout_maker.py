@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema import RunConfig
-from isthmus.data.batching.rollout_batches import Float64, GeneratedAnswers, PromptBatches, RolloutBatches
+from isthmus.data.batching.rollout_batches import (
+    Float64,
+    GeneratedAnswers,
+    PromptBatches,
+    RolloutBatches,
+    RoutedExperts,
+)
 from isthmus.data.chat.rollout_records import PROMPT
 from isthmus.engine.generation.schedule import Decoding
 from isthmus.engine.generation.token_recorders import LogpRecorder
@@ -45,6 +51,8 @@ class RewardedAnswer:
     tokens: Sequence[int]
     logps: Float64
     """Log-probabilities of the tokens, as computed in generation."""
+    routed_experts: RoutedExperts | None
+    """Experts that the engine chose; None: they are not replayed."""
     columns: Mapping[str, Any]
     """Fields of the record of the prompt."""
     rewards: Float64
@@ -244,6 +252,7 @@ class RolloutMaker:
                 prompt=request.prompts[k],
                 tokens=answer.tokens,
                 logps=np.array(answer.logps),
+                routed_experts=answer.routed_experts,
                 columns=request.columns[k],
                 rewards=rewards[k],
                 total=float(totals[k]),
@@ -313,16 +322,18 @@ class RolloutMaker:
         totals = np.array([answer.total for answer in answers])
         lengths = np.array([len(answer.tokens) for answer in answers])
         totals += length_penalties(lengths, settings.max_new_tokens, grpo.length_penalty_tokens)
+        routed = [answer.routed_experts for answer in answers if answer.routed_experts is not None]
         result = GeneratedAnswers(
             prompts=[answer.prompt for answer in answers],
             answers=[answer.tokens for answer in answers],
             advantages=np.zeros(len(totals)),
             weights=np.array([float(self._is_complete(answer) or not grpo.mask_truncated) for answer in answers]),
             sampling_logps=[answer.logps for answer in answers],
+            routed_experts=routed if len(routed) == len(answers) else None,
         )
         if self.reference is not None:
-            with self.reference.loaded():
-                result = replace(result, reference_logps=self._logps(result))
+            with self.reference.loaded():  # whose routers choose, as in other programs: its weights have not generated
+                result = replace(result, reference_logps=self._logps(replace(result, routed_experts=None)))
         if grpo.penalizes_rewards and result.reference_logps is not None:
             pairs = zip(result.sampling_logps, result.reference_logps, strict=True)
             divergences = np.array([float(np.sum(logps - reference)) for logps, reference in pairs])

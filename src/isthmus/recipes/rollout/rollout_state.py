@@ -17,6 +17,7 @@ from isthmus.files.atomic_write import atomic_file
 
 _FILE = "rollout.npz"
 _TOKENS, _LOGPS = ("prompts", "answers"), ("sampling_logps", "policy_logps", "old_logps", "reference_logps")
+_LISTS = (*_TOKENS, *_LOGPS, "routed_experts")
 _NEXT = "next."
 """Prefix of the names of the arrays of the next rollout."""
 
@@ -89,7 +90,7 @@ class RolloutState:
 def _add(arrays: dict[str, Any], rollout: Rollout, prefix: str = "") -> dict[str, Any]:
     """Add the arrays of a rollout; returns its other values."""
     answers = rollout.answers
-    for name in (*_TOKENS, *_LOGPS):
+    for name in _LISTS:
         if (values := getattr(answers, name)) is not None:
             arrays[f"{prefix}{name}"] = np.concatenate([np.asarray(value) for value in values])
             arrays[f"{prefix}{name}_lengths"] = np.array([len(value) for value in values])
@@ -102,7 +103,7 @@ def _add(arrays: dict[str, Any], rollout: Rollout, prefix: str = "") -> dict[str
 def _read(arrays: Mapping[str, Any], header: Mapping[str, Any], prefix: str = "") -> Rollout:
     lists: dict[str, Any] = {
         name: np.split(arrays[f"{prefix}{name}"], np.cumsum(arrays[f"{prefix}{name}_lengths"])[:-1])
-        for name in (*_TOKENS, *_LOGPS)
+        for name in _LISTS
         if f"{prefix}{name}" in arrays
     }
     lists |= {name: [tokens.tolist() for tokens in lists[name]] for name in _TOKENS}

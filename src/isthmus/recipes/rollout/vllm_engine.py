@@ -24,6 +24,7 @@ from isthmus.errors import Hang, UsageError
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.rollout.engines import PendingAnswers
+from isthmus.recipes.rollout.routed_experts import SERVER_OPTION, RouterShapes, replay_shapes
 from isthmus.recipes.rollout.vllm_requests import AnswerRequests, broadcast, completion_request, parsed_answer
 from isthmus.recipes.rollout.vllm_server import ServerLost, StartedServer, VllmServer, how_to_start
 from isthmus.recipes.rollout.vllm_settings import check_server, server_arguments
@@ -42,8 +43,10 @@ class _ServedAnswers:
     """Answers that servers generate; rank 0 has the requests."""
 
     requests: AnswerRequests | None
-    count: int
+    prompt_lengths: Sequence[int]
     device: torch.device
+    shapes: RouterShapes | None
+    """Of their experts, if training replays them."""
     seconds: float = 0.0
 
     def wait(self, check: Callable[[], None]) -> list[Answer]:
@@ -66,7 +69,8 @@ class _ServedAnswers:
             if requests is not None:
                 requests.cancel()
         self.seconds = time.monotonic() - started_s if requests is None else requests.seconds
-        return broadcast([] if requests is None else requests.complete(), self.count, self.device)
+        answers = [] if requests is None else requests.complete()
+        return broadcast(answers, self.prompt_lengths, self.device, self.shapes)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +88,8 @@ class VllmEngine:
     log: Callable[[str], None]
     servers: list[VllmServer]
     """On rank 0, else empty."""
+    shapes: RouterShapes | None = None
+    """Of the experts that servers return with answers; None: they are not replayed."""
     _weights: ServedWeights | None = None
     """Those that the servers have."""
     _lost: set[VllmServer] = field(default_factory=set)
@@ -92,6 +98,8 @@ class VllmEngine:
     _requests: AnswerRequests | None = None
     """The last ones, on rank 0."""
     _closed: bool = False
+    _return_experts: bool = True
+    """All running servers return the experts that they choose."""
 
     @classmethod
     def build(
@@ -128,6 +136,7 @@ class VllmEngine:
             servers=servers if model.position.rank == 0 else [],
         )
         on_rank_0(engine._check_running, "vLLM servers")
+        engine._agree_on_replay(replay_shapes(config, model.plan.architecture))
         return engine
 
     @property
@@ -158,7 +167,7 @@ class VllmEngine:
             bodies = [completion_request(weights, prompt, number, decoding) for prompt, number in pairs]
             requests = AnswerRequests(bodies, numbers, self._ask, self._deadline, _REQUESTS * len(self.servers))
             self._requests = requests
-        return _ServedAnswers(requests, len(prompts), self.device)
+        return _ServedAnswers(requests, [len(prompt) for prompt in prompts], self.device, self.shapes)
 
     def close(self) -> None:
         """End the server of this run and remove the weights."""
@@ -213,10 +222,24 @@ class VllmEngine:
     def _check_running(self) -> None:
         for server in self.servers:
             if not isinstance(server, StartedServer):
-                self._check(server)
+                self._return_experts &= self._check(server)
 
-    def _check(self, server: VllmServer) -> None:
-        check_server(server, self.config, self.model.plan, self.tokenizer, self._deadline)
+    def _check(self, server: VllmServer) -> bool:
+        return check_server(server, self.config, self.model.plan, self.tokenizer, self._deadline)
+
+    def _agree_on_replay(self, shapes: RouterShapes | None) -> None:
+        """Replay the experts of the servers if all of them return these; a collective."""
+        if shapes is None:
+            return
+        # A server of this run returns them if it is told to. vLLM refuses that on a CPU, without Triton.
+        returns = self._return_experts if self.config.rollout.url else self.config.rollout.router_replay is True
+        flag = torch.tensor([float(returns)], device=self.device)
+        dist.broadcast(flag, src=0)
+        if flag:
+            self.shapes = shapes
+            self.log("router replay: training computes each token with the experts that vLLM chose")
+        else:
+            self.log(f"no router replay: vLLM returns no experts without {SERVER_OPTION}")
 
     def _ask(self, body: dict[str, Any], number: int, asked: Callable[[VllmServer], None], deadline: float) -> Answer:
         """An answer, of another server or a restarted one if a server is lost."""
@@ -226,7 +249,7 @@ class VllmEngine:
             starts = server.starts if isinstance(server, StartedServer) else 0
             try:
                 reply = server.post("/v1/completions", body, deadline)
-                return parsed_answer(server.name, reply, body["max_tokens"], self.model.plan.architecture.vocab_size)
+                return parsed_answer(server.name, reply, body, self.model.plan.architecture.vocab_size, self.shapes)
             except ServerLost as error:
                 lost = error
                 with self._lock:

@@ -7,15 +7,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from isthmus.engine.generation.schedule import Answer, Decoding
 from isthmus.errors import DataError, escaped
+from isthmus.recipes.rollout.routed_experts import RouterShapes
 from isthmus.recipes.rollout.vllm_server import VllmServer
 from isthmus.recipes.rollout.vllm_weights import ServedWeights
 
@@ -124,8 +126,14 @@ def answer_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def parsed_answer(server: str, reply: Any, max_new_tokens: int, vocab_size: int) -> Answer:
-    """The answer in the reply of the completions endpoint; DataError if it has none."""
+def parsed_answer(
+    server: str, reply: Any, body: Mapping[str, Any], vocab_size: int, shapes: RouterShapes | None = None
+) -> Answer:
+    """The answer in the reply of the completions endpoint to a request; DataError if it has none.
+
+    ``shapes`` are those of the experts that belong to it, if they are replayed.
+    """
+    max_new_tokens = body["max_tokens"]
     try:
         (choice,) = reply["choices"]
         tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
@@ -138,11 +146,20 @@ def parsed_answer(server: str, reply: Any, max_new_tokens: int, vocab_size: int)
             f"{server} returns something else than 1 to {max_new_tokens} tokens below {vocab_size} with their "
             f"log-probabilities: {escaped(str(error))[:500]}."
         ) from None
-    return Answer(tokens, [float(logp) for logp in logps])
+    experts = None
+    if shapes is not None:
+        experts = shapes.decoded(choice.get("routed_experts"), len(body["prompt"]) + len(tokens), server)
+    return Answer(tokens, [float(logp) for logp in logps], experts)
 
 
-def broadcast(answers: Sequence[Answer], count: int, device: torch.device) -> list[Answer]:
-    """The answers of rank 0, on all ranks; a collective."""
+def broadcast(
+    answers: Sequence[Answer],
+    prompt_lengths: Sequence[int],
+    device: torch.device,
+    shapes: RouterShapes | None = None,
+) -> list[Answer]:
+    """The answers of rank 0, on all ranks; a collective. ``shapes`` are those of their experts, if they have any."""
+    count = len(prompt_lengths)
     lengths = torch.zeros(count, dtype=torch.int64)
     if answers:
         lengths = torch.tensor([len(answer.tokens) for answer in answers])
@@ -156,4 +173,15 @@ def broadcast(answers: Sequence[Answer], count: int, device: torch.device) -> li
         tensor = (local if answers else torch.zeros(total, dtype=local.dtype)).to(device)
         dist.broadcast(tensor, src=0)
         values.append([part.tolist() for part in tensor.cpu().split(lengths.tolist())])
-    return [Answer(*pair) for pair in zip(*values, strict=True)]
+    result = [Answer(*pair) for pair in zip(*values, strict=True)]
+    if shapes is not None:
+        counts = [prompt + length - 1 for prompt, length in zip(prompt_lengths, lengths.tolist(), strict=True)]
+        experts = np.zeros((sum(counts), shapes.num_layers, shapes.top_k), dtype=shapes.dtype)
+        if answers:
+            experts[:] = np.concatenate([np.asarray(answer.routed_experts) for answer in answers])
+        numbers = torch.from_numpy(experts.view(np.uint8)).to(device)  # no backend has collectives of uint16
+        dist.broadcast(numbers, src=0)
+        experts = numbers.cpu().numpy().view(shapes.dtype)
+        for answer, part in zip(result, np.split(experts, np.cumsum(counts)[:-1]), strict=True):
+            answer.routed_experts = part
+    return result

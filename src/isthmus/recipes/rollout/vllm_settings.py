@@ -7,8 +7,9 @@ from isthmus.errors import UsageError, escaped
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.model_plan import ModelPlan
+from isthmus.recipes.rollout.routed_experts import SERVER_OPTION
 from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import COMPARED_KEYS
-from isthmus.recipes.rollout.vllm_server import EXTENSION, ServerLost, VllmServer, how_to_start
+from isthmus.recipes.rollout.vllm_server import EXTENSION, PLUGIN, ServerLost, VllmServer, how_to_start
 from isthmus.recipes.rollout.vllm_weights import MODEL, has_adapter
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -22,6 +23,8 @@ def server_arguments(config: RunConfig, model: RankModel) -> list[str]:
     result = ["--served-model-name", MODEL, "--dtype", str(model.dtype).removeprefix("torch."), "--enforce-eager"]
     result += ["--max-model-len", str(config.data.seq_length), "--logprobs-mode", _logprobs_mode(config)]
     result += ["--generation-config", "vllm", "--worker-extension-cls", EXTENSION]
+    if config.rollout.router_replay is True:
+        result.append(SERVER_OPTION)
     if config.model.trust_remote_code:
         result.append("--trust-remote-code")
     if has_adapter(config, model):
@@ -30,8 +33,8 @@ def server_arguments(config: RunConfig, model: RankModel) -> list[str]:
     return result
 
 
-def check_server(server: VllmServer, config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, deadline: float) -> None:
-    """Raises UsageError if a server does not fit to the policy."""
+def check_server(server: VllmServer, config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, deadline: float) -> bool:
+    """Whether a server returns the experts that it chooses; UsageError if it does not fit to the policy."""
     try:
         (settings, *_) = server.rpc("isthmus_settings", deadline=deadline)
         models = server.get("/v1/models", deadline)["data"]
@@ -70,6 +73,13 @@ def check_server(server: VllmServer, config: RunConfig, plan: ModelPlan, tokeniz
         )
     if rollout.url and served != MODEL:
         raise UsageError(f"{server.name} serves the name {escaped(served)}. Start it with --served-model-name {MODEL}.")
+    returns_experts = bool(settings.get("returns_routed_experts", False))
+    if rollout.router_replay is True and not returns_experts:
+        raise UsageError(
+            f"rollout.router_replay=true: {server.name} does not return the experts that it chooses. Start it with "
+            f"{SERVER_OPTION} and the present {PLUGIN.name}, or set rollout.router_replay=false."
+        )
+    return returns_experts
 
 
 def _logprobs_mode(config: RunConfig) -> str:

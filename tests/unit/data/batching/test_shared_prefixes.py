@@ -31,6 +31,18 @@ def test_only_the_sample_before_is_compared(samples: list[list[int]]) -> None:
     assert found(samples, padding=2) is None
 
 
+def test_tokens_with_other_experts_are_not_shared() -> None:
+    samples = [np.array([1, 2, 3, 4])] * 3
+    experts = [np.zeros((4, 2, 2), np.uint8) for _ in samples]
+    experts[1][2, 1, 0] = 5
+    experts[2][2, 1, 0] = 5
+    shared = find_shared_prefixes(samples, 12, 1, experts)
+    assert shared is not None and shared.computed == ((0, 4), (6, 8))
+    assert shared.sources == ((0, 4), (0, 2), (4, 6), (0, 2), (4, 6))
+    experts[1][0] = 1
+    assert find_shared_prefixes(samples[:2], 8, 1, experts[:2]) is None
+
+
 def test_the_number_of_rows_is_a_multiple() -> None:
     shared = found([[1, 2, 3], [1, 2, 3], [1, 2, 4]], padding=3, multiple=4)
     assert shared is not None and shared.num_rows == 8  # 7 without a multiple

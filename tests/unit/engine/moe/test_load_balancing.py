@@ -114,6 +114,18 @@ def test_capacity_keeps_the_largest_weights(factor: float) -> None:
     assert ((remaining == E).any()) == (factor < 2)
 
 
+def test_share_of_replayed_choices_that_differ() -> None:
+    """Padding does not count, nor the order of the experts."""
+    stats = RouterStats(8)
+    _, full = token_groups(batch((3, 1), 1, (3, 0)), 0, 1, torch.device("cpu"))
+    chosen = torch.tensor([[3, 1], [3, 1], [2, 4], [0, 1]])
+    stats.add(chosen, full, {}, torch.tensor([[1, 3], [3, 2], [2, 4], [6, 7]]))
+    table = router_sums([(0, stats)], num_layers=1, num_experts=8, device=torch.device("cpu"))
+    assert table[0, :8].tolist() == [0, 2, 1, 2, 1, 0, 0, 0]  # of the replayed experts
+    metrics = ExpertLoad.of(load_stats(table, torch.tensor(3.0)).tolist(), ()).metrics()
+    assert metrics["replay_differences"] == pytest.approx(1 / 3)
+
+
 def test_load_of_a_batch_with_fewer_tokens_than_experts() -> None:
     stats = RouterStats(8)
     _, full = token_groups(batch((2,), 0, (2,)), 0, 1, torch.device("cpu"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isthmus.engine.moe.router import route
+from isthmus.engine.moe.router import route, weights_of
 from isthmus.families.blocks.feed_forward import Experts
 
 SIZES: dict[str, Any] = {"num_experts": 12, "top_k": 3, "ffn_hidden_size": 4}
@@ -55,6 +55,16 @@ def test_routing_by_hand(way: str) -> None:
         assert dict(zip(chosen[token].tolist(), weights[token].tolist(), strict=True)) == pytest.approx(
             expected, rel=1e-5
         )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_given_experts(way: str) -> None:
+    """The formula of the router, for its own choice bit for bit, and for another order of the same experts."""
+    moe = Experts(**SIZES, **WAYS[way])
+    logits = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * 2
+    weights, chosen = route(logits, BIAS if moe.expert_bias else None, moe)
+    assert weights_of(chosen, logits, moe).equal(weights)
+    torch.testing.assert_close(weights_of(chosen.flip(-1), logits, moe), weights.flip(-1))
 
 
 def test_each_setting_changes_the_choice_or_the_weights() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import socket
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -43,17 +46,31 @@ class Policy:
     """What an engine needs of the model that is trained."""
 
     def __init__(self, folder: Path) -> None:
-        architecture = SimpleNamespace(vocab_size=VOCAB_SIZE, moe=None)
+        architecture = SimpleNamespace(family="qwen3", vocab_size=VOCAB_SIZE, moe=None)
         source = SimpleNamespace(config=CONFIG | {"model_type": "qwen3"}, path=folder / "model")
         self.plan = SimpleNamespace(adapters=None, source=source, architecture=architecture)
         self.position, self.dtype, self.logp = FIRST_RANK, torch.float32, -2.0
         self.messages: list[str] = []
+
+    def give_experts(self) -> None:
+        """Make it a model with experts in the first of two layers."""
+        moe = SimpleNamespace(score="softmax", num_experts=6, top_k=2)
+        layers = [SimpleNamespace(number=n, experts=None if n else moe) for n in range(2)]
+        values = {"family": "qwen3_moe", "moe": moe, "layers": layers, "num_layers": 2}
+        vars(self.plan.architecture).update(values)
 
     def score(self, samples: Sequence[tuple[list[int], int]]) -> Any:
         return [([-self.logp] * scored, []) for _, scored in samples]
 
     def encode(self, text: str) -> list[int]:
         return [1, 2, 3]
+
+
+def encoded(experts: Any) -> str:
+    """An array as vLLM returns it."""
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class FakeVllm:
@@ -77,6 +94,8 @@ class FakeVllm:
         self.exits = False
         """Whether the process ends then."""
         self.delay_s = 0.0
+        self.returns_experts = False
+        """Answers have experts: 4, and the first token of the prompt modulo 4."""
         self.answer: dict[str, Any] = {}
         """Replaced fields of an answer."""
         self._server = _TcpServer(("127.0.0.1", 0), _handler(self))
@@ -94,6 +113,24 @@ class FakeVllm:
         self._server.shutdown()
         self._server.server_close()
 
+    def choice(self, body: Any) -> dict[str, Any]:
+        """An answer to a request."""
+        tokens = [body["prompt"][0] + 1] + [7] * (body["max_tokens"] - 1)
+        answer: dict[str, Any] = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}
+        if self.returns_experts:
+            rows = len(body["prompt"]) + len(tokens) - 1
+            experts = np.zeros((rows, CONFIG["num_hidden_layers"], 2), np.uint8)
+            experts[:, 0] = [body["prompt"][0] % 4, 4]
+            answer["routed_experts"] = encoded(experts)
+        return answer
+
+    def load(self, folder: str) -> None:
+        """Use the weights of a folder."""
+
+    def prompt_logps(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities of all tokens of a prompt but the first."""
+        return [self.probe_logp] * (len(tokens) - 1)
+
     def reply(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "max_model_len": self.max_model_len}]}
@@ -104,13 +141,12 @@ class FakeVllm:
         if path == "/health":
             return 200, None
         if "prompt_logprobs" in body:
-            entries = [{str(token): {"logprob": self.probe_logp}} for token in body["prompt"]]
-            return 200, {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}
+            pairs = zip(body["prompt"][1:], self.prompt_logps(body["prompt"]), strict=True)
+            entries = [{str(token): {"logprob": logp}} for token, logp in pairs]
+            return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
         self.bodies.append(body)
         time.sleep(self.delay_s)
-        tokens = [body["prompt"][0] + 1] + [7] * (body["max_tokens"] - 1)
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}} | self.answer
-        return 200, {"choices": [choice]}
+        return 200, {"choices": [self.choice(body) | self.answer]}
 
     def _rpc(self, body: Any) -> tuple[int, Any]:
         if not self.has_extension:
@@ -119,6 +155,7 @@ class FakeVllm:
             return 200, {"results": [self.settings]}
         (folder,) = body["args"]
         self.loaded.append(Path(folder).name)
+        self.load(folder)
         hashes = {name: tensor_hash(tensor) for name, tensor in load_file(f"{folder}/model.safetensors").items()}
         self.damage(hashes)
         return 200, {"results": [{"hashes": hashes, "missing": self.missing}]}

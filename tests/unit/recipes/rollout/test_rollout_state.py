@@ -38,6 +38,18 @@ def test_round_trip(tmp_path: Path) -> None:
     assert restored.reference_logps is None and np.array_equal(restored.weights, expected.weights)
 
 
+def test_replayed_experts(tmp_path: Path) -> None:
+    experts = [np.arange(8, dtype=np.uint8).reshape(2, 2, 2), np.full((3, 2, 2), 300, np.uint16)]
+    for kind in (np.uint8, np.uint16):
+        expected = [array.astype(kind) for array in experts]
+        state = replace(rollout(), answers=replace(rollout().answers, routed_experts=expected))
+        RolloutState(7, state).write(tmp_path)
+        restored = RolloutState.read(tmp_path).rollout
+        assert restored is not None and restored.answers.routed_experts is not None
+        for array, other in zip(restored.answers.routed_experts, expected, strict=True):
+            assert array.dtype == kind and np.array_equal(array, other)
+
+
 def test_the_next_rollout_of_earlier_weights(tmp_path: Path) -> None:
     ahead = replace(rollout(), first_step=6)
     ahead = replace(ahead, answers=replace(ahead.answers, old_logps=None, policy_logps=ahead.answers.sampling_logps))

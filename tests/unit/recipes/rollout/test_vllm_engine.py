@@ -287,6 +287,50 @@ def test_no_server_at_the_address(server: FakeVllm, policy: Policy, tmp_path: Pa
         build(policy, tmp_path, server)
 
 
+@pytest.mark.parametrize(
+    ("returned", "setting", "replays"),
+    [((True, True), "auto", True), ((True, True), False, False), ((True, False), "auto", False)],
+)
+def test_experts_are_replayed_if_all_servers_return_them(
+    returned: tuple[bool, bool],
+    setting: Any,
+    replays: bool,
+    start: Callable[[], FakeVllm],
+    policy: Policy,
+    tmp_path: Path,
+) -> None:
+    policy.give_experts()
+    servers = [start(), start()]
+    for server, returns in zip(servers, returned, strict=True):
+        server.settings["returns_routed_experts"] = returns
+        server.returns_experts = returns
+    engine = build(policy, tmp_path, *servers, router_replay=setting)
+    engine.update_weights(0)
+    experts = [answer.routed_experts for answer in generate(engine)]
+    assert [None if array is None else array[:, 0].tolist() for array in experts] == [
+        [[token % 4, 4]] * (len(prompt) + 2) if replays else None for prompt in PROMPTS for token in prompt[:1]
+    ]
+    messages = [message for message in policy.messages if "router replay" in message]
+    assert len(messages) == (setting == "auto") and all(message.startswith("no ") != replays for message in messages)
+
+
+def test_a_server_that_stops_returning_experts(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+    policy.give_experts()
+    server.settings["returns_routed_experts"] = True
+    engine = build(policy, tmp_path, server)
+    engine.update_weights(0)
+    with pytest.raises(DataError, match=rf"{server.url} returns no valid routed_experts: got NoneType"):
+        generate(engine)
+
+
+def test_a_server_without_experts_is_refused_for_a_replay(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
+    policy.give_experts()
+    with pytest.raises(
+        UsageError, match=rf"router_replay=true: the vLLM server {server.url}.*--enable-return-routed-experts"
+    ):
+        build(policy, tmp_path, server, router_replay=True)
+
+
 def test_on_gpus_a_url_is_needed(policy: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"on GPUs needs rollout\.url"):
         VllmEngine.build(rollout_config(), policy, policy, policy, tmp_path, print, torch.device("cuda"))
@@ -336,6 +380,17 @@ def test_a_server_is_started_with_the_first_weights(program: Path, policy: Polic
     engine.close()
     (arguments,) = starts_of(program)
     assert arguments[arguments.index("--model") + 1] == str(tmp_path / "vllm" / "weights-0000003")
+
+
+@pytest.mark.processes
+def test_a_server_is_started_for_router_replay(program: Path, policy: Policy, tmp_path: Path) -> None:
+    policy.give_experts()
+    engine = build(policy, tmp_path, router_replay=True)
+    with pytest.raises(UsageError, match="the vLLM server of this run does not return the experts"):
+        engine.update_weights(0)  # as the program returns none
+    engine.close()
+    (arguments,) = starts_of(program)
+    assert "--enable-return-routed-experts" in arguments
 
 
 @pytest.mark.processes

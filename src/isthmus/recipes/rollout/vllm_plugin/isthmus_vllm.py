@@ -32,11 +32,13 @@ class RolloutWorker:
         """The model's config and the settings that a rollout depends on."""
         model = self.vllm_config.model_config
         config = model.hf_config
+        owner = getattr(self.vllm_config, "aux_output_config", model)  # vLLM before 0.32: the config of the model
         return {
             "model_type": config.model_type,
             "config": {name: getattr(config, name, None) for name in COMPARED_KEYS},
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": model.logprobs_mode,
+            "returns_routed_experts": bool(getattr(owner, "enable_return_routed_experts", False)),
         }
 
     def isthmus_reload(self, folder: str) -> dict[str, Any]:
