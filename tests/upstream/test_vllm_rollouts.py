@@ -159,3 +159,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition() and time.monotonic() < until:
         time.sleep(0.1)
     assert condition()
+
+
+def test_vllm_on_a_cpu_refuses_router_replay(one_rank: RankPool, tmp_path: Path) -> None:
+    """Its second model runner needs Triton; without a replay experts are compared by their log-probabilities alone."""
+    settings: dict[str, Any] = {"rollout.router_replay": True}
+    with pytest.raises(RankFailure, match=r"vLLM ended while it started: .*Model Runner V2 requires Triton"):
+        train_with_vllm(one_rank, tmp_path, experts=True, **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import Hang, UsageError, escaped
+from isthmus.recipes.rollout.routed_experts import SERVER_OPTION
 from isthmus.recipes.rollout.vllm_plugin import isthmus_vllm
 
 PLUGIN = Path(isthmus_vllm.__file__)
@@ -160,7 +162,7 @@ class StartedServer(VllmServer):
                 stdin=subprocess.PIPE,  # closed when this process ends, which ends the server
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment(self._arguments),
             )
         while not self._answers(deadline):
             if self._process.poll() is not None:
@@ -199,8 +201,11 @@ class StartedServer(VllmServer):
 
     def _last_error(self) -> str:
         lines = self._log.read_bytes()[-20_000:].decode(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line] or lines
-        return escaped(errors[-1].strip()[:_SHOWN]) if errors else "no output"
+        if not lines:
+            return "no output"
+        last = max((number for number, line in enumerate(lines) if "Error" in line), default=len(lines) - 1)
+        details = itertools.takewhile(lambda line: line.startswith(" "), lines[last + 1 :])  # of pydantic
+        return escaped(" ".join(line.strip() for line in (lines[last], *details))[:_SHOWN])
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -286,7 +291,7 @@ def how_to_start(server: str) -> str:
     )
 
 
-def _environment() -> dict[str, str]:
+def _environment(arguments: Sequence[str]) -> dict[str, str]:
     """Of a started server."""
     kept = {
         name: value
@@ -299,6 +304,8 @@ def _environment() -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if SERVER_OPTION in arguments:  # the first model runner of vLLM 0.32 cannot return experts
+        settings["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     return {_CACHE_VARIABLE: _CACHE_GIB, "VLLM_NO_USAGE_STATS": "1", **kept, **settings}
 
 
