@@ -28,6 +28,7 @@ from isthmus.engine.layers.norm import LayerNorm, RMSNorm
 from isthmus.engine.mixers.gated_norm import GatedNorm, gate
 from isthmus.engine.mixers.mamba2_groups import RankGroups
 from isthmus.engine.mixers.sharded_mixer import DepthwiseConvolution
+from isthmus.engine.moe.router import route
 from isthmus.families.architecture import from_settings
 from isthmus.families.blocks.feed_forward import Experts
 
@@ -238,3 +239,31 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(recomputed: str | N
     assert compiled.keys() == eager.keys() and len(eager) > 20
     for name, gradient in eager.items():
         assert torch.allclose(compiled[name], gradient, rtol=2e-4, atol=2e-6), name
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        Experts(num_experts=6, top_k=3, ffn_hidden_size=8, score="softmax_of_chosen"),
+        Experts(
+            num_experts=6, top_k=2, ffn_hidden_size=8, score="sigmoid", expert_bias=True, normalize=True, num_groups=3,
+            group_top_k=2, scaling_factor=2.5,
+        ),
+    ],
+    ids=["softmax_of_chosen", "sigmoid with groups"],
+)  # fmt: skip
+def test_a_compiled_router(moe: Experts) -> None:
+    bias = torch.randn(6) if moe.expert_bias else None
+
+    def routed(length: int) -> list[Tensor]:
+        logits = torch.randn(length, 6, generator=torch.Generator().manual_seed(length)).requires_grad_()
+        weights, chosen = route(logits, bias, moe)
+        return [weights, chosen, *torch.autograd.grad((weights * (1 + chosen)).sum(), logits)]
+
+    lengths = (5, 7, 9)
+    expected = [routed(length) for length in lengths]
+    set_compile(True, device="cpu")
+    for length, eager in zip(lengths, expected, strict=True):
+        for mine, reference in zip(routed(length), eager, strict=True):
+            torch.testing.assert_close(mine, reference)
+    assert compiled_versions.total() == 3  # choice, weights, and their gradient

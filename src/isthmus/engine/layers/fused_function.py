@@ -15,9 +15,9 @@ Function = Callable[..., Tensor]
 
 
 def fused(function: Function) -> Function:
-    """``function`` of floating-point tensors, of which only the inputs are saved: the backward pass computes it again.
+    """``function`` of tensors, of which only the inputs are saved: the backward pass computes it again.
 
-    The first of them, and its gradient, have the length of the sequence as dimension 0.
+    The first of them, and its gradient, have the length of the sequence as dimension 0. Integers have no gradients.
     """
 
     def call(*inputs: Tensor) -> Tensor:
@@ -29,11 +29,17 @@ def fused(function: Function) -> Function:
 
 
 @functools.cache  # for all layers
-def fused_regions(function: Function) -> tuple[Function, Callable[..., tuple[Tensor, ...]]]:
+def fused_regions(function: Function) -> tuple[Function, Callable[..., tuple[Tensor | None, ...]]]:
     """The region of a function, and that of the gradients of its inputs, from the gradient of its result and them."""
 
-    def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.func.vjp(function, *inputs)[1](grad))
+    def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+        def of_floats(*floats: Tensor) -> Tensor:
+            remaining = iter(floats)
+            return function(*(next(remaining) if x.is_floating_point() else x for x in inputs))
+
+        floats = [x for x in inputs if x.is_floating_point()]
+        results = iter(torch.func.vjp(of_floats, *floats)[1](grad))
+        return tuple(next(results) if x.is_floating_point() else None for x in inputs)
 
     return compiled_on_gpu(function), compiled_on_gpu(gradients, name=f"the gradient of {region_name(function)}")
 

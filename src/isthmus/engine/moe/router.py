@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,12 +14,30 @@ from torch import Tensor, nn
 
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
+from isthmus.engine.compiled import compiled_on_gpu, compiles
+from isthmus.engine.layers.fused_function import fused
 from isthmus.engine.layers.norm import rms_norm_of_float32
+from isthmus.engine.linear.matmul import float32_matmul
 from isthmus.engine.moe.expert_draws import ExpertDraws, draw_experts
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
 from isthmus.engine.moe.router_replay import replayed
 from isthmus.families.blocks.feed_forward import Experts
+
+
+class _Logits(torch.autograd.Function):
+    """``hidden @ weight.T`` in float32 of tensors of any dtype, which are saved as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return float32_matmul(hidden, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad_weight = (grads[0].t() @ hidden.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return (grads[0] @ weight.float()).to(hidden.dtype), grad_weight
 
 
 class TopKRouter(MegatronModule):
@@ -55,11 +74,11 @@ class TopKRouter(MegatronModule):
                     "a model that draws its experts in training needs the batch, got None; call model.eval()"
                 )
             draws = draw_experts(hidden, batch, self.moe, self.layer)
-        bias = None if self.bias is None else self.bias.float()
-        hidden = hidden.float()
         if self.scale is not None:
-            hidden = rms_norm_of_float32(hidden, self.scale, self.config.layernorm_epsilon)
-        logits = F.linear(hidden, self.weight.float(), bias)
+            hidden = rms_norm_of_float32(hidden.float(), self.scale, self.config.layernorm_epsilon)
+        logits: Tensor = _Logits.apply(hidden, self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         if self.scale is not None:
             logits = logits * self.config.hidden_size**-0.5
         weights, choice = route(logits, self.expert_bias, self.moe, draws)
@@ -112,22 +131,48 @@ def route(
 
     Logits are float32 [T, E]. Returns router weights [T, K] (differentiable) and int64 expert indices [T, K].
     """
+    if moe.score == "sparsemixer":
+        return _one_after_another(logits, moe, draws)
+    if compiles(logits):
+        chosen = _choice_region(moe)(logits.detach(), expert_bias)
+        return weights_of(chosen, logits, moe), chosen
     if moe.score == "softmax_of_chosen":
         best, chosen = logits.topk(moe.top_k, dim=-1)
         return best.softmax(-1) * moe.scaling_factor, chosen
-    if moe.score == "sparsemixer":
-        return _one_after_another(logits, moe, draws)
     scores = _scores(logits, moe)
-    selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
-    chosen = (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
+    chosen = _choice(scores.detach(), expert_bias, moe)
     return _weights(scores, chosen, moe), chosen
+
+
+def _choice(scores: Tensor, expert_bias: Tensor | None, moe: Experts) -> Tensor:
+    selection = scores if expert_bias is None else scores + expert_bias
+    return (selection if moe.num_groups == 1 else _best_groups(selection, moe)).topk(moe.top_k, dim=-1).indices
 
 
 def weights_of(chosen: Tensor, logits: Tensor, moe: Experts) -> Tensor:
     """Router weights [T, K] of given experts, as :func:`route` computes them for those that it chooses."""
-    if moe.score == "softmax_of_chosen":
-        return logits.gather(-1, chosen).softmax(-1) * moe.scaling_factor
-    return _weights(_scores(logits, moe), chosen, moe)
+    compute = _weights_function(moe)
+    return (fused(compute) if compiles(logits) else compute)(logits, chosen)
+
+
+@functools.cache  # one function for the layers of a model, whose regions belong to it
+def _weights_function(moe: Experts) -> Callable[[Tensor, Tensor], Tensor]:
+    def router_weights(logits: Tensor, chosen: Tensor) -> Tensor:
+        if moe.score == "softmax_of_chosen":
+            return logits.gather(-1, chosen).softmax(-1) * moe.scaling_factor
+        return _weights(_scores(logits, moe), chosen, moe)
+
+    return router_weights
+
+
+@functools.cache
+def _choice_region(moe: Experts) -> Callable[[Tensor, Tensor | None], Tensor]:
+    @compiled_on_gpu
+    def choice(logits: Tensor, expert_bias: Tensor | None) -> Tensor:
+        scores = logits if moe.score == "softmax_of_chosen" else _scores(logits, moe)
+        return _choice(scores, None if moe.score == "softmax_of_chosen" else expert_bias, moe)
+
+    return choice
 
 
 def _scores(logits: Tensor, moe: Experts) -> Tensor:

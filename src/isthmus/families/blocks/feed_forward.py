@@ -247,7 +247,7 @@ class Experts(Block):
         weighted = 0 if act_recomputed or batch.on_gpu else self.ffn_hidden_size // batch.etp
         terms["rows sent to the experts and returned"] = rows * (copies * hidden + weighted) * element
         router = 8 * batch.outside * self.num_experts
-        if element < 4:  # the router computes in float32; only shared experts need its input in 16 bits
+        if element < 4 and self.router_norm:  # in float32; only shared experts need its input in 16 bits
             router += batch.outside * hidden * (4 if self.shared_ffn_hidden_size else 4 - element)
         router += 4 * batch.outside * hidden if self.router_norm else 0
         terms["router"] = router
