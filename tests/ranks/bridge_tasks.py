@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,29 @@ def train_plainly(*, model: str, destination: str, **parallel: Any) -> None:
     bridge.save_hf_pretrained(live, destination)
 
 
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """The bytes that this rank receives in each collective of tensors."""
+    counts: list[int] = []
+
+    def counted(collective: Any, received: Callable[..., int]) -> Any:
+        def call(*tensors: Any, **options: Any) -> Any:
+            counts.append(received(*tensors, **options))
+            return collective(*tensors, **options)
+
+        return call
+
+    kinds: dict[str, Callable[..., int]] = {
+        "all_gather_into_tensor": lambda output, part, **_: output.nbytes - part.nbytes,
+        "broadcast": lambda tensor, src, **_: 0 if src == dist.get_rank() else tensor.nbytes,
+        "all_to_all_single": lambda output, *_, **__: output.nbytes,
+    }
+    with ExitStack() as stack:
+        for name, received in kinds.items():
+            stack.enter_context(mock.patch.object(dist, name, counted(getattr(dist, name), received)))
+        yield counts
+
+
 def export_weights(
     *, model: str, rank0_only: bool = False, dtype: str | None = None, bucket_bytes: int, **parallel: Any
 ) -> list[dict[str, Any]]:
@@ -89,6 +114,7 @@ def export_weights(
     with (
         LiveMemory() as memory,
         CommDebugMode() as communication,
+        counted_bytes() as received,
         mock.patch.object(sharded_params, "BUCKET_BYTES", bucket_bytes),
     ):
         for name, tensor in bridge.export_weights(live, dtype=chosen, rank0_only=rank0_only):
@@ -100,7 +126,8 @@ def export_weights(
     total = sum(tensor.nbytes for tensor in expected_values.values())
     collectives = {str(kind).rpartition(".")[2]: count for kind, count in communication.get_comm_counts().items()}
     result = {"names": sorted(names), "different": different, "peak": memory.peak_bytes / total}
-    result["collectives"] = collectives
+    result["objects"] = collectives.pop("allgather_", 0)  # names of the tensors of each rank
+    result["collectives"], result["received"] = collectives, sum(received) / total
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     return gathered

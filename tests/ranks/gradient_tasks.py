@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isthmus.convert.online import full_weights
+from isthmus.convert.gathered_weights import full_weights
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.shared_prefixes import find_shared_prefixes
 from isthmus.engine.parallel.ddp import sum_tp_grads

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from isthmus.config.schema.grpo import GrpoConfig, RolloutConfig
-from isthmus.convert.online import full_weights
+from isthmus.convert.gathered_weights import full_weights
 from isthmus.data.batching.batches import BatchSettings, BatchShard
 from isthmus.data.batching.rollout_batches import Float64, GeneratedAnswers, RolloutBatches, RoutedExperts
 from isthmus.engine.loss.policy_loss import PolicyObjective

@@ -113,31 +113,47 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+ALL_GATHER, BROADCAST, ALL_TO_ALL = "_allgather_base_", "broadcast_", "alltoall_base_"
+
+
 @pytest.mark.parametrize(
-    ("name", "layout", "collective"),
+    ("name", "ranks", "layout", "collectives", "received"),
     [
-        ("tied", {"tp": 2}, "allreduce_"),
-        ("tied", {"pp": 2, "dtype": "bfloat16"}, "allreduce_"),
-        ("tied", {}, None),
-        ("tied", {"fsdp": True, "rank0_only": True}, "_allgather_base_"),
-        ("stacked experts", {"ep": 2}, "allreduce_"),
-        ("stacked experts", {"etp": 2}, "allreduce_"),
-        ("MTP", {"pp": 2, "rank0_only": True}, "reduce_"),
+        pytest.param("tied", 2, {"tp": 2}, {BROADCAST: 26}, 0.51, id="tp2"),
+        pytest.param("tied", 2, {"pp": 2, "dtype": "bfloat16"}, {BROADCAST: 7}, 0.27, id="pp2"),
+        pytest.param("tied", 2, {}, {}, 0.0, id="dp2"),
+        pytest.param("tied", 2, {"fsdp": True, "rank0_only": True}, {ALL_GATHER: 13}, 0.51, id="fsdp2"),
+        pytest.param("tied", 4, {"tp": 2, "pp": 2}, {BROADCAST: 27}, 0.77, id="tp2-pp2"),
+        pytest.param("tied", 4, {"tp": 2, "rank0_only": True}, {ALL_TO_ALL: 13}, 0.5, id="tp2-dp2"),
+        pytest.param("stacked experts", 2, {"ep": 2}, {BROADCAST: 16}, 0.4, id="ep2"),
+        pytest.param("stacked experts", 2, {"etp": 2}, {BROADCAST: 16}, 0.4, id="etp2"),
+        pytest.param("MTP", 2, {"pp": 2, "rank0_only": True}, {ALL_TO_ALL: 11}, 0.67, id="pp2-mtp"),
     ],
 )
 def test_exported_weights_are_those_of_the_file(
-    name: str, layout: dict[str, Any], collective: str | None, folders: dict[str, Path], two_ranks: RankPool
+    name: str,
+    ranks: int,
+    layout: dict[str, Any],
+    collectives: dict[str, int],
+    received: float,
+    folders: dict[str, Path],
+    worlds: dict[int, RankPool],
 ) -> None:
-    """With one collective for each bucket of tensors, and none if each rank has all of them."""
+    """With a broadcast for each rank that has a part of a bucket of tensors, and none if each rank has all of them.
+
+    A rank receives what it does not have; ``received`` is the most of a rank, of the bytes of the model.
+    """
     names = sorted(load_file(folders[name] / "model.safetensors"))
     size = (folders[name] / "model.safetensors").stat().st_size
     task = {"model": folders[name], "bucket_bytes": size // 10, **layout}
-    first, second = two_ranks.run("ranks.bridge_tasks.export_weights", **task)
-    assert first["names"] == names and second["names"] == ([] if "rank0_only" in layout else names)
-    assert first["different"] == second["different"] == []
-    assert 0 < first["peak"] < 0.5  # of the bytes of the model, which has four layers
-    assert first["collectives"].keys() == ({collective} if collective else set())
-    assert sum(first["collectives"].values()) <= min(20, len(names) // 2)  # tensors are at most a bucket, or larger
+    first, *others = worlds[ranks].run("ranks.bridge_tasks.export_weights", **task)
+    assert first["names"] == names
+    assert all(other["names"] == ([] if "rank0_only" in layout else names) for other in others)
+    for rank in (first, *others):
+        assert rank["different"] == []
+        assert 0 < rank["peak"] < 0.5  # of the bytes of the model, which has four layers
+        assert rank["received"] <= received and rank["objects"] <= 4
+    assert first["collectives"] == collectives
 
 
 def test_calls_of_megatron_bridge(model: Path, four_ranks: RankPool, tmp_path: Path) -> None:

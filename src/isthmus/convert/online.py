@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.convert.coverage import check_coverage
 from isthmus.convert.weight_source import TensorSpec, WeightSource
 from isthmus.engine.linear.quantized_weight import QuantizedWeight
-from isthmus.engine.parallel.process_groups import sum_bytes
-from isthmus.engine.parallel.sharded_params import buckets, full_tensors, full_to_shard
+from isthmus.engine.parallel.sharded_params import full_tensors, full_to_shard
 from isthmus.errors import IsthmusError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family, Placement
@@ -45,7 +42,7 @@ def import_weights(
     position = {name: number for number, name in enumerate(source.tensors)}
     num_bytes = 0
     # In the order of the source, for sequential reads.
-    for placement in sorted(_placed(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
+    for placement in sorted(checked_placements(live, family, arch, layout), key=lambda placed: position[placed.hf[0]]):
         with full_to_shard(live[placement.canonical].detach()) as tensor:
             num_bytes += read_tensor(placement, tensor, arch, source, layout=layout)
     return num_bytes
@@ -115,12 +112,12 @@ def export_weights(
     """
     num_bytes = 0
     failure: IsthmusError | None = None
-    placements = _placed(live, family, arch, layout)
+    placements = checked_placements(live, family, arch, layout)
     tensors = full_tensors([live[placement.canonical] for placement in placements])
     try:
         with SafetensorsWriter(plan, folder, written) as writer:
             for placement, full in zip(placements, tensors, strict=True):
-                tensor, merged = _merged(placement.canonical, full, merge)
+                tensor, merged = merged_tensor(placement.canonical, full, merge)
                 if failure is not None or not writes:
                     continue
                 try:
@@ -137,79 +134,7 @@ def export_weights(
     return num_bytes
 
 
-@torch.no_grad()
-def full_weights(
-    live: Mapping[str, Tensor],
-    family: Family,
-    arch: Architecture,
-    dtypes: torch.dtype | Mapping[str, torch.dtype],
-    *,
-    layout: Layout,
-    device: torch.device,
-    writes: bool = True,
-    is_local: bool = False,
-    rank0_only: bool = False,
-    merge: MergeTensor | None = None,
-    only: Collection[str] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every Hugging Face tensor by name, whole, on ``device``; a collective of all ranks.
-
-    The other arguments are those of :func:`export_weights`. One collective assembles a bucket of tensors. Memory is
-    that of two buckets (with FSDP three), or of one tensor, or of the expert tensors of a layer if a file has them
-    stacked. ``is_local``: each rank has all tensors, so none are exchanged. With ``rank0_only`` the other ranks yield
-    nothing. ``only``: the Hugging Face tensors of these canonical names.
-    """
-    shapes, placements = family.hf_shapes(arch), [p for p in family.placements(arch).values() if not p.rule.alias]
-    _placed(live, family, arch, layout)  # check all tensors before the first collective
-    placements = placements if only is None else [p for p in placements if p.canonical in only]
-    live = {placement.canonical: live[placement.canonical] for placement in placements if placement.canonical in live}
-    tensors = zip(live, full_tensors(live.values()), strict=True)
-
-    def empty(name: str) -> Tensor:
-        dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
-        return torch.zeros(shapes[name], dtype=dtype, device=device)
-
-    def slices(placement: Placement) -> list[tuple[str, tuple[slice, ...], Tensor]]:
-        if placement.canonical not in live:
-            return []
-        _, full = next(tensors)
-        tensor, part = _merged(placement.canonical, full, merge)
-        check_merge(placement.canonical, part, tensor, "its adapter")
-        return _local_slices(placement, part, arch, layout) if writes else []
-
-    complete = _with_local_slices(placements, empty, slices)
-    if is_local:
-        for name, tensor in complete:
-            if not rank0_only or dist.get_rank() == 0:
-                yield name, tensor
-        return
-    for bucket in buckets(complete):
-        if sum_bytes([tensor for _, tensor in bucket], rank0_only=rank0_only):
-            yield from bucket
-
-
-def _with_local_slices(
-    placements: Sequence[Placement],
-    empty: Callable[[str], Tensor],
-    slices: Callable[[Placement], list[tuple[str, tuple[slice, ...], Tensor]]],
-) -> Iterator[tuple[str, Tensor]]:
-    """Each Hugging Face tensor by name, with this rank's elements of all placements that it consists of."""
-    missing = Counter(name for placement in placements for name in {*placement.hf})
-    incomplete: dict[str, Tensor] = {}
-    for placement in placements:
-        names = dict.fromkeys(placement.hf)
-        for name in names.keys() - incomplete.keys():
-            incomplete[name] = empty(name)
-        for name, index, values in slices(placement):
-            incomplete[name][index] = cast = values.to(incomplete[name].dtype)
-            check_cast(name, cast, values)
-        for name in names:
-            missing[name] -= 1
-            if not missing[name]:
-                yield name, incomplete.pop(name)
-
-
-def _merged(name: str, tensor: Tensor, merge: MergeTensor | None) -> tuple[Tensor, Tensor]:
+def merged_tensor(name: str, tensor: Tensor, merge: MergeTensor | None) -> tuple[Tensor, Tensor]:
     """The tensor, and what ``merge`` makes of it."""
     merged = tensor if merge is None else merge(name, tensor)
     return merged.new_zeros(()) if isinstance(tensor, QuantizedWeight) else tensor, merged  # codes are finite
@@ -226,7 +151,9 @@ def _local_slices(
     return [(placement.hf[piece.part], piece.hf, piece.view(tensor)) for piece in slices]
 
 
-def _placed(live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout) -> list[Placement]:
+def checked_placements(
+    live: Mapping[str, Tensor], family: Family, arch: Architecture, layout: Layout
+) -> list[Placement]:
     """The placements of the live tensors; a ValueError if a name or shape is not that of the family."""
     placements = family.placements(arch)
     for name, tensor in live.items():

@@ -157,8 +157,8 @@ def sum_bytes(tensors: Sequence[torch.Tensor], *, rank0_only: bool = False) -> b
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """The objects of all ranks, in their order; a collective. ``group`` as in :func:`agree`."""
-    values: list[_T] = [value] * dist.get_world_size()
+    """The objects of all ranks, or of those of ``group``, in their order; a collective."""
+    values: list[_T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+Item = TypeVar("Item")
 BUCKET_BYTES = 1 << 28
 """Bytes of the tensors in one collective: a link of 400 GB/s needs 0.7 ms for them, many times what it takes to start
 one. The memory for them is twice as much."""
@@ -53,23 +54,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def full_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """As :func:`full_tensor` of each tensor in turn, with one all-gather for all sharded ones of a bucket."""
-    for bucket in buckets(("", tensor) for tensor in tensors):
-        gathered = iter(_gathered([tensor for _, tensor in bucket if isinstance(tensor, DTensor)]))
-        for _, tensor in bucket:
+    for bucket in buckets(tensors, lambda tensor: tensor.numel() * tensor.dtype.itemsize):
+        gathered = iter(_gathered([tensor for tensor in bucket if isinstance(tensor, DTensor)]))
+        for tensor in bucket:
             yield next(gathered) if isinstance(tensor, DTensor) else tensor
 
 
-def buckets(named: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups of consecutive tensors of at most ``BUCKET_BYTES``, or of one tensor."""
-    bucket: list[tuple[str, Tensor]] = []
+def buckets(items: Iterable[Item], num_bytes: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Groups of consecutive items of at most ``BUCKET_BYTES`` together, or of one item."""
+    bucket: list[Item] = []
     size = 0
-    for name, tensor in named:
-        num_bytes = tensor.numel() * tensor.dtype.itemsize
-        if bucket and size + num_bytes > BUCKET_BYTES:
+    for item in items:
+        item_bytes = num_bytes(item)
+        if bucket and size + item_bytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
+        bucket.append(item)
+        size += item_bytes
     if bucket:
         yield bucket
 

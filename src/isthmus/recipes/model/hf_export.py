@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from isthmus.convert.gathered_weights import full_weights
 from isthmus.convert.hf.hf_weights import config_dtype
 from isthmus.convert.legacy.megatron_args import megatron_args
-from isthmus.convert.online import export_plan, export_weights, full_weights, read_tensor
+from isthmus.convert.online import export_plan, export_weights, read_tensor
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.convert.towers import Towers
 from isthmus.convert.weight_source import copied_dtype
@@ -104,21 +105,16 @@ def checksums_of_ranks(folder: Path, written: WrittenBlocks) -> list[Parts]:
 def iterate_full_weights(
     model: RankModel, *, dtype: torch.dtype | None, rank0_only: bool, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what :func:`export_hf` writes except towers, see :func:`isthmus.convert.online.full_weights`."""
+    """Yield what :func:`export_hf` writes except towers, see :func:`full_weights`."""
     plan = model.plan
     gather_weights(model.stages)
-    parallel, layout = plan.parallel, model.layout
-    is_local = parallel.pp == parallel.ep == layout.tp_size == layout.etp_size == 1
-    tensors, writes = (live_tensors(model.stages), True) if is_local else _tensors_to_write(model)
     yield from full_weights(
-        tensors,
+        _tensors(model),
         plan.family,
         plan.architecture,
         _dtypes(plan, dtype),
         layout=model.layout,
         device=next(model.stages[0].parameters()).device,
-        writes=writes,
-        is_local=is_local,
         rank0_only=rank0_only,
         merge=_merge(model),
         only=only,
@@ -151,14 +147,19 @@ def _merge(model: RankModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
     return merged
 
 
+def _tensors(model: RankModel) -> dict[str, torch.Tensor]:
+    """The tensors for the export, each on one stage."""
+    tensors, mtp_copies = live_tensors(model.stages), mtp_shared_tensors(model.stages)
+    if mtp_copies and not model.position.is_first_stage:
+        del tensors["embedding.word_embeddings.weight"]  # the first stage has it
+    placements = model.plan.family.placements(model.plan.architecture)
+    # Not all files have them.
+    return tensors | {name: tensor for name, tensor in mtp_copies.items() if name in placements}
+
+
 def _tensors_to_write(model: RankModel) -> tuple[dict[str, torch.Tensor], bool]:
     """The tensors for the export, and whether this rank writes them (with fsdp some ranks only gather)."""
-    position = model.position
-    tensors, mtp_copies = live_tensors(model.stages), mtp_shared_tensors(model.stages)
-    if mtp_copies and not position.is_first_stage:
-        del tensors["embedding.word_embeddings.weight"]  # the first stage writes it
-    placements = model.plan.family.placements(model.plan.architecture)
-    tensors |= {name: tensor for name, tensor in mtp_copies.items() if name in placements}  # not all files have them
+    position, tensors = model.position, _tensors(model)
     first_replica = position.dp_rank == position.cp_rank == 0
     if model.plan.parallel.fsdp:
         return tensors, first_replica
