@@ -113,9 +113,9 @@ class AutoBridge:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) for every weight, for example to update an inference engine.
 
-        Slices of all parallel ranks are gathered in buckets of 256 MiB. A rank needs memory for three buckets besides
-        the model, or for one whole tensor if that is larger (for the experts of a layer, if the files have them
-        stacked). Every rank must iterate to the end.
+        Slices of all parallel ranks are exchanged in buckets of 256 MiB. A rank needs memory for three buckets besides
+        the model, or for two copies of a larger tensor (of the experts of a layer, if the files have them stacked).
+        Experts come last. Every rank must iterate to the end.
 
         Args:
             model: what ``to_megatron_model`` returned.

@@ -47,6 +47,7 @@ _TITLES = {
     "memory_gib": ("Peak memory", "GiB"),
     "memory_used": ("Device memory in use", "%"),
     "moe_load_max_over_mean": ("Load of the busiest expert over the mean", ""),
+    "moe_replay_differences": ("Replayed choices that the router would not make", "%"),
     "slowest_rank": ("Slowest rank", ""),
     "slowest_rank_s": ("Own work of the slowest rank", "s"),
     "median_rank_s": ("Own work of the median rank", "s"),
