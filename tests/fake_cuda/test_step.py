@@ -83,6 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pp2": {"model": TWO_LAYERS, "size": 2, "rank": 1, "pp": 2},
     "pp2-vpp2": {"model": QWEN3, "size": 2, "pp": 2, "vpp": 2},
     "fsdp": {"model": ONE_LAYER, "size": 2, "fsdp": True},
+    "hsdp": {"model": ONE_LAYER, "size": 4, "fsdp": 2},
     "dpo": {"model": ONE_LAYER, "pairs": True},
     "dapo": {
         "model": ONE_LAYER,
@@ -111,7 +112,9 @@ def waits(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> dict[str, list
     return dict(fake_cuda.run(waits_of_steps, names=names))
 
 
-@pytest.mark.thorough_cases("fp32", "pp2", "freeze", "neftune-tp2", "Mamba-2", "dpo", "fp16-tp2", "fsdp", "offload-dp2")
+@pytest.mark.thorough_cases(
+    "fp32", "pp2", "freeze", "neftune-tp2", "Mamba-2", "dpo", "fp16-tp2", "fsdp", "hsdp", "offload-dp2"
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_host_reads_the_gpu_once_in_a_step(name: str, waits: dict[str, list[str]]) -> None:
     """Losses, counts, gradient norm, overflow flag and expert load in one copy; nothing else waits."""

@@ -72,7 +72,7 @@ def test_a_run_its_resume_and_a_run_from_its_adapter(
         (["lora.rank=4", "lora.modules_to_save=q_proj"], "lora.modules_to_save: q_proj is trained as one tensor with"),
         (["lora.rank=4", "lora.modules_to_save=embed_tokens"], "is one tensor with the other end of this model"),
         (["lora.rank=4", "lora.dora=true", "lora.dropout=0.1"], "dropout=0.1 with dora=true would multiply all base"),
-        (["lora.rank=4", "parallel.fsdp=true"], "lora with parallel.fsdp=true is not supported"),
+        (["lora.rank=4", "parallel.fsdp=true"], "lora with parallel.fsdp is not supported"),
         (["lora.rank=4", "train.freeze=[lm_head.*]"], "train.freeze with lora"),
     ],
 )

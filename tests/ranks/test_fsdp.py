@@ -29,7 +29,7 @@ def test_fsdp_trains_as_single_process(
     assert_same(two_ranks.run(TRAIN, fsdp=True, **run), one_rank.run(TRAIN, **run))
 
 
-@pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2")
+@pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2", "hsdp-cp2")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -37,13 +37,15 @@ def test_fsdp_trains_as_single_process(
         pytest.param({"recompute": "selective", "more": {"recompute_modules": RECOMPUTED}}, id="dp4"),
         pytest.param({"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-dp2"),
         pytest.param({"cp": 2}, id="cp2-dp2"),
+        pytest.param({"fsdp": 2, "micro_batch_size": 1}, id="hsdp"),
+        pytest.param({"fsdp": 2, "cp": 2}, id="hsdp-cp2"),
     ],
 )
 def test_fsdp_on_four_ranks(
     layout: dict[str, Any], one_rank: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "steps": 4, "evaluate": True}
-    assert_same(four_ranks.run(TRAIN, fsdp=True, **run | layout), one_rank.run(TRAIN, **run))
+    assert_same(four_ranks.run(TRAIN, **run | {"fsdp": True} | layout), one_rank.run(TRAIN, **run))
 
 
 @pytest.mark.thorough
@@ -86,6 +88,40 @@ def test_fsdp_resume_is_bitwise_identical(
     assert restarted["loss"] == uninterrupted["loss"][2:]
 
 
+def test_hsdp_checkpoints_load_in_any_layout(
+    one_rank: RankPool,
+    two_ranks: RankPool,
+    four_ranks: RankPool,
+    models: dict[str, Path],
+    samples: Path,
+    tmp_path: Path,
+) -> None:
+    """Two equal copies over two ranks each, of which one is saved; a resumed run is bitwise the same."""
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "steps": 3}
+    truth = four_ranks.run(TRAIN, **run, fsdp=2, save_at=[2], root=tmp_path)
+    assert truth["digest"][:2] == truth["digest"][2:]
+    run["resume"] = tmp_path / "iter_0000002"
+    restarted = four_ranks.run(TRAIN, **run, fsdp=2)
+    assert (restarted["digest"], restarted["loss"]) == (truth["digest"], truth["loss"][2:])
+    for world, layout in ((one_rank, {}), (two_ranks, {"fsdp": True}), (four_ranks, {"fsdp": True})):
+        other = world.run(TRAIN, **run, **layout)
+        for curve in CURVES:
+            assert max_relative_difference(other[curve], truth[curve][2:]) < TOLERANCE, (layout, curve)
+
+
+@pytest.mark.thorough
+def test_hsdp_loads_other_checkpoints_and_trains_with_muon(
+    one_rank: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "steps": 3}
+    truth = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
+    restarted = four_ranks.run(TRAIN, **run, fsdp=2, resume=tmp_path / "iter_0000002")
+    assert max(max_relative_difference(restarted[curve], truth[curve][2:]) for curve in CURVES) < TOLERANCE
+    run["optim"] = {"optimizer": "muon"}
+    muon, truth = four_ranks.run(TRAIN, **run, fsdp=2), one_rank.run(TRAIN, **run)
+    assert max(max_relative_difference(muon[curve], truth[curve]) for curve in CURVES) < 1e-4  # bfloat16 in Muon
+
+
 def test_fsdp_bf16_follows_distributed_optimizer(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
     run |= {"steps": 8}
@@ -113,11 +149,11 @@ def test_fsdp_rank_has_only_its_shard(two_ranks: RankPool, models: dict[str, Pat
 
 def test_fsdp_export_equals_import(two_ranks: RankPool, four_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1], dtype=torch.bfloat16)
-    for world, layout in ((two_ranks, {}), (four_ranks, {"tp": 2, "precision": "bf16"})):
-        destination = tmp_path / f"export-{world.size}"
+    for world, layout in ((two_ranks, {}), (four_ranks, {"tp": 2, "precision": "bf16"}), (four_ranks, {"fsdp": 2})):
+        destination = tmp_path / f"export-{world.size}-{len(layout)}"
         world.run(
             "ranks.data_parallel_tasks.export",
-            destination=destination, model=model, samples=samples, fsdp=True, **layout,
+            destination=destination, model=model, samples=samples, **{"fsdp": True} | layout,
         )  # fmt: skip
         expected, got = (load_file(folder / "model.safetensors") for folder in (model, destination))
         assert got.keys() == expected.keys()

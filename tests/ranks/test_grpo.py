@@ -74,7 +74,7 @@ def assert_same_run(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) 
     assert valid == pytest.approx(other_valid, abs=1e-12)
 
 
-@pytest.mark.thorough_cases("micro-batch-1-unpacked", "cp2", "dp2", "fsdp2")
+@pytest.mark.thorough_cases("micro-batch-1-unpacked", "cp2", "dp2", "fsdp2", "hsdp")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [
@@ -85,6 +85,7 @@ def assert_same_run(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) 
         pytest.param("dense", 2, {}, id="dp2"),
         pytest.param("dense", 2, {"parallel.cp": 2}, id="cp2"),
         pytest.param("dense", 2, {"parallel.fsdp": True}, id="fsdp2"),
+        pytest.param("dense", 4, {"parallel.fsdp": 2, "train.micro_batch_size": 2}, id="hsdp"),
         pytest.param("experts", 2, {"parallel.ep": 2}, id="ep2"),
         pytest.param("adapters", 2, {"parallel.tp": 2}, id="lora-tp2"),
     ],
@@ -255,7 +256,7 @@ def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
     assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[updates])[done:]]
 
 
-@pytest.mark.thorough_cases("pp2", "dp2", "fsdp2", "ep2", "lora-tp2")
+@pytest.mark.thorough_cases("pp2", "dp2", "fsdp2", "hsdp", "ep2", "lora-tp2")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [
@@ -264,6 +265,7 @@ def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
         pytest.param("dense", 2, {"parallel.pp": 2}, id="pp2"),
         pytest.param("dense", 2, {}, id="dp2"),
         pytest.param("dense", 2, {"parallel.fsdp": True}, id="fsdp2"),
+        pytest.param("dense", 4, {"parallel.fsdp": 2, "train.micro_batch_size": 2}, id="hsdp"),
         pytest.param("experts", 2, {"parallel.ep": 2}, id="ep2"),
         pytest.param("adapters", 2, {"parallel.tp": 2}, id="lora-tp2"),
     ],

@@ -194,7 +194,7 @@ def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part:
         (
             "parallel={fsdp: true, overlap_grad_reduce: true}",
             "command line  parallel.overlap_grad_reduce",
-            "fsdp=true always overlaps",
+            "fsdp always overlaps",
         ),
         (
             "parallel={overlap_grad_reduce: false, overlap_param_gather: true}",

@@ -455,6 +455,16 @@ def test_warm_up_of_axolotl(tmp_path: Path) -> None:
         assert {name: value for name, value in settings_.items() if "warmup" in name} == setting
 
 
+def test_copies_of_a_sharded_model(tmp_path: Path) -> None:
+    """HSDP has a number in axolotl, and none in the arguments of transformers."""
+    config = {**SMALLEST["axolotl"], "learning_rate": 1e-4, "dp_shard_size": 4}
+    one, two = (translated("axolotl", config | {"dp_replicate_size": copies}, tmp_path).settings for copies in (1, 2))
+    assert one["parallel.fsdp"] is True and two["parallel.fsdp"] == 4
+    hybrid = {**SMALLEST["LLaMA-Factory"], "fsdp": "hybrid_shard auto_wrap"}
+    remarks = map(str, translated("LLaMA-Factory", hybrid, tmp_path).remarks)
+    assert any("groups of N ranks" in remark for remark in remarks)
+
+
 def test_names_of_data_sets_are_looked_up(tmp_path: Path) -> None:
     info = {
         "mine": {"file_name": "mine.json"},

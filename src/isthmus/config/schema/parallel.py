@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, model_validator
 
 from isthmus.config.schema.section import Count, Seconds, Section, refuse
 from isthmus.errors import UsageError
+
+_Shards = Annotated[bool | Count, AfterValidator(lambda value: False if value == 1 and value is not True else value)]
+"""1 shards nothing, and True is all ranks."""
 
 
 class ParallelConfig(Section):
@@ -29,8 +34,10 @@ class ParallelConfig(Section):
     """Expert parallel size: ranks that split the experts of a layer."""
     etp: Count | None = None
     """Tensor parallel size of each expert; null: tp."""
-    fsdp: bool = False
-    """Fully sharded data parallelism: data parallel ranks split weights, gradients and optimizer state."""
+    fsdp: _Shards = False
+    """Fully sharded data parallelism: data and context parallel ranks split weights, gradients and optimizer state. A
+    number of ranks that divides them (HSDP): groups of so many neighbouring ranks split them, and each group has all.
+    """
     join_timeout_s: Seconds = 600.0
     """Seconds that a rank waits for the others at the start."""
     timeout_s: Seconds = 600.0
@@ -56,12 +63,17 @@ class ParallelConfig(Section):
         """Data parallel ranks of ``world_size`` ranks."""
         return world_size // (self.tp * self.pp * self.cp)
 
+    def shards(self, world_size: int) -> int:
+        """Ranks of ``world_size`` that split the weights of a tensor parallel rank with fsdp; 1 without it."""
+        return self.dp(world_size) * self.cp if self.fsdp is True else int(self.fsdp) or 1
+
     def describe(self, world_size: int) -> str:
         """The layout of ``world_size`` ranks in one line, such as ``tp=2 +sp pp=1 dp=4``."""
         parts = [f"tp={self.tp}{' +sp' if self.sequence_parallel else ''}", f"pp={self.pp}"]
         parts += [f"{name}={size}" for name, size in (("vpp", self.vpp), ("cp", self.cp), ("ep", self.ep)) if size > 1]
         parts += [f"etp={self.etp}"] if self.expert_tp != self.tp else []
-        return " ".join([*parts, f"dp={self.dp(world_size)}{' +fsdp' if self.fsdp else ''}"])
+        fsdp = "" if not self.fsdp else " +fsdp" if self.fsdp is True else f" +fsdp={self.fsdp}"
+        return " ".join([*parts, f"dp={self.dp(world_size)}{fsdp}"])
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse a number of ranks that the layout does not divide.
@@ -76,6 +88,14 @@ class ParallelConfig(Section):
             raise UsageError(
                 f"tp={self.tp} x pp={self.pp}{cp} = {needed} ranks do not divide the {world_size} ranks "
                 f"of this run. Start a multiple of {needed} (--nproc {needed}), or lower {lower}."
+            )
+        replicas = self.dp(world_size) * self.cp
+        if replicas % self.shards(world_size):
+            fitting = [str(size) for size in range(2, replicas + 1) if replicas % size == 0]
+            hint = f"Use {' or '.join(fitting)}" if fitting else "Leave it out"
+            raise UsageError(
+                f"parallel.fsdp={self.fsdp} does not divide the dp x cp = {replicas} ranks that it shards over. "
+                f"{hint}, or start another number of ranks."
             )
         expert_ranks = self.expert_tp * self.ep
         if (world_size // self.pp) % expert_ranks:
@@ -98,7 +118,7 @@ class ParallelConfig(Section):
             refuse("vpp", f"vpp={self.vpp} needs pp > 1, got pp=1; set parallel.pp, or leave parallel.vpp out")
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if self.fsdp and getattr(self, name) is not None:
-                refuse(name, f"fsdp=true always overlaps its communication, got {name}; leave parallel.{name} out")
+                refuse(name, f"fsdp always overlaps its communication, got {name}; leave parallel.{name} out")
         if self.overlap_param_gather and self.overlap_grad_reduce is False:
             refuse(
                 "overlap_param_gather",

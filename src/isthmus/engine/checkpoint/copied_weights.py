@@ -16,7 +16,7 @@ from isthmus.engine.checkpoint.optimizer_state import is_tensor, local_entries
 from isthmus.engine.checkpoint.run_state import sharding_metadata, stages_of
 from isthmus.engine.checkpoint.save_load import load_entries
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
-from isthmus.engine.parallel.sharded_params import elements_before
+from isthmus.engine.parallel.sharded_params import copy_number, elements_before
 from isthmus.engine.step import Stepper
 from isthmus.files.checked_files import ChecksumVerifier
 
@@ -29,10 +29,10 @@ def copied_entries(stepper: Stepper, copies: Copies, name: str) -> dict[str, Sha
     result: dict[str, ShardedTensor] = {}
     entries = _entries(stepper)
     for number, (parameter, copy) in enumerate(copies):
-        entry, start, is_sharded = entries[parameter]
+        entry, start, copy_of_rows = entries[parameter]
         named = replace(entry, key=f"{name}.{entry.key}")
-        for part, piece in enumerate(local_entries(named, copy, start, stacked=False)):
-            replica = piece.replica_id if is_sharded else entry.replica_id
+        for part, piece in enumerate(local_entries(named, copy, start, stacked=False, copy=copy_of_rows or 0)):
+            replica = entry.replica_id if copy_of_rows is None else piece.replica_id
             result[f"{name}.{number}.{part}"] = replace(piece, replica_id=replica)
     return result
 
@@ -47,16 +47,19 @@ def load_copies(folder: Path, stepper: Stepper, copies: Copies, name: str) -> No
         load_entries(dict(copied_entries(stepper, copies, name)), folder, ChecksumVerifier())
 
 
-def _entries(stepper: Stepper) -> dict[Any, tuple[Any, int, bool]]:
-    """The entry of each whole parameter, the elements before this rank's, and whether ranks have other elements."""
+def _entries(stepper: Stepper) -> dict[Any, tuple[Any, int, int | None]]:
+    """The entry of each whole parameter, the elements before this rank's, and the copy that FSDP has rows of."""
     model = stepper.model[0]
     if isinstance(model, FullyShardedDataParallel):
         parameters = model.module.named_parameters()
-        return {tensor: (model.sharded_tensors[name], elements_before(tensor), True) for name, tensor in parameters}
-    result: dict[Any, tuple[Any, int, bool]] = {}
+        return {
+            tensor: (model.sharded_tensors[name], elements_before(tensor), copy_number(tensor))
+            for name, tensor in parameters
+        }
+    result: dict[Any, tuple[Any, int, int | None]] = {}
     for stage in stages_of(stepper).values():
         entries = [*stage.sharded_state_dict(metadata=sharding_metadata()).values()]
         if stage.adapters is not None:
             entries += trained_entries(stage, sharding_metadata()).values()
-        result |= {entry.data: (entry, 0, False) for entry in entries if is_tensor(entry)}
+        result |= {entry.data: (entry, 0, None) for entry in entries if is_tensor(entry)}
     return result

@@ -20,12 +20,16 @@ from isthmus.engine.parallel.sharded_params import local_elements
 
 
 def optimizer_state(
-    adam: Any, shards: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]], *, stacked: bool
+    adam: Any,
+    shards: Iterator[tuple[ShardedTensor | ShardedTensorFactory, Tensor, int]],
+    *,
+    stacked: bool,
+    copy: int = 0,
 ) -> dict[str, Any]:
     """State of ``adam``; loading it sets the tensors in place.
 
     ``own`` has for each parameter the checkpoint entry of the whole parameter, the part of it that ``adam`` updates,
-    and the number of elements before this part. ``stacked``: see :func:`local_entries`.
+    and the number of elements before this part. ``stacked`` and ``copy``: see :func:`local_entries`.
     """
     elements: dict[str, ShardedTensor] = {}
     for number, (entry, main, start) in enumerate(shards):
@@ -33,7 +37,7 @@ def optimizer_state(
             if state == "step":
                 continue
             state_entry = replace(entry, key=f"optimizer.state.{state}.{entry.key}")
-            parts = local_entries(state_entry, local_elements(tensor), start, stacked=stacked)
+            parts = local_entries(state_entry, local_elements(tensor), start, stacked=stacked, copy=copy)
             elements |= {f"{number}.{state}.{n}": part for n, part in enumerate(parts)}
     groups = [dict(group) for group in adam.param_groups]
     for group in groups:
@@ -74,12 +78,13 @@ def is_tensor(entry: Any) -> bool:
 
 
 def local_entries(
-    entry: ShardedTensor | ShardedTensorFactory, local: Tensor, start: int, *, stacked: bool = True
+    entry: ShardedTensor | ShardedTensorFactory, local: Tensor, start: int, *, stacked: bool = True, copy: int = 0
 ) -> Iterator[ShardedTensor]:
     """Elements ``local`` [n] of a parameter from ``start`` as checkpoint entries; ``entry`` is the whole parameter's.
 
-    Each data-parallel rank has other elements. Entries of layers or experts are parts of one stacked tensor, or tensors
-    of their own if they are not ``stacked``: a checkpoint has only complete tensors, and some layers may be frozen.
+    Each data-parallel rank has other elements, or with HSDP each rank of a ``copy``, of which the first is saved.
+    Entries of layers or experts are parts of one stacked tensor, or tensors of their own if they are not ``stacked``: a
+    checkpoint has only complete tensors, and some layers may be frozen.
     """
     pieces = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
     for piece in pieces:
@@ -102,7 +107,7 @@ def local_entries(
                 global_shape=piece.global_shape[ahead - axes :],
                 global_offset=number[:axes] + tuple(map(sum, zip(offset, corner, strict=True))),
                 axis_fragmentations=None,  # blocks have different sizes
-                replica_id=(*piece.replica_id[:-1], 0),
+                replica_id=(*piece.replica_id[:-1], copy),
                 prepend_axis_num=0,
             )
 

@@ -58,8 +58,9 @@ class Weight:
 
     @property
     def senders(self) -> Iterator[Holder]:
-        """Ranks that send a part; of replicated weights, one replica does."""
-        return (holder for holder in self.holders if self.rule.shard != "whole" or holder.tp_rank == 0)
+        """Ranks that send a part: the first of those that have it."""
+        parts = (next(holders) for _, holders in itertools.groupby(self.holders, key=_place))  # HSDP has copies
+        return (holder for holder in parts if self.rule.shard != "whole" or holder.tp_rank == 0)
 
     def layout(self, tp_rank: int) -> Layout:
         sizes = {"tp_size": self.tp_size, "etp_size": self.tp_size, "padded_vocab_size": self.arch.vocab_size}

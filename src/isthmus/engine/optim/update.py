@@ -16,10 +16,12 @@ from megatron.core.parallel_state import (
     get_pipeline_model_parallel_group,
     get_pipeline_model_parallel_last_rank,
 )
-from megatron.core.utils import get_data_parallel_group_if_dtensor, to_local_if_dtensor
+from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from isthmus.engine.optim.optimizer import chain
+from isthmus.engine.parallel.sharded_params import shard_group
 from isthmus.engine.upstream.megatron_features import grads_for_norm
 
 _BLOCK, _SHORT = 1024, 32 * 1024
@@ -111,7 +113,7 @@ def _blocks(elements: Tensor) -> tuple[Tensor, ...]:
 
 def _squared_norm(grads: list[Tensor], group: dist.ProcessGroup, like: Tensor) -> Tensor:
     """Over the ranks of ``group`` and of sharded gradients, float64 [1] on the device of ``like``."""
-    shards = next(filter(None, map(get_data_parallel_group_if_dtensor, grads)), None)
+    shards = next((shard_group(grad) for grad in grads if isinstance(grad, DTensor)), None)
     total = torch.zeros_like(like, dtype=torch.float64)
     if grads:
         total += sum_of_squares([to_local_if_dtensor(grad) for grad in grads])

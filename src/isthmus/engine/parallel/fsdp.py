@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -23,6 +26,9 @@ _MESHES = itertools.count()
 
 class FullyShardedDataParallel(_BaseDataParallel):
     """A decoder with parameters sharded by rows; layers compute in its dtype.
+
+    With HSDP (``parallel.fsdp`` is a number) the data-parallel ranks have several copies of it, each sharded over
+    neighbouring ranks.
 
     Those that the optimizer updates are float32, frozen ones have the dtype of the decoder. Its modules with an
     attribute ``fsdp_unit`` are sharded as units: ``layer``, or ``float32`` if it computes in float32 in any precision.
@@ -42,14 +48,28 @@ class FullyShardedDataParallel(_BaseDataParallel):
         marks = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         model._apply(lambda tensor: tensor.float() if tensor.is_meta and tensor.requires_grad else tensor)
         device = model.config.device
-        # DTensor caches results by mesh and treats meshes over the same ranks as equal. A unique name prevents a second
-        # model in this process from using the groups of an earlier one.
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"dp{next(_MESHES)}",))
-        _shard(model, mesh, model.config.params_dtype)
+        _shard(model, _mesh(device.type), model.config.params_dtype)
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         for name, parameter in model.named_parameters():
             for mark, value in marks[name].items():
                 setattr(parameter, mark, value)
+        model.config.no_sync_func = self.no_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all micro batches but the last: each sums its gradients within a copy, the last one between copies."""
+        self.module.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_all_reduce(True)
+
+    def zero_grad_buffer(self) -> None:
+        """Discard the sums of a step that ended before its last micro batch; the optimizer clears the gradients."""
+        for unit in _sharded_modules(self.module):
+            group: Any = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._partial_reduce_output = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.module(*args, **kwargs)
@@ -66,6 +86,25 @@ class FullyShardedDataParallel(_BaseDataParallel):
         torch._foreach_mul_([grad.to_local() for grad in grads if isinstance(grad, DTensor)], scaling_factor)
 
 
+def _mesh(device_type: str) -> DeviceMesh:
+    """The data-parallel ranks; with HSDP a row for each copy of the model.
+
+    DTensor caches results by mesh and treats meshes over the same ranks as equal. A unique name prevents a second model
+    in this process from using the groups of an earlier one.
+    """
+    name = f"dp{next(_MESHES)}"
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shards = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    if shards.size() == group.size():
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))
+    return DeviceMesh.from_group(
+        [parallel_state.get_inter_distributed_optimizer_instance_group(), shards],
+        device_type,
+        mesh=torch.tensor(dist.get_process_group_ranks(group)).view(-1, shards.size()),
+        mesh_dim_names=(f"{name}_copies", f"{name}_shards"),
+    )
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard each layer, then the other parameters as one unit: the decoder uses embedding and projection directly."""
     policy = MixedPrecisionPolicy(
@@ -77,12 +116,14 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for module in _units(model, "layer"):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for unit in _sharded_modules(model):
         # The loss is a sum over tokens, divided once by their number, so gradients are summed and not averaged.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _units(model: nn.Module, kind: str) -> list[nn.Module]:

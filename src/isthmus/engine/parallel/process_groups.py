@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,8 @@ def open_groups(
         create_gloo_process_groups=False,  # of data-parallel ranks: nothing uses them, and each peer is a socket
         distributed_timeout_minutes=_limit(platform, timeout_s) / timedelta(minutes=1),
     )
+    if parallel.fsdp:
+        _open_copies(parallel, _limit(platform, timeout_s))
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return Position(
@@ -127,6 +129,26 @@ def open_groups(
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
         is_first_stage=parallel_state.is_pipeline_first_stage(),
     )
+
+
+def _open_copies(parallel: ParallelConfig, timeout: timedelta) -> None:
+    """Set Megatron-Core's groups within and between the copies of the model for HSDP, which has no stages and experts.
+
+    It makes them itself for several instances of its distributed optimizer, but only with the package einops.
+    """
+    from megatron.core import parallel_state
+
+    ranks = torch.arange(dist.get_world_size()).view(-1, parallel.shards(dist.get_world_size()), parallel.tp)
+    if len(ranks) == 1:
+        return
+
+    def group_of_this_rank(groups: torch.Tensor) -> dist.ProcessGroup:
+        created = [(group, parallel_state.create_group(group, timeout=timeout)) for group in groups.tolist()]
+        return next(process_group for group, process_group in created if dist.get_rank() in group)
+
+    state: Any = parallel_state
+    state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = group_of_this_rank(ranks.transpose(1, 2).flatten(0, 1))
+    state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group_of_this_rank(ranks.flatten(1).t())
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:

@@ -17,11 +17,22 @@ BUCKET_BYTES = 1 << 28
 one. The memory for them is twice as much."""
 
 
+def shard_group(tensor: DTensor) -> torch.distributed.ProcessGroup:
+    """The ranks that have the rows of a copy: the last dimension of the mesh."""
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+
+
+def copy_number(tensor: DTensor) -> int:
+    """Which of the copies of the tensor this rank has rows of; 0 if there is one."""
+    mesh = tensor.device_mesh
+    return 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
+
+
 def local_rows(tensor: DTensor) -> tuple[int, int]:
     """This rank's rows [start, end); the last ranks may have fewer rows, or none."""
-    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
-    per_rank = -(-rows // ranks)
-    start = min(rows, tensor.device_mesh.get_local_rank() * per_rank)
+    rows, group = tensor.shape[0], shard_group(tensor)
+    per_rank = -(-rows // group.size())
+    start = min(rows, group.rank() * per_rank)
     return start, min(rows, start + per_rank)
 
 
@@ -48,7 +59,7 @@ def full_to_shard(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather all rows; collective over the ranks of the mesh."""
+    """Gather all rows; collective over the ranks of a copy."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -79,8 +90,8 @@ def _gathered(tensors: list[DTensor]) -> list[Tensor]:
     """All rows of tensors that are sharded over the same ranks."""
     if not tensors:
         return []
-    mesh = tensors[0].device_mesh
-    ranks, parts, sizes = mesh.size(), [], []
+    group = shard_group(tensors[0])
+    ranks, parts, sizes = group.size(), [], []
     for tensor in tensors:  # every rank has as many bytes: the rows of the first one
         size = -(-len(tensor) // ranks) * (tensor.numel() // max(1, len(tensor))) * tensor.dtype.itemsize
         local = tensor.to_local().contiguous().view(-1).view(torch.uint8)
@@ -88,7 +99,7 @@ def _gathered(tensors: list[DTensor]) -> list[Tensor]:
         sizes.append(size)
     local = torch.cat(parts)
     result = local.new_empty(ranks, local.numel())
-    torch.distributed.all_gather_into_tensor(result.view(-1), local, group=mesh.get_group())
+    torch.distributed.all_gather_into_tensor(result.view(-1), local, group=group)
     return [
         rows.reshape(-1).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
         for tensor, rows in zip(tensors, result.split(sizes, dim=1), strict=True)

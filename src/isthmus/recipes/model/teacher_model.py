@@ -35,7 +35,7 @@ def check_teacher(config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, plat
         if not supported:
             raise UsageError(f"distill.teacher_dtype={dtype} cannot be used here: {reason}. Leave it out.")
         if config.parallel.fsdp and dtype == "float16":
-            raise UsageError("distill.teacher_dtype=float16 with parallel.fsdp=true is not supported. Use bfloat16.")
+            raise UsageError("distill.teacher_dtype=float16 with parallel.fsdp is not supported. Use bfloat16.")
     if config.data.mock:  # random tokens
         return
     folder = plan.teacher.source.path

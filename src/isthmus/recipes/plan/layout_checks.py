@@ -72,12 +72,12 @@ def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
 def check_fsdp(parallel: ParallelConfig) -> None:
     if parallel.pp > 1:
         raise UsageError(
-            f"parallel.fsdp=true with parallel.pp={parallel.pp}: a stage would gather its weights for every micro "
+            f"parallel.fsdp with parallel.pp={parallel.pp}: a stage would gather its weights for every micro "
             "batch. Set parallel.pp=1, or leave parallel.fsdp out."
         )
     if parallel.ep > 1 or parallel.expert_tp != parallel.tp:
         raise UsageError(
-            f"parallel.fsdp=true with parallel.ep={parallel.ep} and parallel.etp={parallel.expert_tp}: fsdp shards "
+            f"parallel.fsdp with parallel.ep={parallel.ep} and parallel.etp={parallel.expert_tp}: fsdp shards "
             "weights over the data parallel ranks, which already have different experts. Set parallel.ep=1 and leave "
             "parallel.etp out, or leave parallel.fsdp out."
         )
@@ -86,7 +86,7 @@ def check_fsdp(parallel: ParallelConfig) -> None:
 def check_fsdp_torch(parallel: ParallelConfig) -> None:
     if parallel.fsdp and not fsdp_sums_gradients():
         raise UsageError(
-            f"parallel.fsdp=true: fully_shard of torch {torch.__version__} averages gradients, and token-weighted "
+            f"parallel.fsdp: fully_shard of torch {torch.__version__} averages gradients, and token-weighted "
             "losses need their sum. Use torch 2.10 or newer, or leave parallel.fsdp out."
         )
 
@@ -121,7 +121,7 @@ def check_fsdp_precision(parallel: ParallelConfig, precision: str) -> None:
     """fsdp does not support fp16 and fp8, which scale the loss or the weights."""
     if parallel.fsdp and precision not in ("fp32", "bf16"):
         raise UsageError(
-            f"parallel.fsdp=true with train.precision={precision}: sharded weights are float32 and are gathered as "
+            f"parallel.fsdp with train.precision={precision}: sharded weights are float32 and are gathered as "
             "fp32 or bf16. Set train.precision to one of these, or leave parallel.fsdp out."
         )
 
@@ -131,7 +131,7 @@ def check_async_layout(parallel: ParallelConfig, device_type: str, precision: st
     reasons = {
         f"parallel.tp={parallel.tp} has no communication": parallel.tp == 1,
         "parallel.sp=false has no gathers to overlap": not parallel.sequence_parallel,
-        "parallel.fsdp=true has no float32 gradient buffers": parallel.fsdp,
+        "parallel.fsdp has no float32 gradient buffers": parallel.fsdp,
         "train.precision=fp8 layers quantize whole matrices": precision == "fp8",
         "it is for GPUs": device_type == "cpu",
         f"the ranks of a tensor-parallel group must be on one machine, which has {ranks_here}": parallel.tp
@@ -172,7 +172,7 @@ def check_offload(optim: OptimConfig, rollout: RolloutConfig, parallel: Parallel
             )
     if optim.offload and parallel.fsdp:
         raise UsageError(
-            "optim.offload=true is for the distributed optimizer, which parallel.fsdp=true does not use. Leave one out."
+            "optim.offload=true is for the distributed optimizer, which parallel.fsdp does not use. Leave one out."
         )
 
 

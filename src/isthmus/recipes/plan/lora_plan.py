@@ -36,7 +36,7 @@ def plan_adapters(
         return None
     if config.parallel.fsdp:
         raise UsageError(
-            "lora with parallel.fsdp=true is not supported: fsdp would gather the frozen weights for every micro "
+            "lora with parallel.fsdp is not supported: fsdp would gather the frozen weights for every micro "
             "batch. Use parallel.tp or parallel.pp, which shard them."
         )
     if lora.quantize is not None:

@@ -120,8 +120,8 @@ def estimate_ranks(
 
     Gradients are float32. AdamW keeps two float32 moments per parameter (in host memory with ``optim.offload``), Muon
     one, and both a float32 copy of 16-bit weights; replicas shard them. Frozen parameters have neither. fsdp shards
-    float32 weights, gradients and moments, and gathers the largest layer, the embedding and the output layer. A DPO
-    sample is a pair of answers.
+    float32 weights, gradients and moments over the ranks of a copy, and gathers the largest layer, the embedding and
+    the output layer. A DPO sample is a pair of answers.
 
     Args:
         plan: model and layout.
@@ -195,16 +195,16 @@ def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCount
 
 def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
     parallel, element = plan.parallel, DTYPES[precision].itemsize
-    replicas = parallel.dp(plan.world_size) * parallel.cp
+    shards = parallel.shards(plan.world_size)
     (count,), (trained,), (muon,) = (
         counter.of_ranks(parallel) for counter in (counts.all, counts.trained, counts.by_muon)
     )
     num_weights, total = count.total(), trained.total()
-    shard = math.ceil(total / replicas)
-    weights = 4 * shard + math.ceil(element * (num_weights - total) / replicas)
-    weights += sum(counts.all.largest(parallel)) * element if replicas > 1 or element < 4 else 0
-    optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // replicas
-    copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / replicas)
+    shard = math.ceil(total / shards)
+    weights = 4 * shard + math.ceil(element * (num_weights - total) / shards)
+    weights += sum(counts.all.largest(parallel)) * element if shards > 1 or element < 4 else 0
+    optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // shards
+    copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / shards)
     copied = copied if config.checkpoint.asynchronous else 0
     return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
 
@@ -321,6 +321,7 @@ def _smaller_state(parallel: ParallelConfig, platform: Platform, precision: str,
     if platform.device_type == "cuda" and not parallel.fsdp and not offloaded:
         hints.append("set optim.offload=true")
     more = "start more ranks to shard it over" if parallel.fsdp else "raise parallel.tp or parallel.pp over more ranks"
+    more = more if parallel.fsdp in (False, True) else "raise parallel.fsdp"
     return [*hints, more, "use a smaller model"]
 
 

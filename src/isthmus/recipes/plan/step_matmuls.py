@@ -131,7 +131,7 @@ def check_tuning(config: RunConfig, platform: Platform, *, for_tunable_op: bool)
         )
     if config.parallel.fsdp and not for_tunable_op:
         raise UsageError(
-            "tune.file chooses libraries for the linear layers of Isthmus, and with parallel.fsdp=true those of "
+            "tune.file chooses libraries for the linear layers of Isthmus, and with parallel.fsdp those of "
             "Megatron-Core compute gradients. Leave one of them out."
         )
     if config.train.deterministic and platform.device_type == "cuda":

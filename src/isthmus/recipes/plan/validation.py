@@ -112,7 +112,7 @@ def validate(
     prompts = eval_prompts(config, tokenizer, plan.architecture)
     shape = RunShape(
         nodes=math.ceil(plan.world_size / ranks_here),
-        fsdp=config.parallel.fsdp,
+        fsdp=bool(config.parallel.fsdp),
         tp_or_cp=config.parallel.tp > 1 or config.parallel.cp > 1,
         async_tp=config.parallel.async_tp,
         gemm_tuning_file=str(run_dir.gemm_tuning(rank_env.rank())) if config.train.gemm_tuning else None,

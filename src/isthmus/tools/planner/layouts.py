@@ -71,13 +71,13 @@ def _sizes(
                     ):
                         for ep in choices("ep", experts, max(1, world_size // (pp * (etp or tp)))):
                             sizes = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
-                            yield from _sharded(sizes, config, remaining // cp * cp, fixed_sizes)
+                            yield from _sharded(sizes, config, remaining // cp * cp, gpus_per_node, fixed_sizes)
 
 
 def _sharded(
-    sizes: dict[str, Any], config: RunConfig, replicas: int, fixed_sizes: dict[str, Any]
+    sizes: dict[str, Any], config: RunConfig, replicas: int, gpus_per_node: int, fixed_sizes: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The settings with and without fsdp, where it is possible."""
+    """The settings with and without fsdp, where it is possible; over the ranks of 1, 2, 4, ... nodes or over all."""
     sizes["etp"] = None if sizes["etp"] == sizes["tp"] else sizes["etp"]
     if "fsdp" in fixed_sizes:
         yield {**sizes, "fsdp": fixed_sizes["fsdp"]}
@@ -87,6 +87,11 @@ def _sharded(
     alone = alone and not config.lora.enabled and not config.optim.offload
     if alone and config.train.precision in (None, "fp32", "bf16"):
         yield {**sizes, "fsdp": True}
+        shards = gpus_per_node // sizes["tp"]
+        while 1 < shards < replicas:
+            if replicas % shards == 0:
+                yield {**sizes, "fsdp": shards}
+            shards *= 2
 
 
 def micro_batch_sizes(

@@ -232,7 +232,9 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
     ranks = estimate_ranks(plan, config, precision, gpu_bytes=plans.machine.memory_bytes, compiles=True)
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].total)
     estimate, saved = ranks[rank], activations(plan, config, precision, on_gpu=True)[rank]
-    replicas, element = parallel.dp(world) * parallel.cp, DTYPES[precision].itemsize
+    element = DTYPES[precision].itemsize
+    replicas = parallel.shards(world) if parallel.fsdp else parallel.dp(world) * parallel.cp
+    kind = "parallel.fsdp" if replicas < parallel.dp(world) * parallel.cp else "dp x cp; experts: over fewer"
     trained = estimate.gradients // 4
     yield f"memory of plan 1, on pipeline rank {rank}:"
     if parallel.fsdp:
@@ -245,7 +247,7 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
     yield f"  gradients: 4 bytes x {trained:,} trained parameters = {_gib(estimate.gradients)} GiB"
     yield (
         f"  optimizer ({config.optim.optimizer}): float32 weights and moments over {replicas} replicas "
-        f"(dp x cp; experts: over fewer) = {_gib(estimate.optimizer)} GiB"
+        f"({kind}) = {_gib(estimate.optimizer)} GiB"
     )
     yield (
         f"  activations: {float(saved.in_flight):g} micro batches in flight x (layers + {_mib(saved.outside)} MiB "

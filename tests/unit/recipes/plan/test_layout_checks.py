@@ -82,7 +82,7 @@ def test_interleaved_schedule_divides_the_batch() -> None:
     [
         ({"tp": 1}, {}, "parallel.tp=1 has no communication"),
         ({"tp": 2, "sp": False}, {}, "parallel.sp=false has no gathers"),
-        ({"tp": 2, "fsdp": True}, {}, "parallel.fsdp=true"),
+        ({"tp": 2, "fsdp": True}, {}, "parallel.fsdp"),
         ({"tp": 2}, {"precision": "fp8"}, "fp8 layers quantize"),
         ({"tp": 2}, {"device_type": "cpu"}, "it is for GPUs"),
         ({"tp": 16}, {}, "must be on one machine, which has 8"),
@@ -106,7 +106,7 @@ def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
         check_offload(offload, stays, ParallelConfig(), "cpu")
     with pytest.raises(UsageError, match=r"rollout.offload=true moves .* this run is on a CPU. Leave it out"):
         check_offload(OptimConfig(), leaves, ParallelConfig(), "cpu")
-    with pytest.raises(UsageError, match=r"parallel.fsdp=true does not use"):
+    with pytest.raises(UsageError, match=r"parallel.fsdp does not use"):
         check_offload(offload, stays, ParallelConfig(fsdp=True), "cuda")
 
 
@@ -117,6 +117,23 @@ def test_offload_needs_a_gpu_and_the_distributed_optimizer() -> None:
 def test_fsdp_refuses_other_layouts(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_fsdp(ParallelConfig(fsdp=True, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "shards", "line"),
+    [(False, 1, "dp=4"), (1, 1, "dp=4"), (True, 8, "dp=4 +fsdp"), (8, 8, "dp=4 +fsdp=8"), (2, 2, "dp=4 +fsdp=2")],
+)
+def test_ranks_that_fsdp_shards_over(fsdp: bool | int, shards: int, line: str) -> None:
+    parallel = ParallelConfig(cp=2, fsdp=fsdp)
+    parallel.check_world_size(8)
+    assert parallel.shards(8) == shards and parallel.describe(8).endswith(line)
+    assert bool(parallel.fsdp) is (shards > 1)
+
+
+def test_fsdp_divides_the_data_parallel_ranks() -> None:
+    message = r"parallel\.fsdp=4 does not divide the dp x cp = 6 ranks .* Use 2 or 3 or 6, or start another number"
+    with pytest.raises(UsageError, match=message):
+        ParallelConfig(tp=2, cp=2, fsdp=4).check_world_size(12)
 
 
 def test_fsdp_allows_tensor_parallelism() -> None:

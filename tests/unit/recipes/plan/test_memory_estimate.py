@@ -93,6 +93,9 @@ def test_layouts_reduce_the_estimate() -> None:
     assert staged.parameters == (complete.parameters - 2 * embedding - 4096) // 2 + embedding
     sharded = estimate(LLAMA_70B, fsdp=True)
     assert sharded.persistent < estimate(LLAMA_70B).persistent / 3 and sharded.optimizer == -(-70_553_706_496 // 8) * 8
+    copies = estimate(LLAMA_70B, fsdp=4)
+    assert copies.optimizer == 2 * sharded.optimizer and copies.gradients == 2 * sharded.gradients
+    assert estimate(LLAMA_70B, fsdp=8) == sharded
     experts = estimate(DEEPSEEK_LITE, ep=8)
     outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
     assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408

@@ -226,7 +226,7 @@ def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
     config = config_of(build_model_folder(tmp_path / "model", "llama", num_hidden_layers=1), 24, precision="fp16")
     plan = planned(config)
     check_training(config, plan)
-    with pytest.raises(UsageError, match=r"fsdp=true with train\.precision=fp16.* Set train\.precision"):
+    with pytest.raises(UsageError, match=r"fsdp with train\.precision=fp16.* Set train\.precision"):
         check_training(config, replace(plan, parallel=ParallelConfig(fsdp=True)))
 
 

@@ -132,7 +132,7 @@ def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
         plans("parallel.tp=3")
     with pytest.raises(UsageError, match=r"A100 80 GB has no fp8 matrix cores\. Use bf16 or fp16 or fp32\."):
         plans("train.precision=fp8", gpus="8xA100")
-    with pytest.raises(UsageError, match=r"lora with parallel\.fsdp=true"):
+    with pytest.raises(UsageError, match=r"lora with parallel\.fsdp"):
         plans("lora.rank=8", "parallel.fsdp=true")
 
 
@@ -159,11 +159,21 @@ def test_experts_latent_attention_and_long_sequences() -> None:
 
 
 @pytest.mark.slow
+def test_plans_of_several_nodes_have_copies_of_the_model() -> None:
+    """HSDP over the GPUs of 1, 2, 4, ... nodes; a number of ranks may be fixed."""
+    layouts = {item.config.parallel.fsdp for item in plans(nodes=8, number=1000).best}
+    assert layouts >= {False, True, 8, 16, 32} and 64 not in layouts
+    (fixed,) = {item.config.parallel.shards(64) for item in plans("parallel.fsdp=16", nodes=8, number=1000).best}
+    assert fixed == 16
+    assert not any(item.config.parallel.fsdp not in (False, True) for item in plans(number=1000).best)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("override", ["optim.offload=true", "parallel.overlap_grad_reduce=true"])
 def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) -> None:
     assert any(item.config.parallel.fsdp for item in plans(model="llama3.2-1b", number=30).best)
     assert not any(item.config.parallel.fsdp for item in plans(override, model="llama3.2-1b", number=30).best)
-    with pytest.raises(UsageError, match=r"fsdp=true"):
+    with pytest.raises(UsageError, match=r"fsdp "):
         plans(override, "parallel.fsdp=true", model="llama3.2-1b")
 
 

@@ -42,7 +42,9 @@ def write_parallel(written: WrittenArguments) -> None:
     written.set("sequence_parallel", parallel.sequence_parallel, "parallel.sp")
     if parallel.vpp > 1:
         written.put("parallel.vpp")
-    written.set("use_torch_fsdp2", parallel.fsdp, "parallel.fsdp")
+    written.set("use_torch_fsdp2", bool(parallel.fsdp), "parallel.fsdp")
+    if parallel.fsdp and parallel.fsdp is not True:
+        written.remark("parallel.fsdp", "different", "Megatron-LM shards over all data-parallel ranks.")
     minutes = math.ceil(parallel.timeout_s / 60)
     written.set("distributed_timeout_minutes", minutes, "parallel.timeout_s")
     if minutes * 60 != parallel.timeout_s:

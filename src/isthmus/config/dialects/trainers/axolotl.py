@@ -86,10 +86,13 @@ def _put_layout(keys: TrainerConfig) -> None:
             keys.put(f"parallel.{setting}", size, name)
         else:
             keys.value(name)
-    if keys.has("dp_shard_size") and (keys.integer("dp_shard_size") or 1) > 1:
-        keys.put("parallel.fsdp", True, "dp_shard_size")
+    copies = keys.integer("dp_replicate_size") or 1 if keys.has("dp_replicate_size") else 1
+    if keys.has("dp_shard_size") and (size := keys.integer("dp_shard_size") or 1) > 1:
+        keys.put("parallel.fsdp", size if copies > 1 else True, "dp_shard_size")
     elif keys.has("dp_shard_size"):
         keys.ignore("dp_shard_size", "The weights are not sharded.")
+    if keys.has("dp_replicate_size"):
+        keys.ignore("dp_replicate_size", "The copies of the model follow from the number of ranks.")
 
 
 def _put_saving(keys: TrainerConfig) -> None:

@@ -279,6 +279,8 @@ def _put_fsdp(keys: TrainerConfig) -> None:
         keys.ignore(name, "The weights are not sharded.")
     elif on:
         keys.put("parallel.fsdp", True, name, "fsdp", "fsdp_config", "fsdp_version")
+        if "hybrid_shard" in strategy or sharding.startswith("HYBRID_SHARD"):
+            keys.different(name, "parallel.fsdp=N shards over groups of N ranks, such as the GPUs of a machine.")
         if "offload" in strategy or options.get("fsdp_offload_params") or options.get("offload_params"):
             keys.different(name, "optim.offload=true keeps the optimizer's state in host memory, if it is needed.")
     for key in ("fsdp", "fsdp_config", "fsdp_version"):

@@ -158,7 +158,7 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     if parallel.fsdp:
         copies, exchange = _fsdp(slowest, model, cluster)
         parts["memory"] += number * copies
-        parts["dp"] = number * exchange
+        parts["dp"] = number * exchange + _copies(slowest, model, cluster)
     else:
         parts["dp"] = _replicas(slowest, model, cluster)
     parts["optimizer"] = _optimizer(slowest, model, cluster)
@@ -269,11 +269,12 @@ def _trained(rank: _Rank, model: LayerModel) -> tuple[float, float]:
 
 
 def _rings(model: LayerModel, cluster: Cluster) -> tuple[Ring, Ring]:
-    """Replicas of the ordinary parameters, and of those of experts."""
+    """Ranks that shard the state of the ordinary parameters, and of those of experts: all replicas, but with HSDP."""
     parallel, world = model.parallel, cluster.world_size
     experts = parallel.expert_tp * parallel.ep
+    replicas = parallel.shards(world) if parallel.fsdp else world // (parallel.tp * parallel.pp)
     return (
-        Ring(cluster, max(1, world // (parallel.tp * parallel.pp)), parallel.tp),
+        Ring(cluster, max(1, replicas), parallel.tp),
         Ring(cluster, max(1, world // (parallel.pp * experts)), experts),
     )
 
@@ -314,6 +315,16 @@ def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster) -> tuple[float, floa
     seconds += _exposed(gathered + reduced, backward, first * (gathered + reduced))
     copies = model.kernels.memory(rank.parameters * (2 * 2 * element + element + 4))
     return copies, seconds
+
+
+def _copies(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
+    """HSDP: the last micro batch sums the float32 gradients of the copies, those of a layer during the next ones."""
+    parallel = model.parallel
+    stride = parallel.tp * parallel.shards(cluster.world_size)
+    ring = Ring(cluster, max(1, cluster.world_size // stride), stride)
+    bytes_of_rank = 4 * _trained(rank, model)[0] * parallel.tp / stride
+    summed = 2 * (ring.gather(bytes_of_rank) + ring.latency_s * rank.layers)
+    return _exposed(summed, rank.backward.total() + rank.recomputed.total(), summed / max(1, rank.layers))
 
 
 def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:

@@ -150,6 +150,15 @@ def test_fsdp_exchanges_every_micro_batch_and_hides_it_behind_large_ones() -> No
     assert large.parts["dp"] < small.parts["dp"] / 4 and large.binds != "dp"
 
 
+def test_copies_of_a_node_exchange_weights_within_it_and_gradients_once() -> None:
+    """HSDP: the state is that of fewer ranks, and a step with many micro batches waits less."""
+    work: dict[str, Any] = {"nodes": 16, "seq_length": 1024, "global_batch_size": 512}
+    everywhere, node = (planned(layout={"fsdp": fsdp}, **work) for fsdp in (True, 8))
+    assert node.parts["dp"] < 0.6 * everywhere.parts["dp"]
+    assert node.parts["optimizer"] == pytest.approx(16 * everywhere.parts["optimizer"], rel=0.01)
+    assert planned(layout={"fsdp": 128}, **work) == everywhere
+
+
 def test_long_contexts_are_attention_and_context_parallelism_splits_it() -> None:
     short = planned(global_batch_size=16 * 32, micro_batch_size=16)
     long = planned(seq_length=131072, global_batch_size=32)
