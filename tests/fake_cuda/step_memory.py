@@ -23,7 +23,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "norms of experts": {"model": "gemma4-26b-a4b", "pp": 5, "ep": 8, "rank": 450, "size": 1000},
     "shared keys, layer inputs": {"model": "gemma4-e4b", "tp": 2, "rank": 5, "size": 8},
     "fsdp": {"model": "llama3.2-1b", "fsdp": True, "rank": 5, "size": 8, "layers": 4},
-    "hsdp": {"model": "llama3.2-1b", "fsdp": 4, "rank": 5, "size": 8, "layers": 4},
+    "hsdp": {"model": "llama3.1-8b", "fsdp": 4, "rank": 5, "size": 8, "layers": 2},
 }
 """Two micro batches are enough: a step of more has more in flight, but not more kinds of memory."""
 

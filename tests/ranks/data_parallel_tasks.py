@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
@@ -48,6 +50,31 @@ def shares(**layout: Any) -> list[dict[str, float]]:
 
 def _numel(tensors: list[torch.Tensor], *, local: bool) -> int:
     return sum((t.to_local() if local and isinstance(t, DTensor) else t).numel() for t in tensors)
+
+
+class Collectives(TorchDispatchMode):
+    """Numbers and bytes of collectives by operator, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(item, DTensor) for item in types):  # its own dispatch calls operators of local tensors
+            return NotImplemented
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.calls.append((func._schema.name.split("::")[1], max(tensor.nbytes for tensor in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(**layout: Any) -> list[tuple[str, int]]:
+    """Each collective of the second step, with the bytes of its larger side."""
+    training = start(**layout)
+    training.stepper.train_step(training.batches.step(0))
+    with Collectives() as counted:
+        training.stepper.train_step(training.batches.step(1))
+    return counted.calls
 
 
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:

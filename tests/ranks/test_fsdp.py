@@ -139,6 +139,25 @@ def test_fsdp_bf16_routes_in_fp32(one_rank: RankPool, two_ranks: RankPool, sampl
     assert max_relative_difference(sharded["loss"], truth["loss"]) < 0.003
 
 
+def steps_of(calls: list[tuple[str, int]]) -> str:
+    """Gathers in lower and reductions in upper case: the last norm, embedding or output layer (t), and layers."""
+    norm, table, layer = sorted({size for kind, size in calls if "gather" in kind})
+    unit_of = {norm: "n", table: "t", layer: "l"}
+    units = [(unit_of[size], kind) for kind, size in calls if "gather" in kind or "scatter" in kind]
+    return "".join(unit if "gather" in kind else unit.upper() for unit, kind in units)
+
+
+def test_fsdp_communicates_in_units(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
+    """In both micro batches the next layer's weights are gathered before gradients are reduced.
+
+    The output layer is gathered after the layers and reduced before them, the embedding is gathered once.
+    """
+    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 2, "fsdp": True}
+    calls = two_ranks.run("ranks.data_parallel_tasks.collectives", **run)
+    assert steps_of(calls) == 2 * ("ntllllt" + "lTlLlLlLLNT")
+    assert steps_of(two_ranks.run("ranks.data_parallel_tasks.collectives", **run, recompute="full")) == steps_of(calls)
+
+
 def test_fsdp_rank_has_only_its_shard(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
     """Also after an evaluation, which gathers all weights and has no backward pass."""
     layout = {"model": models["qwen2-untied"], "samples": samples, "fsdp": True}

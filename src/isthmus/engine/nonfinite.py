@@ -89,7 +89,7 @@ class _Probe:
 
         yield decoder.register_forward_pre_hook(begin)
         for name, module in decoder.named_modules():
-            if name not in ("", "decoder"):  # whose output is that of its last layer
+            if name not in ("", "decoder", "output_layer"):  # which return the last layer's output and the loss
                 hook = self._hook("output", canonical_name(decoder, name), place)
                 yield module.register_forward_hook(hook)
         if decoder.post_process:

@@ -56,8 +56,9 @@ class Teacher:
         if hidden is None:
             return batch
         decoder = get_attr_wrapped_model(self.stages[-1], "output_projection", return_model_obj=True)
-        if isinstance(decoder, FSDPModule):
-            decoder.unshard()  # until the teacher's next forward pass
+        for unit in (decoder, decoder.output_layer):
+            if isinstance(unit, FSDPModule):
+                unit.unshard()  # until the teacher's next forward pass
         weight, shard = decoder.output_projection()
         return replace(batch, teacher=TeacherOutput(hidden, weight.detach(), shard, self.settings))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.rope import frequency_sets, rotary_tables
-from isthmus.engine.decoder.embedding import embed, embed_positions
+from isthmus.engine.decoder.embedding import TokenEmbedding
 from isthmus.engine.decoder.layer_inputs import LayerInputs
 from isthmus.engine.decoder.mtp import MtpLayer
 from isthmus.engine.decoder.neftune import with_noise
@@ -73,6 +73,19 @@ class LastStates:
         return positions if self.batch.shared is None else self.batch.shared.rows[positions]
 
 
+class OutputLayer(ColumnParallelLinear):
+    """The output projection; what is computed with its weight is computed in its forward pass."""
+
+    fsdp_unit: str | None = None
+
+    def forward(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        return compute(hidden)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits: Tensor = super().forward(hidden, weight=weight, runtime_gather_output=True)[0]
+        return logits
+
+
 class Decoder(MegatronModule):
     """A pipeline stage of a decoder-only model: embedding, layers, MTP layers and output layer.
 
@@ -101,9 +114,7 @@ class Decoder(MegatronModule):
         self.share_embeddings_and_output_weights = architecture.head.tie_embeddings
         rows = config.vocab_rows or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
         if first or self.mtp_process:
-            positions = architecture.max_position_embeddings + architecture.embedding.position_offset
-            kind: Any = "learned_absolute" if architecture.embedding.position == "learned" else "none"
-            self.embedding = LanguageModelEmbedding(config, rows, positions, kind)
+            self.embedding = TokenEmbedding(config, architecture, rows)
             if architecture.embedding.layer_input_size:
                 self.embedding.layer_inputs = LayerInputs(config, architecture, rows)
         has_norm = first and architecture.embedding.embedding_norm
@@ -131,7 +142,8 @@ class Decoder(MegatronModule):
             return nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         shared = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         kwargs = {"config": config, "init_method": config.init_method, "skip_weight_param_allocation": shared}
-        layer = ColumnParallelLinear(config.hidden_size, rows, bias=False, **kwargs)
+        layer = OutputLayer(config.hidden_size, rows, bias=False, **kwargs)
+        layer.fsdp_unit = None if self.share_embeddings_and_output_weights else "output"
         if self.architecture.head.output_bias:
             layer.bias = nn.Parameter(torch.zeros(layer.output_size_per_partition, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(layer.bias, True, 0, 1)
@@ -220,12 +232,16 @@ class Decoder(MegatronModule):
         if not self.post_process:
             return hidden
         states = LastStates(hidden, batch, tables)
-        if output is not None:
+        if output is None:
+            if loss_positions is None:
+                output = Decoder.logits
+            else:
+                method = Decoder.token_values if self.architecture.head.score_head else Decoder.loss_sum
+                output = partial(method, positions=loss_positions)
+        if self.architecture.head.score_head:
             return output(self, states)
-        if loss_positions is None:
-            return self.logits(states)
-        method = self.token_values if self.architecture.head.score_head else self.loss_sum
-        return method(states, loss_positions)
+        result: Tensor = self.output_layer(hidden, lambda hidden: output(self, replace(states, hidden=hidden)))
+        return result
 
     def _routed(self, batch: PackedBatch) -> PackedBatch:
         """The batch with what routers need of the rows of this rank."""
@@ -239,9 +255,7 @@ class Decoder(MegatronModule):
         if self.architecture.head.score_head:
             scores = self._rewards(states.hidden, None)
             return scores if states.batch.shared is None else scores[states.batch.shared.rows]
-        logits, _ = self.output_layer(
-            self._scaled(states.hidden), weight=self._projection(), runtime_gather_output=True
-        )
+        logits = self.output_layer.logits(self._scaled(states.hidden), self._projection())
         logits = logits[:, 0, : self.architecture.vocab_size]
         if states.batch.shared is not None:
             logits = logits[states.batch.shared.rows]
@@ -316,16 +330,7 @@ class Decoder(MegatronModule):
         return arguments
 
     def _embed(self, batch: PackedBatch, mtp_depth: int = 0) -> Tensor:
-        sequence_parallel = self.config.sequence_parallel
-        hidden = embed(self.embedding.word_embeddings, batch.input_ids, sequence_parallel=sequence_parallel)
-        if self.architecture.embedding.embedding_multiplier != 1:
-            # Rounded to the model's dtype first, as transformers does.
-            hidden = hidden * torch.tensor(self.architecture.embedding.embedding_multiplier, dtype=hidden.dtype)
-        if self.architecture.embedding.position == "learned":
-            rows = batch.position_ids + self.architecture.embedding.position_offset
-            hidden = hidden + embed_positions(
-                self.embedding.position_embeddings.weight, rows, sequence_parallel=sequence_parallel
-            )
+        hidden: Tensor = self.embedding(batch)
         if self.training:
             hidden = self._perturbed(hidden, batch, mtp_depth)
         return hidden if self.embedding_norm is None else self.embedding_norm(hidden)

@@ -31,7 +31,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
     neighbouring ranks.
 
     Those that the optimizer updates are float32, frozen ones have the dtype of the decoder. Its modules with an
-    attribute ``fsdp_unit`` are sharded as units: ``layer``, or ``float32`` if it computes in float32 in any precision.
+    attribute ``fsdp_unit`` are sharded as units: ``layer``; ``float32`` if it computes in float32 in any precision;
+    ``embedding``, whose backward pass needs no weights; ``output``, whose backward pass follows its forward pass.
     """
 
     def __init__(self, model: MegatronModule) -> None:
@@ -74,8 +75,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
-            # Without a backward pass nothing else frees the embedding and the projection.
-            self.module.reshard()
+            # Without a backward pass nothing else frees what is outside of the layers.
+            for unit in (self.module, *_units(self.module, "output")):
+                unit.reshard()
         return output
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -106,7 +108,7 @@ def _mesh(device_type: str) -> DeviceMesh:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard each layer, then the other parameters as one unit: the decoder uses embedding and projection directly."""
+    """Shard each unit, then the other parameters as one more unit, which stays gathered for a micro batch."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -115,6 +117,10 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for module in _units(model, "layer"):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in _units(model, "embedding"):
+        fully_shard(module, mesh=mesh, mp_policy=policy).set_unshard_in_backward(False)
+    for module in _units(model, "output"):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit in _sharded_modules(model):
         # The loss is a sum over tokens, divided once by their number, so gradients are summed and not averaged.
@@ -126,5 +132,5 @@ def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _units(model: nn.Module, kind: str) -> list[nn.Module]:
+def _units(model: nn.Module, kind: str) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "fsdp_unit", None) == kind]

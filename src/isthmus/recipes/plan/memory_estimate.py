@@ -120,7 +120,7 @@ def estimate_ranks(
 
     Gradients are float32. AdamW keeps two float32 moments per parameter (in host memory with ``optim.offload``), Muon
     one, and both a float32 copy of 16-bit weights; replicas shard them. Frozen parameters have neither. fsdp shards
-    float32 weights, gradients and moments over the ranks of a copy, and gathers the largest layer, the embedding and
+    float32 weights, gradients and moments over the ranks of a copy, and gathers the largest layer and, for the loss,
     the output layer. A DPO sample is a pair of answers.
 
     Args:
@@ -136,10 +136,8 @@ def estimate_ranks(
     ranks = activations(plan, config, precision, on_gpu=on_gpu)
     layer, loss = temporary_bytes(plan, config, precision, gpu_bytes, compiles=compiles)
     if plan.parallel.fsdp:
-        layer += _fsdp_buffers(plan, precision, counts)
-        if not on_gpu:  # without streams, the buffer of an all-gather is there until the next one
-            copied = DTYPES[precision].itemsize * sum(counts.all.largest(plan.parallel))
-            layer, loss = layer + copied, loss + copied
+        in_layer, in_loss = _fsdp_buffers(plan, precision, counts, on_gpu=on_gpu)
+        layer, loss = layer + in_layer, loss + in_loss
     students = []
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
         moved = {"offloaded": persistent.offloaded + persistent.copied, "copied": 0} if on_gpu else {}
@@ -153,8 +151,14 @@ def estimate_ranks(
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return students
-    teachers = _state(plan.teacher, teacher_config(config), teacher_precision(config, precision), counts.teacher)
-    return [replace(student, teacher=teacher.weights) for student, teacher in zip(students, teachers, strict=True)]
+    precision = teacher_precision(config, precision)
+    teachers = _state(plan.teacher, teacher_config(config), precision, counts.teacher)
+    output = 0  # gathered for the loss of the student
+    if plan.parallel.fsdp:
+        output = DTYPES[precision].itemsize * counts.teacher.all.fsdp_units(plan.parallel).output
+    return [
+        replace(student, teacher=teacher.weights + output) for student, teacher in zip(students, teachers, strict=True)
+    ]
 
 
 def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: MemoryEstimate) -> dict[str, int]:
@@ -202,21 +206,28 @@ def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: Plan
     num_weights, total = count.total(), trained.total()
     shard = math.ceil(total / shards)
     weights = 4 * shard + math.ceil(element * (num_weights - total) / shards)
-    weights += sum(counts.all.largest(parallel)) * element if shards > 1 or element < 4 else 0
+    gathered = counts.all.fsdp_units(parallel)
+    weights += (gathered.layer + gathered.shared) * element if shards > 1 or element < 4 else 0
     optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // shards
     copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / shards)
     copied = copied if config.checkpoint.asynchronous else 0
     return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
 
 
-def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts) -> int:
-    """In the backward pass of a layer: the weights of the next one, the float32 gradients of the one before, which are
-    being reduced, about half of its own, and the gradient of the projection, which is reduced at the end.
+def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts, *, on_gpu: bool) -> tuple[int, int]:
+    """Temporary bytes of the backward pass of a layer, and of the loss.
+
+    In a layer: the weights of the next one, the float32 gradients of the unit before, which are being reduced, about
+    half of its own, and the gradient of a projection that is reduced at the end. In the loss: the output layer.
     """
     element, arch = DTYPES[precision].itemsize, plan.architecture
-    gathered, trained = counts.all.largest(plan.parallel)[0], counts.trained.largest(plan.parallel)[0]
+    gathered, trained = counts.all.fsdp_units(plan.parallel), counts.trained.fsdp_units(plan.parallel)
     rows = 1 if arch.head.score_head else math.ceil(arch.vocab_size / plan.parallel.tp)
-    return element * gathered + (4 * trained + element * trained // 2) + element * rows * arch.hidden_size
+    layer = element * gathered.layer + 4 * max(trained.layer, trained.output) + element * trained.layer // 2
+    layer += 0 if gathered.output else element * rows * arch.hidden_size
+    # Without streams, the buffer of an all-gather is there until the next one.
+    copied = 0 if on_gpu else element * (gathered.layer + gathered.shared)
+    return layer + copied, element * gathered.output + copied
 
 
 def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:

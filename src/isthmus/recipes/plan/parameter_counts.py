@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.lora.adapter import AdapterSet
@@ -28,6 +29,17 @@ _FIRST, _LAST, _LAST_EMBEDDING = -1, -2, -3
 """In place of the number of a layer: the embedding, what follows the layers, and the embedding for MTP layers."""
 _EMBEDDING, _MTP_EMBEDDING = "embedding.word_embeddings.weight", "mtp.layers.0.embed_tokens.weight"
 """The latter is a copy, which the last stage shares with the first one; not all files have it."""
+
+
+class FsdpUnits(NamedTuple):
+    """Parameters that FSDP gathers together."""
+
+    layer: int
+    """Of the largest layer."""
+    output: int
+    """Of the output layer and the last norm, for the loss; 0 if its weights are those of the embedding."""
+    shared: int
+    """Gathered during a micro batch, because the embedding and other modules use them."""
 
 
 class ParameterCounter:
@@ -82,11 +94,14 @@ class ParameterCounter:
             counts[rank_of[place] if place >= 0 else 0 if place == _FIRST else -1].update(counted)
         return counts
 
-    def largest(self, parallel: ParallelConfig) -> tuple[int, int]:
-        """Parameters of the largest layer, and of all that is outside of the layers, on the only stage."""
+    def fsdp_units(self, parallel: ParallelConfig) -> FsdpUnits:
+        """The units of the only stage."""
         by_layer = {place: counted.total() for place, counted in self._by_layer(parallel).items()}
-        outside = sum(by_layer.pop(place, 0) for place in (_FIRST, _LAST, _LAST_EMBEDDING))
-        return max(by_layer.values(), default=0), outside
+        before, after = (by_layer.pop(place, 0) for place in (_FIRST, _LAST))
+        layer, head = max(by_layer.values(), default=0), self._arch.head
+        if head.tie_embeddings:
+            return FsdpUnits(layer, 0, before + after)
+        return FsdpUnits(layer, after, before if self._arch.embedding.layer_input_size else 0)
 
     def _by_layer(self, parallel: ParallelConfig) -> dict[int, Counter[str]]:
         key = (parallel.tp, parallel.expert_tp, parallel.ep, parallel.pp > 1)

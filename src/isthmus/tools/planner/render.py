@@ -240,7 +240,7 @@ def explain(plans: Plans, candidate: Candidate) -> Iterator[str]:
     if parallel.fsdp:
         yield (
             f"  weights: 4 bytes x {trained:,} parameters, a share of 1 / {replicas}, and {element} bytes x those of a "
-            f"layer, the embedding and the output layer, which are gathered = {_gib(estimate.weights)} GiB"
+            f"gathered layer, and of a tied embedding = {_gib(estimate.weights)} GiB"
         )
     else:
         yield f"  weights: {element} bytes x {estimate.parameters:,} parameters = {_gib(estimate.weights)} GiB"
