@@ -22,8 +22,8 @@ from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from isthmus.recipes.model import rank_model
 from isthmus.recipes.model.hf_export import export_hf
 from ranks.live_memory import LiveMemory
+from ranks.tasks import _digest, start, train
 from ranks.tasks import refusal as _refusal
-from ranks.tasks import start, train
 
 
 def shares(**layout: Any) -> list[dict[str, float]]:
@@ -75,6 +75,28 @@ def collectives(**layout: Any) -> list[tuple[str, int]]:
     with Collectives() as counted:
         training.stepper.train_step(training.batches.step(1))
     return counted.calls
+
+
+def abandoned_steps(**layout: Any) -> list[list[str]]:
+    """Digests of the state after a step, and after an equal one of a new model that was abandoned once before it."""
+
+    class Abandoned(Exception): ...
+
+    def abandon(_done: int) -> None:
+        raise Abandoned
+
+    digests = []
+    for abandons in (False, True):
+        training = start(**layout)
+        batches = training.batches.step(0)
+        if abandons:
+            try:
+                training.stepper.train_step(batches, before_micro_batch=abandon)
+            except Abandoned:
+                pass
+        training.stepper.train_step(batches)
+        digests.append(_digest(training))
+    return digests
 
 
 def export(*, destination: str, fail: bool = False, **layout: Any) -> None:

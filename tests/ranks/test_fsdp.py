@@ -29,7 +29,7 @@ def test_fsdp_trains_as_single_process(
     assert_same(two_ranks.run(TRAIN, fsdp=True, **run), one_rank.run(TRAIN, **run))
 
 
-@pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2", "hsdp-cp2")
+@pytest.mark.thorough_cases("cp2-dp2", "dp4", "tp2-sp-dp2", "hsdp-cp2", "hsdp-reduced-once")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -38,6 +38,7 @@ def test_fsdp_trains_as_single_process(
         pytest.param({"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-dp2"),
         pytest.param({"cp": 2}, id="cp2-dp2"),
         pytest.param({"fsdp": 2, "micro_batch_size": 1}, id="hsdp"),
+        pytest.param({"fsdp": 2, "micro_batch_size": 1, "fsdp_reduce": "step"}, id="hsdp-reduced-once"),
         pytest.param({"fsdp": 2, "cp": 2}, id="hsdp-cp2"),
     ],
 )
@@ -156,6 +157,22 @@ def test_fsdp_communicates_in_units(two_ranks: RankPool, models: dict[str, Path]
     calls = two_ranks.run("ranks.data_parallel_tasks.collectives", **run)
     assert steps_of(calls) == 2 * ("ntllllt" + "lTlLlLlLLNT")
     assert steps_of(two_ranks.run("ranks.data_parallel_tasks.collectives", **run, recompute="full")) == steps_of(calls)
+
+
+def test_gradients_may_be_reduced_once_per_step(
+    two_ranks: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path
+) -> None:
+    """Between copies they are so always; an abandoned step leaves no sums behind."""
+    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 2, "fsdp": True}
+    once = two_ranks.run("ranks.data_parallel_tasks.collectives", **run, fsdp_reduce="step")
+    assert steps_of(once) == "ntllllt" + "llll" + "ntllllt" + "lTlLlLlLLNT"
+    run |= {"fsdp": 2, "micro_batch_size": 1}
+    copies = four_ranks.run("ranks.data_parallel_tasks.collectives", **run)
+    kinds = [kind for kind, size in copies if size > 40]
+    assert (kinds.count("_reduce_scatter_base_"), kinds.count("allreduce_")) == (14, 7)
+    assert kinds[: kinds.index("allreduce_")].count("_reduce_scatter_base_") == 8  # of the first micro batch, and one
+    for layout in (run, run | {"fsdp_reduce": "step"}, run | {"fsdp_reduce": "step", "precision": "bf16"}):
+        assert len(set(map(tuple, four_ranks.run("ranks.data_parallel_tasks.abandoned_steps", **layout)))) == 1
 
 
 def test_fsdp_rank_has_only_its_shard(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:

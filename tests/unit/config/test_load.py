@@ -196,6 +196,7 @@ def test_files_that_are_not_configs(tmp_path: Path, text: str, place: str, part:
             "command line  parallel.overlap_grad_reduce",
             "fsdp always overlaps",
         ),
+        ("parallel.fsdp_reduce=step", "command line  parallel.fsdp_reduce", "needs fsdp, got fsdp=false"),
         (
             "parallel={overlap_grad_reduce: false, overlap_param_gather: true}",
             "command line  parallel.overlap_param_gather",

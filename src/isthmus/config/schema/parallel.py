@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, model_validator
 
@@ -37,6 +37,10 @@ class ParallelConfig(Section):
     fsdp: _Shards = False
     """Fully sharded data parallelism: data and context parallel ranks split weights, gradients and optimizer state. A
     number of ranks that divides them (HSDP): groups of so many neighbouring ranks split them, and each group has all.
+    """
+    fsdp_reduce: Literal["micro_batch", "step"] = "micro_batch"
+    """When fsdp reduces gradients: after each micro batch, or after the last one of a step, which communicates less and
+    keeps the float32 gradients of the whole model on each rank: 4 bytes per parameter, divided by tp.
     """
     join_timeout_s: Seconds = 600.0
     """Seconds that a rank waits for the others at the start."""
@@ -119,6 +123,12 @@ class ParallelConfig(Section):
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if self.fsdp and getattr(self, name) is not None:
                 refuse(name, f"fsdp always overlaps its communication, got {name}; leave parallel.{name} out")
+        if self.fsdp_reduce == "step" and not self.fsdp:
+            refuse(
+                "fsdp_reduce",
+                "fsdp_reduce=step needs fsdp, got fsdp=false: without it gradients are reduced once per step; leave "
+                "parallel.fsdp_reduce out",
+            )
         if self.overlap_param_gather and self.overlap_grad_reduce is False:
             refuse(
                 "overlap_param_gather",

@@ -44,7 +44,8 @@ _TABLE: Mapping[ResumeRule, str] = {
     "free": """
         out platform callbacks model.trust_remote_code model.export_dtype data.length_buckets parallel.tp parallel.sp
         parallel.async_tp parallel.pp parallel.vpp parallel.cp parallel.ep parallel.etp parallel.fsdp
-        parallel.join_timeout_s parallel.timeout_s parallel.overlap_grad_reduce parallel.overlap_param_gather
+        parallel.fsdp_reduce parallel.join_timeout_s parallel.timeout_s
+        parallel.overlap_grad_reduce parallel.overlap_param_gather
         moe.dispatcher train.micro_batch_size train.gemm_tuning train.compile train.deterministic train.attention
         train.batch_invariant train.share_prefixes train.recompute train.recompute_modules train.recompute_layers
         train.eval_every train.early_stopping train.profile train.threads optim.offload eval.generate eval.prompts

@@ -459,7 +459,11 @@ def build_stages(architecture: Architecture, config: DecoderConfig) -> list[Deco
 
 
 def build_sharded(
-    architecture: Architecture, config: DecoderConfig, frozen: Collection[str] = ()
+    architecture: Architecture,
+    config: DecoderConfig,
+    frozen: Collection[str] = (),
+    *,
+    reduces_each_micro_batch: bool = True,
 ) -> FullyShardedDataParallel:
     """Build a decoder and allocate only this rank's rows of each parameter, not initialized.
 
@@ -468,4 +472,4 @@ def build_sharded(
     with init_empty_weights():
         model = build_model(architecture, config)
     freeze([model], frozen)
-    return FullyShardedDataParallel(model)
+    return FullyShardedDataParallel(model, reduces_each_micro_batch=reduces_each_micro_batch)

@@ -35,9 +35,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
     ``embedding``, whose backward pass needs no weights; ``output``, whose backward pass follows its forward pass.
     """
 
-    def __init__(self, model: MegatronModule) -> None:
-        """``model`` was built with :func:`isthmus.engine.parallel.sharded_params.init_empty_weights`."""
+    def __init__(self, model: MegatronModule, *, reduces_each_micro_batch: bool = True) -> None:
+        """``model`` was built with :func:`isthmus.engine.parallel.sharded_params.init_empty_weights`.
+
+        Without ``reduces_each_micro_batch`` the last one of a step reduces the gradients of all.
+        """
         super().__init__(config=model.config, module=model)
+        self._reduces_each_micro_batch = reduces_each_micro_batch
         self.ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.sharded_tensors: dict[str, Any] = model.sharded_state_dict(
@@ -59,18 +63,25 @@ class FullyShardedDataParallel(_BaseDataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """For all micro batches but the last: each sums its gradients within a copy, the last one between copies."""
-        self.module.set_requires_all_reduce(False)
+        module = self.module
+        reduce = module.set_requires_all_reduce if self._reduces_each_micro_batch else module.set_requires_gradient_sync
+        reduce(False)
         try:
             yield
         finally:
-            self.module.set_requires_all_reduce(True)
+            reduce(True)
 
     def zero_grad_buffer(self) -> None:
         """Discard the sums of a step that ended before its last micro batch; the optimizer clears the gradients."""
         for unit in _sharded_modules(self.module):
             group: Any = unit._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._partial_reduce_output = None
+            if group is None:
+                continue
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.module(*args, **kwargs)

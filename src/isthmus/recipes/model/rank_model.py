@@ -137,7 +137,8 @@ def _build_stages(
     from isthmus.engine.parallel.live_parameters import freeze
 
     if plan.parallel.fsdp:
-        return [build_sharded(plan.architecture, settings, plan.frozen)], ()
+        often = plan.parallel.fsdp_reduce == "micro_batch"
+        return [build_sharded(plan.architecture, settings, plan.frozen, reduces_each_micro_batch=often)], ()
     quantize = config.lora.quantize
     with nullcontext() if quantize is None else unallocated_linears():
         stages = build_stages(plan.architecture, settings)

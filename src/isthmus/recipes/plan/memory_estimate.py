@@ -136,7 +136,7 @@ def estimate_ranks(
     ranks = activations(plan, config, precision, on_gpu=on_gpu)
     layer, loss = temporary_bytes(plan, config, precision, gpu_bytes, compiles=compiles)
     if plan.parallel.fsdp:
-        in_layer, in_loss = _fsdp_buffers(plan, precision, counts, on_gpu=on_gpu)
+        in_layer, in_loss = _fsdp_buffers(plan, config, precision, counts, on_gpu=on_gpu)
         layer, loss = layer + in_layer, loss + in_loss
     students = []
     for rank, persistent in enumerate(_state(plan, config, precision, counts)):
@@ -214,11 +214,14 @@ def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: Plan
     return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
 
 
-def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts, *, on_gpu: bool) -> tuple[int, int]:
+def _fsdp_buffers(
+    plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts, *, on_gpu: bool
+) -> tuple[int, int]:
     """Temporary bytes of the backward pass of a layer, and of the loss.
 
     In a layer: the weights of the next one, the float32 gradients of the unit before, which are being reduced, about
-    half of its own, and the gradient of a projection that is reduced at the end. In the loss: the output layer.
+    half of its own, and the gradient of a projection that is reduced at the end. In the loss: the output layer. In
+    both, the sums of gradients that are reduced after the last micro batch.
     """
     element, arch = DTYPES[precision].itemsize, plan.architecture
     gathered, trained = counts.all.fsdp_units(plan.parallel), counts.trained.fsdp_units(plan.parallel)
@@ -226,8 +229,11 @@ def _fsdp_buffers(plan: ModelPlan, precision: str, counts: PlanCounts, *, on_gpu
     layer = element * gathered.layer + 4 * max(trained.layer, trained.output) + element * trained.layer // 2
     layer += 0 if gathered.output else element * rows * arch.hidden_size
     # Without streams, the buffer of an all-gather is there until the next one.
-    copied = 0 if on_gpu else element * (gathered.layer + gathered.shared)
-    return layer + copied, element * gathered.output + copied
+    both = 0 if on_gpu else element * (gathered.layer + gathered.shared)
+    if plan.parallel.fsdp_reduce == "step" and micro_batches(plan, config) > 1:
+        (unsharded,) = counts.trained.of_ranks(plan.parallel)
+        both += 4 * unsharded.total()
+    return layer + both, element * gathered.output + both
 
 
 def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
@@ -338,6 +344,8 @@ def _smaller_state(parallel: ParallelConfig, platform: Platform, precision: str,
 
 def _smaller_activations(config: RunConfig) -> list[str]:
     hints = []
+    if config.parallel.fsdp_reduce == "step":
+        hints.append("leave parallel.fsdp_reduce out")
     if config.train.micro_batch_size > 1:
         hints.append("lower train.micro_batch_size")
     if config.train.recompute != "full":

@@ -17,7 +17,7 @@ from isthmus.tools.planner.search import Candidate, plan_of
 
 _TIGHT = 0.03
 """Share of a GPU's memory; a plan that leaves less free has a warning."""
-_LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "fsdp")
+_LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "fsdp", "fsdp_reduce")
 _ALWAYS = ("tp", "pp", "micro_batch_size", "global_batch_size", "seq_length")
 _TRAIN = ("global_batch_size", "micro_batch_size", "recompute", "recompute_modules", "recompute_layers", "precision")
 

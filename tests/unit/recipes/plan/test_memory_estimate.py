@@ -96,6 +96,8 @@ def test_layouts_reduce_the_estimate() -> None:
     copies = estimate(LLAMA_70B, fsdp=4)
     assert copies.optimizer == 2 * sharded.optimizer and copies.gradients == 2 * sharded.gradients
     assert estimate(LLAMA_70B, fsdp=8) == sharded
+    once = estimate(LLAMA_70B, fsdp=True, fsdp_reduce="step")
+    assert once.total - sharded.total == 4 * 70_553_706_496 and once.persistent == sharded.persistent
     experts = estimate(DEEPSEEK_LITE, ep=8)
     outside = 15_706_484_224 - 26 * 64 * 3 * 2048 * 1408
     assert experts.parameters == outside + 26 * 8 * 3 * 2048 * 1408

@@ -156,9 +156,12 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
         parts["pp"] = 2 * send * (pp - 1) + 2 * number * vpp * max(0.0, send - hidden)
         parts["bubble"] = (sum(rank.seconds() for rank in ranks) - slowest.seconds()) / vpp
     if parallel.fsdp:
-        copies, exchange = _fsdp(slowest, model, cluster)
-        parts["memory"] += number * copies
-        parts["dp"] = number * exchange + _copies(slowest, model, cluster)
+        once = parallel.fsdp_reduce == "step"
+        for times, reduces in ((number - 1, not once), (1, True)):
+            copies, exchange = _fsdp(slowest, model, cluster, reduces=reduces)
+            parts["memory"] += times * copies
+            parts["dp"] += times * exchange
+        parts["dp"] += _copies(slowest, model, cluster)
     else:
         parts["dp"] = _replicas(slowest, model, cluster)
     parts["optimizer"] = _optimizer(slowest, model, cluster)
@@ -299,21 +302,22 @@ def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     return seconds + _exposed(gathered, forward, min(1.0, bucket) * gathered)
 
 
-def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster) -> tuple[float, float]:
-    """Each micro batch gathers the layers' weights in both passes and reduces their float32 gradients; the next layer's
-    exchange overlaps a layer. Buffers are copied on both sides. Returns seconds of (the copies, the exchange) of one.
+def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster, *, reduces: bool) -> tuple[float, float]:
+    """Each micro batch gathers the layers' weights in both passes and reduces their float32 gradients, or adds to them;
+    the next layer's exchange overlaps a layer. Buffers are copied on both sides. Returns seconds of (the copies, the
+    exchange) of one.
     """
     ring, element = _rings(model, cluster)[0], model.kernels.element
     if ring.size == 1:
         return 0.0, 0.0
     latency = ring.latency_s * rank.layers
     gathered = ring.gather(element * rank.parameters) + latency
-    reduced = ring.gather(4 * _trained(rank, model)[0]) + latency
+    reduced = ring.gather(4 * _trained(rank, model)[0]) + latency if reduces else 0.0
     first = 1 / max(1, rank.layers)
     backward = rank.backward.total() + rank.recomputed.total()
     seconds = _exposed(gathered, rank.forward.total(), first * gathered)
     seconds += _exposed(gathered + reduced, backward, first * (gathered + reduced))
-    copies = model.kernels.memory(rank.parameters * (2 * 2 * element + element + 4))
+    copies = model.kernels.memory(rank.parameters * (2 * 2 * element + element + (4 if reduces else 8)))
     return copies, seconds
 
 

@@ -157,6 +157,8 @@ def test_copies_of_a_node_exchange_weights_within_it_and_gradients_once() -> Non
     assert node.parts["dp"] < 0.6 * everywhere.parts["dp"]
     assert node.parts["optimizer"] == pytest.approx(16 * everywhere.parts["optimizer"], rel=0.01)
     assert planned(layout={"fsdp": 128}, **work) == everywhere
+    once = planned(layout={"fsdp": True, "fsdp_reduce": "step"}, **work)
+    assert once.parts["dp"] < 0.8 * everywhere.parts["dp"] and once.parts["memory"] > everywhere.parts["memory"]
 
 
 def test_long_contexts_are_attention_and_context_parallelism_splits_it() -> None:
