@@ -6,9 +6,11 @@ import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from fake_cuda.architectures import config_of
 from fake_cuda.runner import FakeCuda
@@ -119,6 +121,40 @@ def waits(fake_cuda: FakeCuda, request: pytest.FixtureRequest) -> dict[str, list
 def test_the_host_reads_the_gpu_once_in_a_step(name: str, waits: dict[str, list[str]]) -> None:
     """Losses, counts, gradient norm, overflow flag and expert load in one copy; nothing else waits."""
     assert len(waits[name]) == 1 and waits[name][0].startswith("to host (_to_copy) at step.py"), waits[name]
+
+
+def waits_of_a_pipeline() -> dict[str, list[int]]:
+    """Waits and exchanges of shapes in a step of four micro batches, by their lengths and the number of the stage."""
+    exchange, counts = P2PCommunicator._communicate_shapes, {}
+    received: list[int] = []
+    exchanges = 0
+
+    def exchange_shapes(*args: Any) -> Any:
+        nonlocal exchanges
+        exchanges += 1
+        exchange(*args)  # receives zeros
+        return [[received.pop(0), 1, 64] if receives else [0, 0, 0] for receives in args[3:]]
+
+    for name, lengths in (("equal", [64] * 4), ("unequal", [64, 48, 56, 40])):
+        for stage in range(2):
+            rank = build(TWO_LAYERS, size=2, rank=stage, pp=2)
+            batches = [rank.batch(length) for length in lengths]
+            with patch.object(P2PCommunicator, "_communicate_shapes", exchange_shapes):
+                for _ in range(2):  # the first step tries what the GPU supports
+                    exchanges, received[:] = 0, lengths
+                    with record() as trace:
+                        rank.stepper.train_step(batches)
+            counts[f"{name} {stage}"] = [len(trace.syncs), exchanges]
+    return counts
+
+
+def test_stages_exchange_no_shapes_of_equal_lengths(fake_cuda: FakeCuda) -> None:
+    """A run pads the micro batches of a step to one length, because each exchange of shapes waits for the GPU."""
+    counts = fake_cuda.run(waits_of_a_pipeline)
+    assert counts["equal 0"] == counts["equal 1"] == [1, 0]
+    for stage in range(2):
+        waits, exchanges = counts[f"unequal {stage}"]
+        assert exchanges > 4 and waits > exchanges
 
 
 def memory_of_optimizer_state(*, offload: bool) -> dict[str, int]:
