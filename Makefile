@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist clean gpu gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist clean gpu gpu-quick gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -156,29 +156,29 @@ audit: $(TOOLS)/.done  ## Known vulnerabilities of the locked versions, and of t
 	$(TOOLS)/bin/pip-audit --strict --progress-spinner off --disable-pip --require-hashes -r $$lock || exit 1; done
 	$(TOOLS)/bin/zizmor --offline .github/workflows
 
-# A GPU machine may have no network and its own torch: gpu-wheels fills a folder on another machine, gpu installs from it
-# beside that torch. Without the folder, gpu uses .venv (with the torch build of the GPU: see docs/how-to/install.md).
+# A GPU machine may have no network and its own torch: gpu-wheels fills a folder on another machine, from which gpu
+# installs beside the packages of the machine what they lack. With neither, see docs/how-to/measure-a-gpu.md.
 GPU_WHEELS ?= gpu-wheels
 GPU_SITE := build/gpu-site
 GPU_PYTHON ?= $(if $(wildcard $(GPU_WHEELS)/*.whl),python3,$(or $(wildcard $(VENV)/bin/python),python3))
+GPU_PYTHONS ?= 3.11 3.12
 GPU_ARGS = $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(GPU_OUT),--out $(GPU_OUT)) \
-	$(if $(RECORD),--record)
+	$(if $(FRESH),--fresh) $(if $(RECORD),--record)
+GPU_PARTS = $(GPU_PYTHON) benchmarks/gpu_setup.py --wheels $(GPU_WHEELS) --site $(GPU_SITE) && \
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_parts.py
 
-gpu-wheels: $(STAMP)  ## Collect wheels for a GPU machine without network (GPU_PYTHON_VERSION, GPU_TORCH)
-	@test -n "$(GPU_PYTHON_VERSION)" -a -n "$(GPU_TORCH)" || { echo "Name the machine's versions: \
-	make gpu-wheels GPU_PYTHON_VERSION=3.12 GPU_TORCH=2.10.0" >&2; exit 2; }
-	$(VENV)/bin/python benchmarks/gpu_wheels.py --python-version $(GPU_PYTHON_VERSION) --torch $(GPU_TORCH) --out $(GPU_WHEELS)
+gpu-wheels: $(STAMP)  ## Collect wheels for a GPU machine without network (GPU_PYTHONS, GPU_TORCH, GPU_WITH)
+	$(VENV)/bin/python benchmarks/gpu_wheels.py --python-version $(GPU_PYTHONS) --out $(GPU_WHEELS) \
+	$(if $(GPU_TORCH),--torch $(GPU_TORCH)) $(if $(GPU_WITH),--with $(GPU_WITH))
 
-$(GPU_SITE)/.done: $(wildcard $(GPU_WHEELS)/*.whl)
-	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
-	@test -z "$^" || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU_SITE) $^
-	@touch $@
+gpu:  ## Tests and benchmarks on a GPU, continued by the next call (PARTS, LIMIT_S, FRESH, GPU_OUT, RECORD)
+	$(GPU_PARTS) $(GPU_ARGS)
 
-gpu: $(GPU_SITE)/.done  ## Tests and benchmarks on a GPU (PARTS, LIMIT_S, GPU_OUT, RECORD; results in build/gpu)
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_parts.py $(GPU_ARGS)
+gpu-quick:  ## The parts with the most answers, in at most 9 minutes; build/gpu/summary.md exists at any time
+	$(GPU_PARTS) --quick $(GPU_ARGS)
 
 gpu-dry: $(STAMP)  ## The same with tiny models on this CPU, to check that all of it runs
-	PYTHONPATH=$(CURDIR)/src $(VENV)/bin/python benchmarks/gpu_parts.py --dry $(GPU_ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(VENV)/bin/python benchmarks/gpu_parts.py --dry $(GPU_ARGS)
 
 clean:  ## Remove caches and builds, keep .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
