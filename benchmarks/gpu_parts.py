@@ -1,8 +1,10 @@
-"""Runs the tests of tests/gpu and the GPU benchmarks, part by part: each result is written as soon as it exists.
+"""Runs the tests of tests/gpu and the GPU benchmarks, part by part; each measurement is written as soon as it exists.
 
     make gpu                                          # or: python benchmarks/gpu_parts.py
+    make gpu-quick                                    # the parts with the most answers, in at most 9 minutes
     make gpu PARTS=tests,llama-1b,layers-8b/isthmus   # all tests, all contestants of one model, one of another
-    make gpu LIMIT_S=540                              # starts nothing after that; the next call continues
+    make gpu LIMIT_S=1500                             # ends within that time; the next call continues
+    make gpu FRESH=1                                  # starts anew
     make gpu-dry                                      # all parts with tiny models on a CPU
 
 A part that fails does not stop the others; the exit code is 1 then. Finished parts are not repeated. See README.md.
@@ -11,127 +13,236 @@ A part that fails does not stop the others; the exit code is 1 then. Finished pa
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import math
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from certificate import REPOSITORY, certificate, cores, result_path, source_sha256, write_result
-from gpu_turns.cases import CASES, CONTESTANTS, DESCRIPTION, SEQ_LENGTH, Turn
-from gpu_turns.measure import CONVENTION
+from gpu_turns.cases import CASES, CONTESTANTS, DESCRIPTION, Turn
+from gpu_turns.measure import CONVENTION, speed
+from gpu_turns.parts import GROUPS, PARTS, Part
+from gpu_turns.rows import Row, of_kind, read
 from gpu_turns.summary import aims, summary
-from rounds import run_turn
+from gpu_turns.turn import kill, start
 
-DRY = {"seq_length": 128, "accumulation": 2, "warmup_steps": 1, "timed_steps": 2, "profiled_steps": 1}
-NEEDED = ("torch", "megatron", "transformers", "pydantic", "ruamel", "typer", "pytest")
-SAMPLES = 2000
-"""Chats of the chats case."""
-
-
-def part_names() -> list[str]:
-    """All parts in the order in which they run: tests first, since a wrong result makes a fast one worthless."""
-    tests = sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py"))
-    models = [f"{case}/{name}" for case, item in CASES.items() for name in item.contestants]
-    return [*(f"tests/{path.stem}" for path in tests), *models, "moe-layer"]
+QUICK_S = 540.0
+RESERVE_S = 5.0
+"""Of the limit, for the summary."""
+DRY: dict[str, Any] = {"seq_length": 64, "accumulation": 2, "profiled_steps": 1}
+DRY_STEPS = 20
+"""Timed steps of the case with 200, at most."""
+MODULES = {"moe-layer": "moe_layer_turn", "probes": "probes_turn", "tests": "tests_turn", "saves": "saves_turn",
+           "generation": "generation_turn", "export": "export_turn", "grpo": "grpo_turn"}  # fmt: skip
+MODELS_OF = {"saves": "qwen-0.6b", "generation": "llama-8b", "export": "llama-8b"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", help="parts or their first names, with commas (default: all; see --list)")
+    parser.add_argument("--parts", help="parts or groups, with commas (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="list the parts")
+    parser.add_argument("--quick", action="store_true", help=f"few parts, in at most {QUICK_S:g} s")
     parser.add_argument("--out", type=Path, help="default: build/gpu; with --dry build/gpu-dry")
-    parser.add_argument("--work", type=Path, help="for model folders, about 15 GB (default: OUT-models)")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="end within this time")
-    parser.add_argument("--again", action="store_true", help="repeat parts that are done")
+    parser.add_argument("--work", type=Path, help="for model folders, about 40 GB (default: OUT-models)")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="end within this time")
+    parser.add_argument("--fresh", action="store_true", help="repeat parts that are done")
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU, to check that all of it runs")
     parser.add_argument("--record", action="store_true", help="also write the result to benchmarks/results/")
     chosen = parser.parse_args(arguments)
-    names = part_names()
-    expected = chosen.parts.split(",") if chosen.parts else names
-    if unknown := [item for item in expected if not any(_selects(item, name) for name in names)]:
+    expected = chosen.parts.split(",") if chosen.parts else [group.name for group in GROUPS]
+    if unknown := [item for item in expected if not any(part.selected(item) for part in PARTS)]:
         parser.error(f"not known: {', '.join(unknown)}. --list shows the parts")
     if chosen.record and chosen.dry:
         parser.error("--dry is not a measurement and is not recorded")
-    chosen.names = [name for name in names if any(_selects(item, name) for item in expected)]
+    selected = [part for part in PARTS if any(part.selected(item) for item in expected)]
+    chosen.selected = [part for part in selected if part.quick or not chosen.quick]
+    if chosen.quick:
+        chosen.limit_s = min(chosen.limit_s, QUICK_S)
     chosen.out = (chosen.out or REPOSITORY / "build" / ("gpu-dry" if chosen.dry else "gpu")).resolve()
     chosen.work = (chosen.work or chosen.out.with_name(f"{chosen.out.name}-models")).resolve()
     return chosen
 
 
-def _selects(selection: str, name: str) -> bool:
-    return name == selection or name.startswith(f"{selection}/")
+class Run:
+    """The parts of one call, and the result that they share with earlier calls."""
+
+    def __init__(self, chosen: argparse.Namespace, arguments: list[str]) -> None:
+        """Refuses a machine without a GPU, and a result of another source or device."""
+        self.chosen, self.deadline_s = chosen, time.monotonic() + chosen.limit_s - RESERVE_S
+        self.sensors: Any = None
+        if chosen.fresh:
+            shutil.rmtree(chosen.out, ignore_errors=True)
+        for folder in (chosen.out / "rows", chosen.work):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.result = self._open_result(certificate(["benchmarks/gpu_parts.py", *arguments]))
+
+    def remaining_s(self) -> float:
+        """Until the limit."""
+        return self.deadline_s - time.monotonic()
+
+    def _open_result(self, certified: dict[str, Any]) -> dict[str, Any]:
+        device = self._process("gpu_turns.device", {"platform": self.platform}, "device", fresh=True)
+        facts: dict[str, Any] = dict(of_kind(device["rows"], "fact")[0]) if of_kind(device["rows"], "fact") else {}
+        if why := facts.get("refused") or _why(device):
+            _refuse(f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that it runs: make gpu-dry.")
+        if not self.chosen.dry:
+            from isthmus.platforms.gpu_sensors import amd_sensors, nvidia_sensors
+
+            self.sensors = amd_sensors(facts["pci"]) if facts["hip"] else nvidia_sensors(facts["pci"], facts["uuid"])
+        certified |= {"source_sha256": source_sha256(), **facts}
+        path = self.chosen.out / "results.json"
+        if not path.exists():
+            new = {"benchmark": "gpu", "certificate": certified, "dry": self.chosen.dry, "convention": CONVENTION}
+            return new | {"models": {}, "parts": {}, "aims": []}
+        result: dict[str, Any] = json.loads(path.read_text())
+        for name in ("source_sha256", "device"):
+            if result["certificate"][name] != certified[name]:
+                _refuse(
+                    f"{path} is of another {name}: {result['certificate'][name]}, this is {certified[name]}. Start "
+                    "anew with --fresh (make gpu FRESH=1), or give another --out."
+                )
+        return result
+
+    @property
+    def platform(self) -> str:
+        return "cpu" if self.chosen.dry else "auto"
+
+    def run(self, part: Part) -> None:
+        """Run a part, unless it is done or does not fit into the remaining time."""
+        parts, needed_s = self.result["parts"], 1.0 if self.chosen.dry else float(part.group.seconds)
+        if parts.get(part.name, {}).get("state") == "done":
+            print(f"{part.name:<36} done before", flush=True)
+            return
+        if (remaining_s := self.remaining_s()) < needed_s:
+            left = f"left out: it takes about {needed_s:.0f} s, {max(0.0, remaining_s):.0f} s remained"
+            parts.setdefault(part.name, {"state": "left out", "why": left, "rows": []})
+            self.save()
+            print(f"{part.name:<36} {left}; the same command continues", flush=True)
+            return
+        result = None
+        for name, module, spec in self._processes(part):
+            own = part if name == part.name else None
+            result = self._process(module, spec, name, fresh=part.group.name != "tests", part=own)
+            if result["state"] != "done":
+                break
+        assert result is not None
+        parts[part.name] = result
+        self.save()
+        print(f"{part.name:<36} {result['state']} in {result['seconds']:.0f} s{_line(result)}", flush=True)
+
+    def _processes(self, part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Name, module and spec of what makes the model of a part, where it has one, and of the part."""
+        chosen, group, dry = self.chosen, part.group.name, self.chosen.dry
+        case = CASES.get(group)
+        model = case.model if case else MODELS_OF.get(group)
+        tiny = "tiny-" if dry else ""
+        weights = str(chosen.work / f"{tiny}{model}")
+        spec: dict[str, Any] = {"platform": self.platform, "dry": dry, "contestant": part.turn, "weights": weights}
+        spec |= {"folder": str(chosen.work)}
+        turn = None
+        if case is not None:
+            settings = {"chats": case.chats, "settings": dict(case.settings), "needs": case.needs}
+            sizes = {"seq_length": case.seq_length, "accumulation": case.accumulation, "timed_steps": case.timed_steps}
+            sizes |= DRY | {"timed_steps": min(case.timed_steps, DRY_STEPS)} if dry else {}
+            if case.timed_steps > 100:
+                sizes["profiled_steps"] = 0
+            fields = {"weights": weights, "tokens": str(chosen.work / f"{tiny}{group}-tokens"), "dry": dry}
+            fields |= {"platform": self.platform} | sizes | settings
+            module, differs = CONTESTANTS[part.turn]
+            turn = asdict(Turn(**fields | differs))
+        if model is not None:
+            # A turn has the tokens of all: its platform and precision are not part of them.
+            tokens = None if turn is None else turn | {"platform": "cpu", "precision": "fp32", "settings": {}}
+            make = {"model": model, "weights": weights, "turn": tokens, "dry": dry, "device": "cpu" if dry else "cuda"}
+            folders = [weights, *([] if turn is None else [turn["tokens"]])]
+            if not all(Path(folder, DESCRIPTION).exists() for folder in folders):
+                yield f"{group}-model", "gpu_turns.workload", make
+            self.result["models"][model] = json.loads(Path(weights, DESCRIPTION).read_text())
+        if turn is not None:
+            yield part.name, module, turn
+        elif group == "tests":
+            file = REPOSITORY / "tests" / "gpu" / f"test_{part.turn}.py"
+            yield part.name, "gpu_turns.tests_turn", {"file": str(file), "log": str(chosen.out / "tests.txt")}
+        else:
+            yield part.name, f"gpu_turns.{MODULES[group]}", spec
+
+    def _process(
+        self, module: str, spec: dict[str, Any], name: str, *, fresh: bool, part: Part | None = None
+    ) -> dict[str, Any]:
+        """Run a process to its end or to the limit; the result so far is saved while it runs."""
+        path = self.chosen.out / "rows" / f"{name.replace('/', '-')}.jsonl"
+        if fresh:
+            path.unlink(missing_ok=True)
+        before, started_s = len(read(path)), time.monotonic()
+        result: dict[str, Any] = {"state": "running", "seconds": 0.0, "started_s": time.time(), "rows": []}
+        result["sensors"] = []
+        log = self.chosen.out / "log.txt"
+        process = start(module, spec, path, threads=max(1, cores() // 2), log=log, fork=self.chosen.dry)
+        saved_rows = -1
+        try:
+            while process.is_alive() and self.remaining_s() > 0:
+                process.join(min(0.5, max(0.01, self.remaining_s())))
+                result |= {"rows": read(path), "seconds": time.monotonic() - started_s}
+                if self.sensors is not None:
+                    reading = asdict(self.sensors.read())
+                    result["sensors"].append({key: None if value != value else value for key, value in reading.items()})
+                if part is not None and len(result["rows"]) != saved_rows:
+                    saved_rows = len(result["rows"])
+                    self.result["parts"][part.name] = result
+                    self.save()
+        finally:
+            cut = process.is_alive()
+            result["state"] = "cut" if cut else result["state"]  # also of a part that a signal ends
+            kill(process)
+        result |= {"rows": read(path), "seconds": time.monotonic() - started_s}
+        result["state"] = _state(result["rows"][before:], process.exitcode, cut=cut)
+        if result["state"] == "done" and any(row["outcome"] == "failed" for row in last_outcomes(result)):
+            result["state"] = "failed"
+        return result
+
+    def save(self) -> None:
+        """Write results.json and summary.md."""
+        self.result["aims"] = aims(self.result["parts"])
+        write_result(self.chosen.out / "results.json", self.result)
+        staged = self.chosen.out / ".tmp-summary.md"
+        staged.write_text(summary(self.result), encoding="utf-8")
+        staged.replace(self.chosen.out / "summary.md")
 
 
-def call(module: str, spec: dict[str, Any], *, dry: bool, timeout_s: float) -> dict[str, Any]:
-    """The result of a module's ``run``: in a process of its own, in a dry run in this one."""
-    if dry or module == "gpu_turns.tests_turn":
-        run: Callable[[dict[str, Any]], dict[str, Any]] = importlib.import_module(module).run
-        return run(spec | ({"timeout_s": timeout_s} if module == "gpu_turns.tests_turn" else {}))
-    return run_turn(module, spec, threads=max(1, cores() // 2), timeout_s=timeout_s)
+def last_outcomes(result: dict[str, Any]) -> list[Row]:
+    """The last row of each test."""
+    return list({row["name"]: row for row in of_kind(result["rows"], "test")}.values())
 
 
-def run_part(name: str, chosen: argparse.Namespace, result: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Run one part and return its result; ``deadline_s`` is a monotonic time."""
-    platform = "cpu" if chosen.dry else "auto"
-
-    def run(module: str, spec: dict[str, Any]) -> dict[str, Any]:
-        timeout_s = min(3600.0, max(1.0, deadline_s - time.monotonic()))
-        return call(module, spec, dry=chosen.dry, timeout_s=timeout_s)
-
-    case, _, second = name.partition("/")
-    if case == "tests":
-        file = REPOSITORY / "tests" / "gpu" / f"{second}.py"
-        return run("gpu_turns.tests_turn", {"file": str(file), "log": str(chosen.out / "tests.txt")})
-    if case == "moe-layer":
-        return run("gpu_turns.moe_layer_turn", {"platform": platform, "dry": chosen.dry})
-    folder = chosen.work / f"{'tiny-' if chosen.dry else ''}{case}"
-    folder.mkdir(parents=True, exist_ok=True)
-    lengths = DRY if chosen.dry else {}
-    module, differs = CONTESTANTS[second]
-    turn: dict[str, Any] = {"folder": str(folder), "platform": platform, "chats": CASES[case].chats, "dry": chosen.dry}
-    device = "cpu" if chosen.dry else "cuda"
-    spec = {"case": case, "folder": str(folder), "device": device, "dry": chosen.dry}
-    spec |= {"samples": 40 if chosen.dry else SAMPLES, "seq_length": lengths.get("seq_length", SEQ_LENGTH)}
-    described = folder / DESCRIPTION  # read here: a process takes seconds to find it
-    result["models"][case] = (
-        json.loads(described.read_text()) if described.exists() else run("gpu_turns.model_folder", spec)
-    )
-    return run(module, Turn(started_s=time.time(), **turn, **lengths, **differs).spec())
+def _state(rows: list[Row], code: int | None, *, cut: bool) -> str:
+    """``done``, ``absent`` (its package is not installed), ``cut`` (by the time limit) or ``failed``."""
+    if cut:
+        return "cut"
+    if of_kind(rows, "absent"):
+        return "absent"
+    return "failed" if code or of_kind(rows, "error") else "done"
 
 
-def open_result(chosen: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """The result so far, or a new one; refuses a machine without a GPU, and a result of another source or device."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        _refuse(
-            f"{sys.executable} has no {', '.join(missing)}. Collect wheels on a machine with network (make gpu-wheels) "
-            "or name another Python (make gpu GPU_PYTHON=...)."
-        )
-    platform = "cpu" if chosen.dry else "auto"
-    device = call("gpu_turns.device", {"platform": platform}, dry=chosen.dry, timeout_s=300.0)
-    if why := device.get("refused"):
-        _refuse(
-            f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that all parts run: make gpu-dry."
-        )
-    certified = certificate(["benchmarks/gpu_parts.py", *arguments])
-    certified |= {"source_sha256": source_sha256()} | device
-    path = chosen.out / "results.json"
-    if not path.exists():
-        new = {"benchmark": "gpu", "certificate": certified, "dry": chosen.dry, "convention": CONVENTION}
-        return new | {"models": {}, "parts": {}, "aims": []}
-    result: dict[str, Any] = json.loads(path.read_text())
-    before = result["certificate"]
-    for name in ("source_sha256", "device"):
-        if before[name] != certified[name]:
-            _refuse(
-                f"{path} is of another {name}: {before[name]}, this is {certified[name]}. Remove it, or give another "
-                "--out."
-            )
-    return result
+def _why(result: dict[str, Any]) -> str:
+    reasons = [row["why"] for kind in ("absent", "error") for row in of_kind(result["rows"], kind)]
+    return str(reasons[-1][-300:]) if reasons else "" if result["state"] in ("done", "cut") else "its process died"
+
+
+def _line(result: dict[str, Any]) -> str:
+    if (fast := speed(result)) is not None:
+        mfu = "" if fast["mfu"] is None else f", MFU {fast['mfu']:.1%}"
+        return f": {fast['tokens_per_s']:,.0f} tokens/s{mfu}"
+    if outcomes := [row["outcome"] for row in last_outcomes(result)]:
+        return ": " + ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
+    why = _why(result)
+    return f": {why}" if why else ""
 
 
 def _refuse(text: str) -> None:
@@ -139,62 +250,47 @@ def _refuse(text: str) -> None:
     raise SystemExit(2)
 
 
-def save(result: dict[str, Any], out: Path) -> None:
-    """Write results.json and summary.md."""
-    result["aims"] = aims(result["parts"])
-    write_result(out / "results.json", result)
-    (out / "summary.md").write_text(summary(result), encoding="utf-8")
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """SIGTERM ends the run as an exception does: the process at hand is killed, and what it measured is saved."""
 
+    def end(*_: Any) -> None:
+        raise SystemExit(143)
 
-def state_of(outcome: dict[str, Any]) -> str:
-    """``done``, ``absent`` (a contestant's package is not installed) or ``failed``."""
-    return "absent" if "absent" in outcome else "failed" if outcome.get("failed") or "error" in outcome else "done"
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     if chosen.list:
-        print("\n".join(part_names()))
+        for group in GROUPS:
+            print(f"{group.name:<12}{group.about}: {', '.join(group.turns)}")
         return 0
-    started_s = time.monotonic()
-    deadline_s = started_s + chosen.limit_s
-    result = open_result(chosen, arguments)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    parts = result["parts"]
-    for name in chosen.names:
-        if parts.get(name, {}).get("state") == "done" and not chosen.again:
-            print(f"{name:<36} done before", flush=True)
-            continue
-        if time.monotonic() >= deadline_s:
-            print(f"{name:<36} not started: --limit-s {chosen.limit_s:g} is over; the same command continues")
-            continue
-        part_s = time.monotonic()
+    if chosen.dry:  # once for all forks
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
+        import isthmus.recipes.run  # noqa: F401
+    with _terminated_as_exit():
+        run = Run(chosen, arguments)
         try:
-            outcome = run_part(name, chosen, result, deadline_s)
-        except (Exception, SystemExit) as error:  # any failure of a part; the others still run
-            outcome = {"error": f"{type(error).__name__}: {error}"}
-        parts[name] = {"state": state_of(outcome), "seconds": time.monotonic() - part_s, **outcome}
-        save(result, chosen.out)
-        print(f"{name:<36} {parts[name]['state']} in {parts[name]['seconds']:.0f} s{_line(outcome)}", flush=True)
-    save(result, chosen.out)
+            for part in chosen.selected:
+                run.run(part)
+        finally:
+            run.save()
     if chosen.dry:
         shutil.rmtree(chosen.work, ignore_errors=True)
     if chosen.record:
-        path = result_path("gpu", result["certificate"])
-        write_result(path, result)
+        path = result_path("gpu", run.result["certificate"])
+        write_result(path, run.result)
         print(f"written to {path}")
     print(f"\n{(chosen.out / 'summary.md').read_text()}\nwritten to {chosen.out}")
-    return 0 if all(parts.get(name, {}).get("state") in ("done", "absent") for name in chosen.names) else 1
-
-
-def _line(outcome: dict[str, Any]) -> str:
-    if "tokens_per_s" in outcome:
-        mfu = "" if outcome["mfu"] is None else f", MFU {outcome['mfu']:.1%}"
-        return f": {outcome['tokens_per_s']:,.0f} tokens/s{mfu}"
-    if "passed" in outcome:
-        return f": {outcome['passed']} passed, {len(outcome['failed'])} failed, {len(outcome['skipped'])} skipped"
-    why = outcome.get("absent") or outcome.get("error")
-    return "" if why is None else f": {why[-300:]}"
+    states = [run.result["parts"][part.name]["state"] for part in chosen.selected]
+    return 0 if all(state in ("done", "absent") for state in states) else 1
 
 
 if __name__ == "__main__":

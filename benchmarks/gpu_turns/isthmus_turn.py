@@ -4,52 +4,49 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
-import time
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rounds import turn_files
+import isthmus
+from gpu_turns.cases import LEARNING_RATE, Absent, Turn
+from gpu_turns.measure import append_run, append_step
+from gpu_turns.rows import append
 
-from gpu_turns.cases import Turn
-from gpu_turns.measure import Step, row
+
+class Steps(isthmus.Callback):
+    """Appends a row after each step."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """After a step."""
+        time_s = metrics["step_time_s"]
+        flops = metrics["tflops_per_device"] * time_s * 1e12
+        values = [metrics[name] for name in ("loss", "grad_norm", "memory_gib")]
+        append_step(time_s, metrics["num_tokens"], flops, *values)
 
 
-class FirstRow(threading.Thread):
-    """Notes the time of the first row of a file: the end of the first step."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(daemon=True)
-        self.path, self.at_s, self._done = path, 0.0, threading.Event()
-
-    def run(self) -> None:
-        """Wait for the row."""
-        while not self._done.wait(0.01):
-            if self.path.exists() and self.path.stat().st_size:
-                self.at_s = time.time()
-                return
-
-    def __enter__(self) -> FirstRow:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
+def recipe_of(turn: Turn) -> str:
+    return "sft" if turn.chats else "pretrain"
 
 
 def settings(turn: Turn, out: Path) -> dict[str, Any]:
     """The settings of the run: no validation, checkpoint or export."""
-    timed = turn.warmup_steps + turn.timed_steps
-    data: dict[str, Any] = {"data": [f"{turn.folder}/prepared"]} if turn.chats else {"data.mock": True}
+    profiled = turn.profiled_steps
+    keys = json.loads((Path(turn.weights) / "config.json").read_text())
+    tokenizer: dict[str, Any] = {"tokenizer.type": "NullTokenizer", "tokenizer.vocab_size": keys["vocab_size"] - 1}
+    if turn.chats:
+        tokenizer = {"tokenizer.path": f"{turn.tokens}/model"}
     emulated = {"train.emulate_fp8": True} if turn.dry and turn.precision == "fp8" else {}
-    return data | emulated | {
-        "model": str(turn.model_folder), "out": str(out), "platform": turn.platform,
-        "data.seq_length": turn.seq_length, "data.valid_fraction": 0.0,
-        "train.steps": timed + turn.profiled_steps, "train.profile": f"{timed + 1}-{timed + turn.profiled_steps}",
+    return tokenizer | emulated | {
+        "model": turn.weights, "out": str(out), "platform": turn.platform, "data": [f"{turn.tokens}/prepared"],
+        "data.seq_length": turn.seq_length, "data.valid_fraction": 0.0, "train.steps": turn.steps + profiled,
+        **({"train.profile": f"{turn.steps + 1}-{turn.steps + profiled}"} if profiled else {}),
         "train.global_batch_size": turn.accumulation, "train.precision": turn.precision,
-        "optim.lr": 1e-5, "optim.schedule": "constant",
+        "optim.lr": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_fraction": 0.0,
         "checkpoint.save_final": False, "checkpoint.export_final": False, "logging.to": [],
-    }  # fmt: skip
+        "callbacks": ["gpu_turns.isthmus_turn:Steps"],
+    } | dict(turn.settings)  # fmt: skip
 
 
 def shares(table: str) -> dict[str, float]:
@@ -62,38 +59,22 @@ def shares(table: str) -> dict[str, float]:
     }
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train and return the row; ``settings`` are all others than the defaults."""
+def run(spec: dict[str, Any]) -> None:
+    """Train; the first row has all settings that are not defaults."""
     turn = Turn(**spec)
     from isthmus.config.load import load_config
     from isthmus.platforms.detect import detect
-    from isthmus.recipes import run as recipes
+    from isthmus.recipes.run import run_recipe
 
-    recipe = "sft" if turn.chats else "pretrain"
+    if turn.needs and find_spec(turn.needs) is None:
+        raise Absent(f"the package {turn.needs} is not installed")
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         out = Path(folder) / "run"
         chosen = settings(turn, out)
-        with FirstRow(out / "metrics.jsonl") as first:
-            recipes.run_recipe(load_config(recipe, None, flags=chosen))
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        profile = shares((out / "profile" / "rank0.md").read_text())
-    steps = [
-        Step(
-            item["step_time_s"],
-            item["num_tokens"],
-            item["tflops_per_device"] * item["step_time_s"] * 1e12,
-            item["loss"],
-        )
-        for item in rows
-    ]
-    timed = slice(turn.warmup_steps, turn.warmup_steps + turn.timed_steps)
-    result = row(
-        steps[timed], detect(turn.platform), turn.precision, first.at_s - turn.started_s, rows[timed][-1]["memory_gib"]
-    )
-    remaining = {name: value for name, value in chosen.items() if name not in ("model", "out", "data")}
-    return result | {"first_loss": steps[0].loss, "settings": remaining, "profile": profile}
-
-
-if __name__ == "__main__":
-    spec, result_file = turn_files()
-    result_file.write_text(json.dumps(run(spec)))
+        shown = {
+            name: value for name, value in chosen.items() if name not in ("model", "out", "data", "tokenizer.path")
+        }
+        append_run(detect(turn.platform), turn, settings=shown)
+        run_recipe(load_config(recipe_of(turn), None, flags=chosen))
+        if turn.profiled_steps:
+            append("profile", shares=shares((out / "profile" / "rank0.md").read_text()))

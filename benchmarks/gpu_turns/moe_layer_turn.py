@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import moe_layer
-from rounds import turn_files
+
+from gpu_turns.rows import append
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """The result of ``moe_layer.py`` in bfloat16."""
-    arguments = ["--platform", spec["platform"], "--precision", "bf16", "--tokens", "8192"]
+def run(spec: dict[str, Any]) -> None:
+    """Append the rows of ``moe_layer.py`` in bfloat16, one model after the other."""
+    options = ["--platform", spec["platform"], "--precision", "bf16", "--tokens", "8192"]
     if spec["dry"]:
-        arguments += ["--quick", "--rounds", "1", "--models", "qwen3_moe"]
-    return moe_layer.measure(moe_layer.parse(arguments))
-
-
-if __name__ == "__main__":
-    spec, result_file = turn_files()
-    result_file.write_text(json.dumps(run(spec)))
+        options += ["--quick", "--rounds", "1"]
+    for model in ("qwen3_moe",) if spec["dry"] else ("qwen3_moe", "mixtral"):
+        for row in moe_layer.measure(moe_layer.parse([*options, "--models", model]))["rows"]:
+            append("layer", **row)

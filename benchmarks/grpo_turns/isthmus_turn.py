@@ -46,7 +46,7 @@ def run(turn: Turn) -> dict[str, Any]:
         "checkpoint.save_final": False,
         "checkpoint.export_final": False,
         "callbacks": ["grpo_turns.isthmus_turn:CpuTimes"],
-        "platform": "cpu",
+        "platform": turn.platform,
     }
     isthmus.grpo(load_config("grpo", None, flags=settings))
     rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]

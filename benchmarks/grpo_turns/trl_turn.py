@@ -42,7 +42,7 @@ def run(turn: Turn) -> dict[str, Any]:
     """Train and return the medians of the timed steps."""
     config = GRPOConfig(
         output_dir="out",
-        use_cpu=True,
+        use_cpu=turn.platform == "cpu",
         bf16=False,
         per_device_train_batch_size=turn.micro_batch_size,
         gradient_accumulation_steps=turn.answers // turn.micro_batch_size,

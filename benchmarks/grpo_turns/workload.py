@@ -23,6 +23,7 @@ class Turn:
     micro_batch_size: int
     steps: int
     """The first one is not timed."""
+    platform: str = "cpu"
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
-import zipfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 PARTS = (
-    "tests/test_on_device,llama-1b/isthmus,llama-1b/transformers-flash,llama-1b/plain-compiled,moe-16/isthmus,"
-    "chats/isthmus,chats/transformers-padded,moe-layer"
+    "probes,tests/loss,llama-1b/isthmus,llama-1b/plain-compiled,llama-1b/trainer-compiled,moe-layer,chats/isthmus,"
+    "chats/transformers-compiled,saves,generation/isthmus,export,qlora-8b"
 )
 
 
@@ -25,71 +27,45 @@ def _benchmarks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
 
 
-def in_this_process(module: str, spec: dict[str, Any], **_: Any) -> dict[str, Any]:
-    result: dict[str, Any] = importlib.import_module(module).run(spec)
-    return result
-
-
 @pytest.mark.benchmarks
-def test_dry_run(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(repository: Path, tmp_path: Path) -> None:
+    """A part of each kind; `make gpu-dry` runs all."""
     out = tmp_path / "out"
     command = [sys.executable, str(repository / "benchmarks" / "gpu_parts.py"), "--dry", "--out", str(out)]
-    done = subprocess.run([*command, "--parts", PARTS], capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--parts", PARTS], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((out / "results.json").read_text())
-    parts = result["parts"]
-    assert list(parts) == PARTS.split(",")
-    states = {name: part["state"] for name, part in parts.items()}
-    flash = states.pop("llama-1b/transformers-flash")
-    assert set(states.values()) == {"done"} and flash == ("done" if _has("flash_attn") else "absent")
-    tests = parts["tests/test_on_device"]
-    assert tests["passed"] + len(tests["skipped"]) > 10 and not tests["failed"]
-    for name in ("llama-1b/isthmus", "llama-1b/plain-compiled", "moe-16/isthmus", "chats/transformers-padded"):
-        row = parts[name]
+    parts, rows = result["parts"], importlib.import_module("gpu_turns.rows")
+    assert {part["state"] for part in parts.values()} == {"done"}
+    measure: Any = importlib.import_module("gpu_turns.measure")
+    for name in ("llama-1b/isthmus", "llama-1b/plain-compiled", "chats/transformers-compiled"):
+        row, (profile,) = measure.speed(parts[name]), rows.of_kind(parts[name]["rows"], "profile")
         assert min(row["tokens_per_s"], row["tflops"], row["memory_gib"], row["startup_s"]) > 0, name
-        assert sum(row["profile"].values()) == pytest.approx(1, abs=0.05), name
-    assert {"attention", "loss", "norms", "optimizer"} <= parts["llama-1b/isthmus"]["profile"].keys()
-    # The same weights; only the random tokens differ.
-    same_work = [item for item in result["aims"] if item["aim"].startswith(("llama-1b: first", "chats: first"))]
-    assert len(same_work) == 2 and all(item["met"] for item in same_work), same_work
+        assert sum(profile["shares"].values()) == pytest.approx(1, abs=0.05), name
+    summary: Any = importlib.import_module("gpu_turns.summary")
+    # The same tokens and the same weights, in another program.
+    for case, name in (
+        ("llama-1b", "plain-compiled"),
+        ("llama-1b", "trainer-compiled"),
+        ("chats", "transformers-compiled"),
+    ):
+        assert summary.not_the_same(parts, case, name) is None, name
+    met = {aim["aim"]: aim["met"] for aim in result["aims"]}
+    assert met["saves: losses after a kill and resume differ by, relative"] is True
+    assert met["export: tensors equal their source"] is True
     certified = result["certificate"]
     assert certified["platform"] == "cpu" and len(certified["source_sha256"]) == 64
     assert str(tmp_path) not in json.dumps(certified)
     assert "its numbers mean nothing" in (out / "summary.md").read_text()
-    gpu_parts: Any = importlib.import_module("gpu_parts")
-    more = ["--dry", "--out", str(out), "--parts", "moe-layer,moe-16/transformers", "--limit-s", "0"]
-    assert gpu_parts.main(more) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()) for line in lines[:2]] == [
-        "moe-16/transformers not started: --limit-s 0 is over; the same command continues", "moe-layer done before",
-    ]  # fmt: skip
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only a machine without a GPU is refused")
-def test_a_machine_without_a_gpu_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu_parts: Any = importlib.import_module("gpu_parts")
-    monkeypatch.setattr(gpu_parts, "call", in_this_process)
-    with pytest.raises(SystemExit) as refused:
-        gpu_parts.main(["--out", str(tmp_path / "out")])
-    assert refused.value.code == 2 and not (tmp_path / "out").exists()
-    text = capsys.readouterr().err
-    assert text.startswith("gpu_parts.py: no GPU: torch ") and "make gpu-dry" in text
-
-
-def test_a_python_without_the_packages_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu_parts: Any = importlib.import_module("gpu_parts")
-    monkeypatch.setattr(gpu_parts, "NEEDED", (*gpu_parts.NEEDED, "no_such_package"))
-    with pytest.raises(SystemExit):
-        gpu_parts.main([])
-    assert f"{sys.executable} has no no_such_package. Collect wheels" in capsys.readouterr().err
+def test_a_machine_without_a_gpu_is_refused(repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(repository / "benchmarks" / "gpu_parts.py"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("gpu_parts.py: no GPU: torch "), done.stderr
+    assert "make gpu-dry" in done.stderr and not (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -105,67 +81,210 @@ def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.Capture
     assert refused.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_a_part_that_fails_is_reported_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_parts: Any = importlib.import_module("gpu_parts")
-    calls: list[str] = []
-    turns: list[dict[str, Any]] = []
+SCENE = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+import gpu_parts, gpu_turns.turn
 
-    def fake(module: str, spec: dict[str, Any], **_: Any) -> dict[str, Any]:
-        calls.append(module)
-        sent = json.loads(json.dumps(spec))
-        if module == "gpu_turns.isthmus_turn":
-            turns.append(sent)
-            raise SystemExit("a reason")
-        if module == "gpu_turns.device":
-            return {"platform": "cuda", "device": "1 x Test", "device_name": "Test", "devices": 1}
-        if module == "gpu_turns.moe_layer_turn" and calls.count(module) == 1:
-            raise RuntimeError("first line\nOutOfMemoryError: 3 GiB")
-        return (
-            {"rows": []}
-            if module == "gpu_turns.moe_layer_turn"
-            else {"passed": 1, "failed": {"test_a": "no"}, "skipped": {}}
-        )
+def processes(run, part):
+    yield part.name, "scene", {"name": part.name}
 
-    monkeypatch.setattr(gpu_parts, "call", fake)
-    arguments = ["--out", str(tmp_path), "--parts", "moe-layer,tests/test_collectives,llama-1b/isthmus"]
-    assert gpu_parts.main(arguments) == 1
-    text = (tmp_path / "summary.md").read_text()
-    assert "- `llama-1b/isthmus`: failed: SystemExit: a reason" in text
-    assert turns[0]["seq_length"] == 8192 and turns[0]["platform"] == "auto" and not turns[0]["dry"]
-    assert "- `moe-layer`: failed: OutOfMemoryError: 3 GiB" in text and "- `tests/test_collectives` test_a: no" in text
-    assert gpu_parts.main(arguments) == 1  # the test fails again
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert [parts[name]["state"] for name in ("moe-layer", "tests/test_collectives")] == ["done", "failed"]
-    monkeypatch.setattr(gpu_parts, "source_sha256", lambda: "0" * 64)
-    with pytest.raises(SystemExit) as refused:
-        gpu_parts.main(arguments)
-    assert refused.value.code == 2
+def run(spec):
+    from gpu_turns.rows import append
+    append("measurement", name="first", value=1.0, unit="GB/s", reachable=None)
+    if spec["name"] == "llama-1b/isthmus":
+        append("fact", peak_tflops=1.0, warmup_steps=1, timed_steps=8, precision="bf16")
+        for step in range(3):
+            append("step", time_s=0.5, tokens=10, flops=1.0, loss=2.0, grad_norm=1.0, memory_gib=1.0)
+        time.sleep(600)
+    if spec["name"] == "moe-layer/run":
+        raise ValueError("a reason")
+
+if __name__ == "__main__":
+    gpu_parts.Run._processes = processes
+    def opened(run, certified):
+        path, device = run.chosen.out / "results.json", {"device": "a GPU", "source_sha256": "0" * 64}
+        new = {"certificate": certified | device, "dry": False, "models": {}, "parts": {}}
+        return json.loads(path.read_text()) if path.exists() else new
+    gpu_parts.Run._open_result = opened
+    sys.exit(gpu_parts.main(sys.argv[2:]))
+"""
+"""A program whose parts are quick, stand still, or fail; processes, limits and results are those of gpu_parts.py."""
+
+
+@pytest.fixture
+def scene(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "scene.py").write_text(SCENE)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), str(repository / "benchmarks"), str(repository / "src")])
+    )
+    parts = "probes,llama-1b/isthmus,moe-layer,export"
+    return [
+        sys.executable,
+        "scene.py",
+        str(repository / "benchmarks"),
+        "--parts",
+        parts,
+        "--out",
+        str(tmp_path / "out"),
+    ]
+
+
+def test_a_run_of_parts_is_cut_and_continued(scene: list[str], tmp_path: Path) -> None:
+    """What was measured before the cut is kept, what does not fit is named, and a failure does not stop the rest."""
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    first = run([*scene, "--limit-s", "9"])
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    # 9 s are less than the estimate of each part.
+    assert first.returncode == 1 and {part["state"] for part in parts.values()} == {"left out"}
+    assert "probes/run" in first.stdout and "left out: it takes about 45 s, " in first.stdout
+    assert "- `export/run`: left out: it takes about 180 s" in (tmp_path / "out" / "summary.md").read_text()
+    with subprocess.Popen([*scene, "--limit-s", "600"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        _wait_for(tmp_path / "out" / "results.json", '"loss"', times=3)
+        process.terminate()
+        assert process.wait(30) == 143
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    assert parts["probes/run"]["state"] == "done" and parts["llama-1b/isthmus"]["state"] == "cut"
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "| llama-1b | isthmus | 20 (cut after 2 timed steps) |" in summary
+    others = [item for item in scene if item != scene[4]]
+    others.insert(4, "probes,moe-layer,export")
+    last = run([*others, "--limit-s", "600"])
+    assert last.returncode == 1 and "done before" in last.stdout
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    states = {name: part["state"] for name, part in parts.items()}
+    assert states == {"probes/run": "done", "llama-1b/isthmus": "cut", "moe-layer/run": "failed", "export/run": "done"}
+    assert "- `moe-layer/run`: ValueError: a reason" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_a_killed_run_has_its_results(scene: list[str], tmp_path: Path) -> None:
+    """And leaves no process that uses the GPU."""
+    with subprocess.Popen([*scene, "--limit-s", "600"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        _wait_for(tmp_path / "out" / "summary.md", "| 20 (running after 2 timed steps) |")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    assert "| first | 1 GB/s |" in (tmp_path / "out" / "summary.md").read_text()
+    deadline_s = time.monotonic() + 30
+    while any(
+        Path("/proc", pid).exists() and "zombie" not in Path("/proc", pid, "status").read_text() for pid in children
+    ):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _wait_for(path: Path, text: str, times: int = 1) -> None:
+    deadline_s = time.monotonic() + 60
+    while not (path.exists() and path.read_text().count(text) >= times):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_tests_have_an_outcome_each(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that passed before a cut do not run again."""
+    rows: Any = importlib.import_module("gpu_turns.rows")
+    file, path = tmp_path / "test_three.py", tmp_path / "rows.jsonl"
+    file.write_text(
+        "import pathlib, pytest\n"
+        "def test_a(record_property): record_property('graphs', 2)\n"
+        "def test_b(): assert pathlib.Path('there').exists(), 'not there'\n"
+        "def test_c(): pytest.skip('two GPUs')\n"
+    )
+    monkeypatch.setenv(rows.ROWS, str(path))
+    monkeypatch.setenv("PYTHONPATH", str(repository / "benchmarks"))
+    command = [sys.executable, "-m", "pytest", file.name, "-p", "gpu_turns.outcomes", "-p", "no:cacheprovider"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True)
+    first = rows.of_kind(rows.read(path), "test")
+    assert [row["outcome"] for row in first] == ["passed", "failed", "skipped"]
+    assert first[0]["recorded"] == {"graphs": 2} and "not there" in first[1]["why"] and "two GPUs" in first[2]["why"]
+    (tmp_path / "there").touch()
+    subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert [row["name"] for row in rows.of_kind(rows.read(path), "test")[3:]] == ["test_three.py::test_b"]
+
+
+def _run(losses: list[float], *, norm: float = 1.0, seconds: float = 1.0, flops: float = 1e12) -> dict[str, Any]:
+    steps = [
+        {"kind": "step", "at_s": 0, "time_s": seconds, "tokens": 100, "flops": flops, "loss": loss, "grad_norm": norm,
+         "memory_gib": 1} for loss in losses
+    ]  # fmt: skip
+    fact = {"kind": "fact", "peak_tflops": 2.0, "warmup_steps": 3, "timed_steps": 8, "precision": "bf16"}
+    return {"state": "done", "started_s": 0.0, "seconds": 1.0, "sensors": [], "rows": [fact, *steps]}
 
 
 def test_aims_are_judged() -> None:
+    """The speed of a contestant that trained something else counts for nothing."""
     summary: Any = importlib.import_module("gpu_turns.summary")
+    losses = [12.0 - 0.1 * step for step in range(11)]
     parts = {
-        "llama-1b/isthmus": {"mfu": 0.51, "tokens_per_s": 100.0, "first_loss": 12.0},
-        "llama-1b/isthmus-fp8": {"mfu": 0.3, "tokens_per_s": 120.0, "first_loss": 12.0},
-        "llama-1b/transformers-compiled": {"mfu": 0.4, "tokens_per_s": 80.0, "first_loss": 12.3},
-        "moe-layer": {"rows": [{"contestant": "isthmus", "model": "mixtral", "mfu": 0.39}]},
+        "llama-1b/isthmus": _run(losses),
+        "llama-1b/isthmus-again": _run(losses, seconds=0.5),
+        "llama-1b/isthmus-fp8": _run(losses, seconds=0.6),
+        "llama-1b/transformers-compiled": _run([*losses[:10], losses[10] * 1.003], seconds=0.1),
+        "llama-1b/trainer-compiled": _run([loss * 1.0015 for loss in losses], seconds=1.5),
+        "layers-8b/isthmus": _run(losses),
+        "layers-8b/trainer-compiled": _run(losses, norm=1.02),
+        "moe-layer/run": {"rows": [{"kind": "layer", "contestant": "isthmus", "model": "mixtral", "mfu": 0.39}]},
+        "generation/isthmus": {"rows": _generated(71.0)},
+        "generation/transformers-compiled": {"rows": _generated(80.0)},
     }
     values = {aim["aim"]: (aim["got"] and round(aim["got"], 3), aim["met"]) for aim in summary.aims(parts)}
-    assert values["llama-1b: MFU in bf16"] == (0.51, True)
-    assert values["llama-1b: tokens/s of FP8 / bf16"] == (1.2, False)
-    assert values["llama-1b: tokens/s of isthmus / transformers-compiled"] == (1.25, True)
+    assert values["llama-1b: MFU in bf16"] == (0.5, True)
+    assert values["llama-1b: tokens/s of FP8 / bf16"] == (1.111, False)  # of the mean of both runs in bf16
+    assert values["llama-1b: tokens/s of isthmus / transformers-compiled"] == (None, None)
+    assert values["llama-1b: tokens/s of isthmus / trainer-compiled"] == (2.25, True)
+    assert values["layers-8b: tokens/s of isthmus / trainer-compiled"] == (None, None)
     assert values["MoE layer mixtral: MFU in bf16"] == (0.39, False)
-    assert values["llama-1b: first losses of all contestants differ by, relative"] == (0.025, False)
-    assert values["layers-8b: MFU in bf16"] == (None, None)
+    assert values["generation of 1 answers: share of the bound"] == (0.71, True)
+    assert values["generation of 1 answers: tokens/s of isthmus / transformers-compiled"] == (0.887, False)
+    assert values["qwen-0.6b: tokens/s of isthmus / transformers-compiled"] == (None, None)
+    assert summary.not_the_same(parts, "llama-1b", "transformers-compiled").startswith("loss of step 11 is ")
+    assert summary.not_the_same(parts, "layers-8b", "trainer-compiled") == "first gradient norm 1.02, Isthmus has 1"
+
+
+def _generated(rate: float) -> list[dict[str, Any]]:
+    return [{"kind": "generation", "sequences": 1, "tokens": rate, "time_s": 1.0, "bound_tokens_per_s": 100.0}]
+
+
+@pytest.mark.slow
+def test_broken_attention_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random weights the first loss is that of a uniform guess in any case, but gradient norms differ."""
+    cases, measure, rows, plain_model, workload = (
+        importlib.import_module(f"gpu_turns.{name}") for name in ("cases", "measure", "rows", "plain_model", "workload")
+    )
+    monkeypatch.setenv(rows.ROWS, str(tmp_path / "rows.jsonl"))
+    fields = {"weights": str(tmp_path / "model"), "tokens": str(tmp_path / "tokens"), "platform": "cpu", "dry": True}
+    turn = cases.Turn(**fields, seq_length=32, accumulation=1, timed_steps=8, profiled_steps=0, model="plain")
+    workload.run({"model": "llama-1b", "weights": turn.weights, "turn": turn.spec(), "device": "cpu", "dry": True})
+    runs = []
+    for causal in (True, False):
+        attend = F.scaled_dot_product_attention
+        monkeypatch.setattr(
+            plain_model.F, "scaled_dot_product_attention",
+            lambda *a, causal=causal, attend=attend, is_causal, **k: attend(*a, is_causal=causal, **k),
+        )  # fmt: skip
+        model = plain_model.load_plain(tmp_path / "model", torch.device("cpu"))
+        optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-4), []
+        for step in torch.load(tmp_path / "tokens" / "steps.pt"):
+            loss = model(step[0]["ids"][None], step[0]["labels"][None]) / 32
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append({"loss": loss.item(), "grad_norm": norm.item()})
+        runs.append(steps)
+        monkeypatch.setattr(plain_model.F, "scaled_dot_product_attention", attend)
+    assert abs(runs[1][0]["loss"] / runs[0][0]["loss"] - 1) < measure.LOSS_TOLERANCE["bf16"]
+    assert measure.difference(runs[0], runs[0], "bf16") is None
+    assert "gradient norm" in measure.difference(runs[0], runs[1], "bf16")
 
 
 @pytest.mark.parametrize("case", ["llama-1b", "qwen-0.6b"])
-def test_plain_model_equals_transformers(case: str, tmp_path: Path) -> None:
+def test_plain_model_equals_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     cases: Any = importlib.import_module("gpu_turns.cases")
-    spec = {"case": case, "folder": str(tmp_path), "device": "cpu", "dry": True}
-    importlib.import_module("gpu_turns.model_folder").run(spec)
+    monkeypatch.setenv(importlib.import_module("gpu_turns.rows").ROWS, str(tmp_path / "rows.jsonl"))
+    spec = {"model": case, "weights": str(tmp_path / "model"), "turn": None, "device": "cpu", "dry": True}
+    importlib.import_module("gpu_turns.workload").run(spec)
     plain = importlib.import_module("gpu_turns.plain_model").load_plain(tmp_path / "model", torch.device("cpu"))
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = torch.randint(cases.TINY["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0))
@@ -173,18 +292,13 @@ def test_plain_model_equals_transformers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(plain.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_wheels_are_resolved_around_the_torch_of_the_machine(tmp_path: Path, pyproject: dict[str, Any]) -> None:
-    wheels: Any = importlib.import_module("gpu_wheels")
-    stub = wheels.torch_stub(tmp_path, "2.10.0")
-    with zipfile.ZipFile(stub) as archive:
-        metadata = archive.read("torch-2.10.0+there.dist-info/METADATA").decode()
-    assert "Version: 2.10.0+there" in metadata and "Requires-Dist" not in metadata
-    chosen = argparse.Namespace(python_version="3.12", torch="2.10.0", machine="aarch64")
-    arguments = wheels.pip_arguments(chosen, tmp_path, tmp_path / "found")
-    assert "torch==2.10.0+there" in arguments and "--platform=manylinux_2_28_aarch64" in arguments
-    expected = [item for item in pyproject["project"]["dependencies"] if not item.startswith("torch")]
-    assert set(expected) <= set(arguments) and not any(item.startswith("torch>") for item in arguments)
-    assert "torch==" not in (tmp_path / "constraints.txt").read_text()
+def test_the_quick_parts_fit_into_their_time() -> None:
+    """With a minute for the set-up and the folder of a model."""
+    gpu_parts, table = (importlib.import_module(name) for name in ("gpu_parts", "gpu_turns.parts"))
+    estimate = sum(part.group.seconds for part in table.PARTS if part.quick)
+    assert estimate + 60 <= gpu_parts.QUICK_S
+    chosen: Any = gpu_parts.parse(["--quick"])
+    assert chosen.limit_s == gpu_parts.QUICK_S == 540 and all(part.quick for part in chosen.selected)
 
 
 def test_the_shares_of_a_step_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
