@@ -39,8 +39,11 @@ RESERVE_S = 5.0
 DRY: dict[str, Any] = {"seq_length": 64, "accumulation": 2, "profiled_steps": 1}
 DRY_STEPS = 20
 """Timed steps of the case with 200, at most."""
-MODULES = {"moe-layer": "moe_layer_turn", "probes": "probes_turn", "tests": "tests_turn", "saves": "saves_turn",
-           "generation": "generation_turn", "export": "export_turn", "grpo": "grpo_turn"}  # fmt: skip
+MODULES = {
+    "probes": "probes_turn", "kernels": "kernels_turn", "moe-layer": "moe_layer_turn", "saves": "saves_turn",
+    "generation": "generation_turn", "export": "export_turn", "grpo": "grpo_turn",
+}  # fmt: skip
+"""Group -> its module, of those that are neither tests nor contestants."""
 MODELS_OF = {"saves": "qwen-0.6b", "generation": "llama-8b", "export": "llama-8b"}
 
 
@@ -50,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--quick", action="store_true", help=f"few parts, in at most {QUICK_S:g} s")
     parser.add_argument("--out", type=Path, help="default: build/gpu; with --dry build/gpu-dry")
-    parser.add_argument("--work", type=Path, help="for model folders, about 40 GB (default: OUT-models)")
+    parser.add_argument("--work", type=Path, help="for model folders, about 60 GB (default: build/gpu-models)")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="end within this time")
     parser.add_argument("--fresh", action="store_true", help="repeat parts that are done")
     parser.add_argument("--dry", action="store_true", help="tiny models on a CPU, to check that all of it runs")
@@ -66,7 +69,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if chosen.quick:
         chosen.limit_s = min(chosen.limit_s, QUICK_S)
     chosen.out = (chosen.out or REPOSITORY / "build" / ("gpu-dry" if chosen.dry else "gpu")).resolve()
-    chosen.work = (chosen.work or chosen.out.with_name(f"{chosen.out.name}-models")).resolve()
+    models = chosen.out.with_name(f"{chosen.out.name}-models") if chosen.dry else REPOSITORY / "build" / "gpu-models"
+    chosen.work = (chosen.work or models).resolve()
     return chosen
 
 

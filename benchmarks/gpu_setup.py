@@ -188,7 +188,14 @@ def install(packages: Iterable[Package], site: Path) -> None:
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     if wheels:
-        options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-compile"]
+        options = [
+            "--quiet",
+            "--disable-pip-version-check",
+            "--root-user-action=ignore",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+        ]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", str(site), *wheels], check=True)
     stamp.write_text(text)
 

@@ -38,6 +38,7 @@ GROUPS = (
     Group("probes",     RUN,       45,  RUN,         "ceilings of the device, kernels of this torch"),
     Group("tests",      TESTS,     45,  QUICK_TESTS, "tests/gpu, one outcome per test"),
     Group("llama-1b",   DENSE,     60,  QUICK_DENSE, "Llama 3.2 1B, 8k tokens"),
+    Group("kernels",    RUN,       60,  (),          "attention in each backend"),
     Group("moe-layer",  RUN,       45,  RUN,         "one MoE layer with 16 experts"),
     Group("layers-8b",  DENSE,     75,  (),          "8 layers of Llama 3.1 8B"),
     Group("moe-16",     MOE,       90,  (),          "8 layers of Qwen3 30B-A3B with 16 experts"),

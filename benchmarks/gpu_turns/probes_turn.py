@@ -24,7 +24,7 @@ def run(spec: dict[str, Any]) -> None:
     platform.prepare_process()
     if spec["dry"]:
         measurements.SECONDS, measurements.CPU_GEMM, measurements.CPU_ELEMENTS = 0.0, 64, 1 << 10
-    for name, check in checks(platform):
+    for name, check in checks(platform, 0 if spec["dry"] else 8192):
         started_s = time.perf_counter()
         try:
             why = check()
@@ -35,8 +35,11 @@ def run(spec: dict[str, Any]) -> None:
         append("measurement", **asdict(measured))
 
 
-def checks(platform: Any) -> Iterator[Check]:
-    """Each kernel with the function that gives the reason why it cannot be used, or None."""
+def checks(platform: Any, tokens: int) -> Iterator[Check]:
+    """Each kernel with the function that gives the reason why it cannot be used, or None.
+
+    Attention is checked with ``tokens`` tokens; 0: with few.
+    """
     import torch
 
     from isthmus.engine.attention.backends.registry import BACKENDS, AttentionNeeds
@@ -52,7 +55,7 @@ def checks(platform: Any) -> Iterator[Check]:
     yield "compiled regions", lambda: find_compiler(kind)[1] or compile_failure("auto", kind) or None
     needs = AttentionNeeds(device=kind, dtype=bf16, groups=8, repeat=4, key_width=128, value_width=128)
     for name in BACKENDS:
-        yield f"attention {name}", partial(_attention_lacks, name, needs, 0 if kind == "cpu" else 8192)
+        yield f"attention {name}", partial(_attention_lacks, name, needs, tokens)
 
 
 def _attention_lacks(name: Any, needs: Any, tokens: int) -> str | None:

@@ -147,6 +147,7 @@ def summary(result: Mapping[str, Any]) -> str:
             "Losses", ["model", "contestant", "step 1", f"step {COMPARED_STEPS}", "gradient norm 1"], [*_losses(parts)]
         ),
         *_table("Probes", ["probe", "got", "reachable"], [*_probes(parts)]),
+        *_table("Attention, forward and backward", ["case", "backend", "ms", "TFLOP/s"], [*_attention(parts)]),
         *_table("One MoE layer", ["model", "contestant", "ms", "TFLOP/s", "MFU"], [*_layers(parts)]),
         *_table("Generation, bf16", ["contestant", "answers", "tokens/s", "of the bound"], [*_generation(parts)]),
         *_table("Saves, export, GRPO", ["part", "measured"], [*_facts(parts)]),
@@ -221,6 +222,12 @@ def _probes(parts: Parts) -> Iterator[list[str]]:
         yield [row["name"], f"{row['value']:,.0f} {row['unit']}", reachable]
 
 
+def _attention(parts: Parts) -> Iterator[list[str]]:
+    for row in _rows(parts, "kernels/run", "attention"):
+        measured = [f"no: {row['why']}", ""] if row["ms"] is None else [f"{row['ms']:.2f}", f"{row['tflops']:,.1f}"]
+        yield [row["case"], row["backend"], *measured]
+
+
 def _layers(parts: Parts) -> Iterator[list[str]]:
     for row in _rows(parts, "moe-layer/run", "layer"):
         numbers = [f"{1e3 * row['time_s']:.2f}", f"{row['tflops']:,.1f}", _percent(row["mfu"])]
@@ -255,7 +262,7 @@ def _profile(case: str, parts: Parts) -> list[str]:
     }
     keys = {key for profile in profiles.values() for key in profile}
     rows = sorted(keys, key=lambda key: -max(profile.get(key, 0) for profile in profiles.values()))
-    cells = [[row, *(_percent(profile.get(row)) for profile in profiles.values())] for row in rows]
+    cells: list[list[str]] = [[row, *(_percent(profile.get(row)) for profile in profiles.values())] for row in rows]
     return _table(f"Where the time of a step goes: {MODELS[CASES[case].model][0]} ({case})", ["part", *profiles], cells)
 
 

@@ -75,7 +75,7 @@ def measure_device(platform: Platform, report: Report) -> Iterator[Measurement]:
 def _gemm(precision: str, platform: Platform, device: torch.device, part: Part | None) -> Measurement:
     size = CPU_GEMM if device.type == "cpu" else 8192 if precision != "fp32" else 4096
     run = _fp8_gemm(size, platform, device) if precision == "fp8" else _plain_gemm(size, _DTYPES[precision], device)
-    value = 2 * size**3 / _seconds(run, device) / 1e12
+    value = 2 * size**3 / median_seconds(run, device) / 1e12
     published = None if part is None else part.measured_tflops.get(precision)
     peak = None if part is None else part.peak_tflops.get(precision)
     reachable, basis = _reachable(part, device, PEAK_SHARE[precision], peak, "TFLOP/s")
@@ -102,7 +102,7 @@ def _fp8_gemm(size: int, platform: Platform, device: torch.device) -> Callable[[
 def _memory(device: torch.device, part: Part | None) -> Measurement:
     source = torch.ones(CPU_ELEMENTS if device.type == "cpu" else 1 << 28, device=device)
     target = torch.empty_like(source)
-    value = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9
+    value = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device) / 1e9
     peak = None if part is None else part.memory_gb_s
     reachable, basis = _reachable(part, device, PEAK_SHARE["memory"], peak, "GB/s")
     return Measurement("memory bandwidth", value, "GB/s", reachable, basis, f"copy of {source.nbytes >> 20} MiB")
@@ -114,7 +114,7 @@ def _copies(device: torch.device, part: Part | None) -> Iterator[Measurement]:
     reachable, basis = _reachable(part, device, PEAK_SHARE["host"], None if part is None else part.host_gb_s, "GB/s")
     ways: dict[str, tuple[Tensor, Tensor]] = {"host to device": (there, host), "device to host": (host, there)}
     for name, (target, source) in ways.items():
-        value = host.nbytes / _seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device) / 1e9  # type: ignore[misc]
+        value = host.nbytes / median_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device) / 1e9  # type: ignore[misc]
         yield Measurement(name, value, "GB/s", reachable, basis, f"pinned memory, {COPY_BYTES >> 20} MiB")
 
 
@@ -176,7 +176,7 @@ def _reachable(
     return share * peak, f"{share:.0%} of the {peak:g} {unit} of the data sheet of {part.name}"
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median after a warm-up; on a GPU of batches, so that the time of a launch does not count."""
     calls = 10 if device.type == "cuda" else 1
 
