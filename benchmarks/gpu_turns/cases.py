@@ -76,7 +76,7 @@ DESCRIPTION = "workload.json"
 """Written last into a folder of weights or of tokens."""
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Sizes of all models in a dry run."""
 TINY_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -46,7 +46,9 @@ def _random_weights(folder: Path, keys: dict[str, Any], spec: dict[str, Any]) ->
     with torch.device(spec["device"]):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    save_tokenizer(train_tokenizer(["a b c"], vocab_size=512), folder)  # SFTTrainer wants one, also for tokens
+    # SFTTrainer wants a tokenizer, also for tokens; the chats of a dry run use it.
+    texts = [message["content"] for number in range(CHATS) for message in _counting(number)]
+    save_tokenizer(train_tokenizer(texts, vocab_size=512), folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -75,7 +77,7 @@ def _chats(folder: Path, keys: dict[str, Any], turn: Turn) -> dict[str, Any]:
     described = make_workload(
         folder,
         data=few if turn.dry else None,
-        tokenizer=None,
+        tokenizer=Path(turn.weights) if turn.dry else None,
         seq_length=turn.seq_length,
         num_samples=CHATS,
         shape=tiny,
