@@ -93,13 +93,15 @@ class Run:
 
     def _open_result(self, certified: dict[str, Any]) -> dict[str, Any]:
         device = self._process("gpu_turns.device", {"platform": self.platform}, "device", fresh=True)
-        facts: dict[str, Any] = dict(of_kind(device["rows"], "fact")[0]) if of_kind(device["rows"], "fact") else {}
+        facts: dict[str, Any] = next(iter(of_kind(device["rows"], "fact")), {})
+        facts = {name: value for name, value in facts.items() if name not in ("kind", "at_s")}
         if why := facts.get("refused") or _why(device):
             _refuse(f"no GPU: {why}. On a machine with a GPU: make gpu. To check on a CPU that it runs: make gpu-dry.")
         if not self.chosen.dry:
             from isthmus.platforms.gpu_sensors import amd_sensors, nvidia_sensors
 
-            self.sensors = amd_sensors(facts["pci"]) if facts["hip"] else nvidia_sensors(facts["pci"], facts["uuid"])
+            pci, uuid = facts.pop("pci"), facts.pop("uuid")  # of one GPU in the world: not for a record
+            self.sensors = amd_sensors(pci) if facts["hip"] else nvidia_sensors(pci, uuid)
         certified |= {"source_sha256": source_sha256(), **facts}
         path = self.chosen.out / "results.json"
         if not path.exists():
@@ -184,8 +186,8 @@ class Run:
         path = self.chosen.out / "rows" / f"{name.replace('/', '-')}.jsonl"
         if fresh:
             path.unlink(missing_ok=True)
-        before, started_s = len(read(path)), time.monotonic()
-        result: dict[str, Any] = {"state": "running", "seconds": 0.0, "started_s": time.time(), "rows": []}
+        before, since_s, started_s = len(read(path)), time.time(), time.monotonic()
+        result: dict[str, Any] = {"state": "running", "seconds": 0.0, "rows": []}
         result["sensors"] = []
         log = self.chosen.out / "log.txt"
         process = start(module, spec, path, threads=max(1, cores() // 2), log=log, fork=self.chosen.dry)
@@ -193,7 +195,7 @@ class Run:
         try:
             while process.is_alive() and self.remaining_s() > 0:
                 process.join(min(0.5, max(0.01, self.remaining_s())))
-                result |= {"rows": read(path), "seconds": time.monotonic() - started_s}
+                result |= {"rows": read(path, since_s=since_s), "seconds": time.monotonic() - started_s}
                 if self.sensors is not None:
                     reading = asdict(self.sensors.read())
                     result["sensors"].append({key: None if value != value else value for key, value in reading.items()})
@@ -205,7 +207,7 @@ class Run:
             cut = process.is_alive()
             result["state"] = "cut" if cut else result["state"]  # also of a part that a signal ends
             kill(process)
-        result |= {"rows": read(path), "seconds": time.monotonic() - started_s}
+        result |= {"rows": read(path, since_s=since_s), "seconds": time.monotonic() - started_s}
         result["state"] = _state(result["rows"][before:], process.exitcode, cut=cut)
         if result["state"] == "done" and any(row["outcome"] == "failed" for row in last_outcomes(result)):
             result["state"] = "failed"

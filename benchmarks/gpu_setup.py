@@ -25,12 +25,15 @@ from typing import Any
 
 try:
     import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+
+try:
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
     from packaging.tags import Tag, sys_tags
     from packaging.utils import canonicalize_name, parse_wheel_filename
-except ModuleNotFoundError:  # a bare machine, or Python 3.10
-    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+except ModuleNotFoundError:  # a bare machine
     from pip._vendor.packaging.markers import default_environment  # type: ignore[assignment]
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
     from pip._vendor.packaging.tags import Tag, sys_tags  # type: ignore[assignment]

@@ -23,10 +23,11 @@ def append(kind: str, **values: Any) -> None:
         file.write(json.dumps({"kind": kind, "at_s": time.time(), **values}) + "\n")
 
 
-def read(path: Path) -> list[Row]:
-    """All complete rows."""
+def read(path: Path, *, since_s: float = 0.0) -> list[Row]:
+    """All complete rows; their ``at_s`` become seconds after ``since_s``: results have six digits."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row | {"at_s": row["at_s"] - since_s} for row in rows]
 
 
 def of_kind(rows: list[Row], kind: str) -> list[Row]:

@@ -82,7 +82,7 @@ def test_wrong_arguments(arguments: list[str], text: str, capsys: pytest.Capture
 
 
 SCENE = """
-import json, sys, time
+import json, os, sys, time
 sys.path.insert(0, sys.argv[1])
 import gpu_parts, gpu_turns.turn
 
@@ -102,7 +102,15 @@ def run(spec):
 
 if __name__ == "__main__":
     gpu_parts.Run._processes = processes
+    for group in gpu_parts.GROUPS if "SECONDS" in os.environ else ():
+        object.__setattr__(group, "seconds", int(os.environ["SECONDS"]))
+    from isthmus.platforms.gpu_sensors import GpuReading, Throttle
+
+    class Sensors:
+        read = staticmethod(lambda: GpuReading(61.0, float("nan"), 1755.0, Throttle.POWER))
+
     def opened(run, certified):
+        run.sensors = Sensors
         path, device = run.chosen.out / "results.json", {"device": "a GPU", "source_sha256": "0" * 64}
         new = {"certificate": certified | device, "dry": False, "models": {}, "parts": {}}
         return json.loads(path.read_text()) if path.exists() else new
@@ -146,7 +154,8 @@ def test_a_run_of_parts_is_cut_and_continued(scene: list[str], tmp_path: Path) -
     parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
     assert parts["probes/run"]["state"] == "done" and parts["llama-1b/isthmus"]["state"] == "cut"
     summary = (tmp_path / "out" / "summary.md").read_text()
-    assert "| llama-1b | isthmus | 20 (cut after 2 timed steps) |" in summary
+    (line,) = [item for item in summary.splitlines() if "| llama-1b | isthmus | 20 (cut after 2 timed steps) |" in item]
+    assert line.endswith("| 1755, 61 |")  # the power is unknown
     others = [item for item in scene if item != scene[4]]
     others.insert(4, "probes,moe-layer,export")
     last = run([*others, "--limit-s", "600"])
@@ -155,6 +164,20 @@ def test_a_run_of_parts_is_cut_and_continued(scene: list[str], tmp_path: Path) -
     states = {name: part["state"] for name, part in parts.items()}
     assert states == {"probes/run": "done", "llama-1b/isthmus": "cut", "moe-layer/run": "failed", "export/run": "done"}
     assert "- `moe-layer/run`: ValueError: a reason" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_the_limit_ends_a_part(scene: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECONDS", "1")
+    started_s = time.monotonic()
+    subprocess.run([*scene, "--limit-s", "10"], cwd=tmp_path, capture_output=True, timeout=60)
+    assert time.monotonic() - started_s < 10
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    states = {name: part["state"] for name, part in parts.items()}
+    assert states == {
+        "probes/run": "done", "llama-1b/isthmus": "cut", "moe-layer/run": "left out", "export/run": "left out",
+    }  # fmt: skip
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert "- `export/run`: left out: it takes about 1 s, 0 s remained" in summary
 
 
 def test_a_killed_run_has_its_results(scene: list[str], tmp_path: Path) -> None:
@@ -207,7 +230,7 @@ def _run(losses: list[float], *, norm: float = 1.0, seconds: float = 1.0, flops:
          "memory_gib": 1} for loss in losses
     ]  # fmt: skip
     fact = {"kind": "fact", "peak_tflops": 2.0, "warmup_steps": 3, "timed_steps": 8, "precision": "bf16"}
-    return {"state": "done", "started_s": 0.0, "seconds": 1.0, "sensors": [], "rows": [fact, *steps]}
+    return {"state": "done", "seconds": 1.0, "sensors": [], "rows": [fact, *steps]}
 
 
 def test_aims_are_judged() -> None:
