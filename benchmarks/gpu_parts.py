@@ -159,7 +159,7 @@ class Run:
             sizes |= DRY | {"timed_steps": min(case.timed_steps, DRY_STEPS)} if dry else {}
             if case.timed_steps > 100:
                 sizes["profiled_steps"] = 0
-            fields = {"weights": weights, "tokens": str(chosen.work / f"{tiny}{group}-tokens"), "dry": dry}
+            fields = {"weights": weights, "tokens": str(chosen.out / "tokens" / group), "dry": dry}
             fields |= {"platform": self.platform} | sizes | settings
             module, differs = CONTESTANTS[part.turn]
             turn = asdict(Turn(**fields | differs))
