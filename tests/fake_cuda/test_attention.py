@@ -76,6 +76,20 @@ def test_kernels_do_not_depend_on_the_number_of_samples(fake_cuda: FakeCuda, gpu
     assert not [sync for step in results["steps"] for sync in step["syncs"] if "attention" in sync or "varlen" in sync]
 
 
+def test_cudnn_attends_within_a_sequence_that_is_one_sample(fake_cuda: FakeCuda) -> None:
+    """Only if it is selected, for lengths that recur, and without waiting for the GPU."""
+    settings = {"sections": {"train": {"attention": "cudnn"}}}
+    results = fake_cuda.run(steps, model="qwen3", lengths=[FEW, MANY, [200]], **settings)
+    one, several, other = (attention_of(step["kernels"]) for step in results["steps"])
+    kernel = "_scaled_dot_product_cudnn_attention"
+    assert one == {kernel: 2, f"{kernel}_backward": 2}
+    assert several == other == {"_flash_attention_forward": 2, "_flash_attention_backward": 2}
+    few, many = (Counter(results["steps"][number]["kernels"]) for number in (0, 1))
+    assert few - many == Counter(one)  # no copies to another layout
+    assert not [sync for step in results["steps"] for sync in step["syncs"] if "attention" in sync or "cudnn" in sync]
+    assert results["line"].startswith("attention: cudnn, cuDNN for packed sequences of one sample")
+
+
 @pytest.mark.parametrize(("rank", "model"), [(0, "qwen3"), (3, "mistral")])
 def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCuda, rank: int, model: str) -> None:
     results = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)

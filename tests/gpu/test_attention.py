@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex", "sdpa", "blocks"])
+@pytest.mark.parametrize("name", ["varlen", "cudnn", "flex", "sdpa", "blocks"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(name: BackendName, case: str) -> None:
     needs = replace(NEEDS, **CASES[case])
@@ -52,7 +52,7 @@ def test_each_model_gets_a_kernel(case: str) -> None:
     assert selected.name != "blocks"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex", "sdpa"])
+@pytest.mark.parametrize("name", ["varlen", "cudnn", "flex", "sdpa"])
 def test_lengths_that_change_do_not_compile_or_copy_much(name: BackendName) -> None:
     """Many packings after the first ones; the peak of memory is linear in the tokens."""
     needs = replace(NEEDS, window=name == "flex")

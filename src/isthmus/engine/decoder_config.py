@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from isthmus.config.schema.moe import MoeConfig
 
-BackendName = Literal["varlen", "flex", "sdpa", "blocks"]
+BackendName = Literal["varlen", "cudnn", "flex", "sdpa", "blocks"]
 """The attention backends in :mod:`isthmus.engine.attention.backends`."""
 _CPU = torch.device("cpu")
 

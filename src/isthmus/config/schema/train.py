@@ -78,7 +78,7 @@ class TrainConfig(Section):
     neftune_alpha: float = Field(default=0.0, ge=0)
     """NEFTune: magnitude of uniform noise on the embeddings in training, alpha / sqrt(tokens of the sample x hidden
     size); 0: none, 5 is common."""
-    attention: Literal["auto", "varlen", "flex", "sdpa", "blocks"] = "auto"
+    attention: Literal["auto", "varlen", "cudnn", "flex", "sdpa", "blocks"] = "auto"
     """Attention backend: auto selects and verifies one at start-up; see the page on precision and memory."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of selected modules, or of full layers."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.attention.backends.blocks import packed_attention
+from isthmus.engine.attention.backends.cudnn import LENGTH_MULTIPLE, cudnn_attention
 from isthmus.engine.attention.backends.flex import flex_attention
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
@@ -61,6 +62,14 @@ def _varlen_lacks(needs: AttentionNeeds) -> str | None:
     return needs.unsupported_scores()
 
 
+def _cudnn_lacks(needs: AttentionNeeds) -> str | None:
+    if torch.version.hip is not None:
+        return "cuDNN is for NVIDIA GPUs"
+    if torch.are_deterministic_algorithms_enabled():
+        return "train.deterministic=true excludes its backward pass"
+    return _varlen_lacks(needs)
+
+
 def _flex_lacks(needs: AttentionNeeds) -> str | None:
     if needs.device == "cpu":
         return "it has no backward pass on a CPU"
@@ -82,10 +91,18 @@ class Backend:
     unsupported: Callable[[AttentionNeeds], str | None]
     """Why it cannot compute this; None: it can."""
     description: str
+    one_sample_tokens: int | None = None
+    """It has another kernel for a packed sequence that is one sample of a multiple of this number of tokens."""
 
 
 BACKENDS: dict[BackendName, Backend] = {
     "varlen": Backend(varlen_attention, _varlen_lacks, "flash attention over all samples of a packed sequence"),
+    "cudnn": Backend(
+        cudnn_attention,
+        _cudnn_lacks,
+        f"cuDNN for packed sequences of one sample of a multiple of {LENGTH_MULTIPLE} tokens, else flash attention",
+        LENGTH_MULTIPLE,
+    ),
     "flex": Backend(flex_attention, _flex_lacks, "a kernel that torch.compile generates for this model"),
     "sdpa": Backend(sdpa_attention, _sdpa_lacks, "scaled_dot_product_attention, one call for each sample"),
     "blocks": Backend(packed_attention, lambda _needs: None, "plain matmuls over blocks of queries"),

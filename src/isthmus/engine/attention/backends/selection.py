@@ -52,7 +52,7 @@ def select_backend(
 
 def _verify(name: BackendName, needs: Sequence[AttentionNeeds], tokens: int) -> tuple[CheckResult, str]:
     """Check the backend with the newest flash attention that is right; also returns what the log says about that."""
-    version, remark = newer_flash() if name == "varlen" else (None, "")
+    version, remark = newer_flash() if name in ("varlen", "cudnn") else (None, "")
     if version is not None:
         try:
             activate_flash(version)

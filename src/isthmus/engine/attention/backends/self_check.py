@@ -48,7 +48,8 @@ def self_check(name: BackendName, needs: AttentionNeeds, flash: str = "", tokens
     """
     try:
         windows = (None, _WINDOW) if needs.window else (None,)
-        errors = torch.tensor([_errors(name, needs, window, tokens) for window in windows])
+        packings = _packings(tokens, BACKENDS[name].one_sample_tokens)
+        errors = torch.tensor([_errors(name, needs, window, lengths) for lengths in packings for window in windows])
     except Exception as error:  # of torch, the compiler or Triton: the next backend is tried
         reason = str(error).strip().partition("\n")[0]
         return CheckResult(
@@ -66,15 +67,22 @@ def _at(tokens: int) -> str:
     return f" at {tokens} tokens" if tokens else ""
 
 
-def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, tokens: int) -> list[float]:
+def _packings(tokens: int, one_sample_tokens: int | None) -> list[tuple[int, ...]]:
+    """Lengths of samples; with ``one_sample_tokens`` also one sample, of a multiple of this number."""
+    several = (tokens - tokens // 4 - 1, 1, tokens // 4) if tokens else _LENGTHS
+    if one_sample_tokens is None:
+        return [several]
+    multiple = max(1, (tokens or SHORT_TOKENS) // one_sample_tokens) * one_sample_tokens
+    return [several, (multiple,)]
+
+
+def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, lengths: tuple[int, ...]) -> list[float]:
     """Errors of the output and each gradient."""
     random = torch.Generator().manual_seed(0)
-    heads = needs.groups * needs.repeat
-    lengths: tuple[int, ...] = _LENGTHS
+    heads, tokens = needs.groups * needs.repeat, sum(lengths)
+    is_long = tokens > SHORT_TOKENS
     spans: Spans | None = _SPANS if needs.cp else None
-    if tokens:
-        lengths = (tokens - tokens // 4 - 1, 1, tokens // 4)
-        spans = spans and tuple((start * tokens // SHORT_TOKENS, end * tokens // SHORT_TOKENS) for start, end in spans)
+    spans = spans and tuple((start * tokens // SHORT_TOKENS, end * tokens // SHORT_TOKENS) for start, end in spans)
     shapes = {
         "q": (needs.groups, needs.repeat, needs.key_width),
         "k": (needs.groups, needs.key_width),
@@ -99,8 +107,8 @@ def _errors(name: BackendName, needs: AttentionNeeds, window: int | None, tokens
     results = run(BACKENDS[name].attend, needs.device, needs.dtype)
     if isinstance(results[0], FakeTensor):  # without values
         return [0.0] * len(results)
-    references = run(packed_attention, needs.device if tokens else "cpu", torch.float32)
-    if tokens:
+    references = run(packed_attention, needs.device if is_long else "cpu", torch.float32)
+    if is_long:
         return [_error_of_parts(a, b) for a, b in zip(results, references, strict=True)]
     errors: list[float] = relative_errors(results, references).tolist()
     return errors

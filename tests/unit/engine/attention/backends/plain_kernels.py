@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention.backends import flex, varlen
+from isthmus.engine.attention.backends import cudnn, flex, varlen
 
 
 def plain_flash_attention(
@@ -44,12 +44,28 @@ def plain_flash_attention(
     return torch.cat(outputs)
 
 
+def plain_cudnn_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: None, compute_log_sumexp: bool, *, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[Tensor]:  # fmt: skip
+    """``aten::_scaled_dot_product_cudnn_attention`` of [1, N, T, D], with grouped query heads."""
+    assert query.dim() == 4 and query.size(0) == 1 and all(x.stride(-1) == 1 for x in (query, key, value))
+    assert compute_log_sumexp == torch.is_grad_enabled()
+    assert (attn_bias, dropout_p, is_causal) == (None, 0.0, True)
+    share = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool).tril()
+    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ value,)
+
+
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """flash_attention as plain operations; torch's flex_attention, uncompiled, with the backward pass of its tests."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(varlen, "flash_attention", plain_flash_attention)
+    monkeypatch.setattr(cudnn, "_KERNEL", plain_cudnn_attention)
     monkeypatch.setattr(
         flex_attention, "_validate_device", lambda *_: None, raising=False
     )  # refuses gradients on a CPU

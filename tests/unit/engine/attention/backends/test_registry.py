@@ -10,20 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention.backends import flex
+from isthmus.engine.attention.backends import cudnn, flex
 from isthmus.engine.attention.backends.blocks import packed_attention
+from isthmus.engine.attention.backends.cudnn import cudnn_attention
 from isthmus.engine.attention.backends.flex import flex_attention
 from isthmus.engine.attention.backends.sdpa import sdpa_attention
 from isthmus.engine.attention.backends.varlen import varlen_attention
 from isthmus.engine.layers.row_ranges import row_ranges
 from isthmus.engine.parallel.context_parallel import Spans, local_tokens
 from sweep import swept
-from unit.engine.attention.backends.plain_kernels import plain_flash_attention, plain_kernels  # noqa: F401
+from unit.engine.attention.backends.plain_kernels import (  # noqa: F401
+    plain_cudnn_attention,
+    plain_flash_attention,
+    plain_kernels,
+)
 from unit.engine.attention.test_self_attention import reference
 from unit.engine.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("plain_kernels")
-BACKENDS = pytest.mark.parametrize("attend", [varlen_attention, flex_attention, sdpa_attention])
+BACKENDS = pytest.mark.parametrize("attend", [varlen_attention, cudnn_attention, flex_attention, sdpa_attention])
 LENGTHS = (9, 1, 4, 130, 6)
 TOKENS = sum(LENGTHS)
 SPANS: dict[str, Spans | None] = {
@@ -67,6 +72,35 @@ def test_values_and_gradients(
     attend: Callable[..., Tensor], groups: int, window: int | None, spans: Spans | None
 ) -> None:
     check(attend, inputs(groups), window, spans, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "spans", "by_cudnn"),
+    [
+        ((512,), None, None, True),
+        ((512,), 512, None, True),
+        ((512,), 511, None, False),
+        ((512,), None, ((0, 64), (400, 512)), False),
+        ((500,), None, None, False),
+        ((256, 256), None, None, False),
+        ((512, 1), None, None, False),
+    ],
+)
+def test_cudnn_computes_one_sample_of_a_length_that_recurs(
+    lengths: tuple[int, ...], window: int | None, spans: Spans | None, by_cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(cudnn, "_KERNEL", lambda *a, **k: calls.append(1) or plain_cudnn_attention(*a, **k))
+    random = torch.Generator().manual_seed(0)
+    tokens, shapes = sum(lengths), ((2, 2, 16), (2, 16), (2, 8))
+    tensors = [torch.randn(tokens, *s, dtype=torch.float64, generator=random).requires_grad_() for s in shapes]
+    out = cudnn_attention(local_tokens(tensors[0], spans), *tensors[1:], lengths, window, scale=0.3, spans=spans)
+    expected = local_tokens(reference(*tensors, lengths, window, scale=0.3), spans)
+    assert bool(calls) is by_cudnn and torch.allclose(out, expected, rtol=0, atol=1e-12)
+    upstream = torch.randn(expected.shape, dtype=torch.float64, generator=random)
+    gradients = (torch.autograd.grad(x, tensors, upstream) for x in (out, expected))
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)

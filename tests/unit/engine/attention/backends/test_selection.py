@@ -83,6 +83,7 @@ def test_a_cpu_has_blocks_and_no_message() -> None:
     [
         ("varlen", {"device": "cpu"}, "it has no CPU kernel"),
         ("varlen", {"dtype": torch.float32}, "it needs bf16 or fp16, got torch.float32"),
+        ("cudnn", {"dtype": torch.float32}, "it needs bf16 or fp16, got torch.float32"),
         ("flex", {"device": "cpu"}, "it has no backward pass on a CPU"),
         ("flex", {"dropout": True}, "it has no dropout"),
         ("sdpa", {"sinks": True}, "it has no attention sinks"),
@@ -219,6 +220,32 @@ def test_a_kernel_is_checked_at_the_length_of_the_run(monkeypatch: pytest.Monkey
     assert of_kernel(monkeypatch, without_early_keys).failure is None
     result = of_kernel(monkeypatch, without_early_keys, 2000)
     assert "its errors at 2000 tokens against float32 are" in (result.failure or "")
+
+
+def test_the_check_of_cudnn_has_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right for several samples, by flash attention, and wrong for one."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return packed_attention(q if len(lengths) > 1 else q * 2, k, v, lengths, *args, **kwargs)
+
+    needs = replace(BF16, device="cpu", groups=2, repeat=2, key_width=16, value_width=16)
+    for tokens in (0, 2000):
+        for kernel, is_right in ((packed_attention, True), (attend, False)):
+            monkeypatch.setitem(BACKENDS, "cudnn", replace(BACKENDS["cudnn"], attend=kernel))
+            self_check.self_check.cache_clear()
+            assert (self_check.self_check("cudnn", needs, "", tokens).failure is None) is is_right
+
+
+def test_cudnn_is_refused_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(UsageError, match="cudnn cannot be used here: cuDNN is for NVIDIA GPUs"):
+        select_backend("cudnn", BF16)
+
+
+def test_cudnn_is_refused_in_deterministic_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(UsageError, match="deterministic=true excludes its backward pass"):
+        select_backend("cudnn", BF16)
 
 
 def test_the_choice_follows_the_check_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
