@@ -19,13 +19,24 @@ def install() -> None:
     """Register it for autograd on ``cuda``, in front of the decomposition."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
-    _LIBRARY.append(library)  # its end would remove it
+    without_values = torch.library.Library("aten", "IMPL", "Meta")
+    without_values.impl("_scaled_mm.out", _scaled_mm_out)
+    _LIBRARY.extend((library, without_values))  # their end would remove them
     _allow_lower_right()
     from isthmus.engine.attention.backends import flex
     from isthmus.engine.attention.backends import registry as backends
 
     flex._kernel = lambda softcap, scale, dtype: _flex
     backends.find_compiler = lambda device: ("Triton", "")
+
+
+def _scaled_mm_out(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *args: Any, out: Tensor, **options: Any
+) -> Tensor:
+    """torch has the checks of the operator without ``out`` only."""
+    result = torch.ops.aten._scaled_mm.default(a, b, scale_a, scale_b, *args, **options)
+    assert out.shape == result.shape and out.dtype == result.dtype and out.is_contiguous()
+    return out
 
 
 def _allow_lower_right() -> None:

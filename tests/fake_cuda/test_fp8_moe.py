@@ -147,7 +147,7 @@ def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
 
 def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     """Forward and backward of one layer."""
-    from isthmus.engine.linear.fp8_linear import Fp8Recipe, fp8_linear, quantize_weights_once
+    from isthmus.engine.linear.fp8_linear import Fp8Recipe, fp8_linear, fp8_step
     from isthmus.platforms.detect import detect
 
     recipe = Fp8Recipe(scaling, *detect().fp8_types())  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     x, weight = torch.ones(37, 1, 64, **options, requires_grad=True), torch.ones(96, 64, **options, requires_grad=True)
     weight.main_grad = torch.zeros(96, 64, device="cuda")  # type: ignore[attr-defined]
     grad = torch.ones(37, 1, 96, **options)
-    with regions_as_kernels(), record() as trace, quantize_weights_once(micro_batches > 1):
+    with regions_as_kernels(), record() as trace, fp8_step(keeps_weights=micro_batches > 1, gradients_are_zero=True):
         for _ in range(micro_batches):
             torch.autograd.grad(fp8_linear(x, weight, recipe), x, grad)
     assert not trace.syncs
@@ -166,12 +166,18 @@ def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("number", [1, 3])
 def test_kernels_of_an_fp8_linear_layer(fake_cuda: FakeCuda, gpu: str, scaling: str, number: int) -> None:
-    """Seven a micro batch and two a step: input and weight in two layouts, the output's gradient in both at once."""
+    """Seven a micro batch and one a step: input in two layouts, weight and output's gradient in both at once.
+
+    The first weight gradient is written to the buffer, tensorwise by the matmul itself. One micro batch keeps no
+    quantized weight.
+    """
     results = fake_cuda.run(fp8_linear_kernels, gpu=gpu, scaling=scaling, micro_batches=number)
-    assert results == {
-        "region quantize": number + 1, "region quantize_columns": number + 1, "region quantize_both": number,
-        "_scaled_mm_v2": 3 * number, "add_": number,
-    }  # fmt: skip
+    once, direct = number > 1, scaling == "tensorwise"
+    assert Counter(results) == Counter({
+        "region quantize": number if once else 2, "region quantize_columns": number if once else 2,
+        "region quantize_both": number + once, "_scaled_mm_v2": 3 * number - direct, "_scaled_mm": int(direct),
+        "copy_": int(not direct), "add_": number - 1,
+    })  # fmt: skip
 
 
 def fp8_regions_of_a_step() -> dict[str, float]:
@@ -188,5 +194,5 @@ def fp8_regions_of_a_step() -> dict[str, float]:
 
 def test_weights_are_quantized_once_per_step(fake_cuda: FakeCuda) -> None:
     assert fake_cuda.run(fp8_regions_of_a_step) == {
-        "region quantize": 4, "region quantize_columns": 4, "region quantize_both": 3,
+        "region quantize": 3, "region quantize_columns": 3, "region quantize_both": 4,
     }  # fmt: skip

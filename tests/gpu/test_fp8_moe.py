@@ -17,10 +17,10 @@ from isthmus.engine.linear.fp8_linear import (
     Scaling,
     check_kernels,
     fp8_linear,
+    fp8_step,
     quantize,
     quantize_both,
     quantize_columns,
-    quantize_weights_once,
 )
 from isthmus.engine.moe.gemm_choice import time_gemms
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
@@ -132,7 +132,7 @@ def test_fp8_linear_layer(regions: str, recipe: Fp8Recipe) -> None:
     for length in (37, 64, 131):
         weight.main_grad = torch.zeros(96, 64, device=DEVICE)
         expected = torch.zeros(96, 64, device=DEVICE, dtype=torch.float64)
-        with quantize_weights_once(True):
+        with fp8_step(keeps_weights=True, gradients_are_zero=True):
             for _ in range(2):
                 x = torch.randn(length, 1, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
                 grad = torch.randn(length, 1, 96, device=DEVICE, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from isthmus.engine.decoder.decoder import Decoder, DecoderOutput
 from isthmus.engine.decoder.mtp import mtp_positions
 from isthmus.engine.host_copies import batch_to_device, to_device
 from isthmus.engine.layers.dropout import dropout_keys
-from isthmus.engine.linear.fp8_linear import quantize_weights_once
+from isthmus.engine.linear.fp8_linear import fp8_step
 from isthmus.engine.loss.objective import NEXT_TOKEN, Objective, PeakObjective, PreparedObjective
 from isthmus.engine.loss.sample_losses import SampleLoss, SampleLosses
 from isthmus.engine.moe.load_balancing import ExpertLoad, load_stats, router_sums, updated_bias
@@ -201,7 +201,7 @@ class Evaluator:
             inputs = self.teacher.with_targets(batches)
         else:
             inputs = batches
-        with quantize_weights_once(len(batches) > 1):
+        with fp8_step(keeps_weights=len(batches) > 1, gradients_are_zero=not forward_only):
             results: list[_Reported] = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, objective=objective, step=self.step),
                 data_iterator=[_micro_batches(inputs, before_micro_batch) for _ in self.model],

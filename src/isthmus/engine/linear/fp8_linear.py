@@ -45,6 +45,8 @@ class Quantized(NamedTuple):
     """FP8 [rows, n], contiguous."""
     inverse_scale: Tensor
     """float32 [] or [rows, 1]; the matrix is ``values * inverse_scale``."""
+    scale: Tensor
+    """Its inverse, before it was rounded."""
 
 
 @compiled_on_gpu
@@ -54,14 +56,18 @@ def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     The scale of zeros is one; a non-finite element makes all elements with the same scale NaN.
     """
     scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
-    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal())
+    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal(), scale)
 
 
 @compiled_on_gpu
-def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """:func:`quantize` the transpose of ``matrix`` [n, rows], with n zero-padded to a multiple of ``ALIGNMENT``."""
-    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 0).t()
-    return Quantized(_rounded(_padded_transpose(matrix), scale, dtype), scale.reciprocal())
+def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling, scale: Tensor | None = None) -> Quantized:
+    """:func:`quantize` the transpose of ``matrix`` [n, rows], with n zero-padded to a multiple of ``ALIGNMENT``.
+
+    Tensorwise, ``scale`` is that of :func:`quantize`, which saves a read of the matrix.
+    """
+    if scale is None:
+        scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 0).t()
+    return Quantized(_rounded(_padded_transpose(matrix), scale, dtype), scale.reciprocal(), scale)
 
 
 @compiled_on_gpu
@@ -70,7 +76,8 @@ def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple
     scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
     column_scale = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
     columns = _rounded(_padded_transpose(matrix), column_scale, dtype)
-    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal()), Quantized(columns, column_scale.reciprocal())
+    rows = Quantized(_rounded(matrix, scale, dtype), scale.reciprocal(), scale)
+    return rows, Quantized(columns, column_scale.reciprocal(), column_scale)
 
 
 def _scale(matrix: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
@@ -91,29 +98,56 @@ def _padded_transpose(matrix: Tensor) -> Tensor:
     return functional.pad(matrix.t(), (0, padded - matrix.size(0)))
 
 
-_quantized_weights: dict[tuple[int, bool], tuple[Tensor, Quantized]] | None = None
-"""Weights and their quantized copies, by the identity of the weight and whether they are its columns."""
+class _Step:
+    """What FP8 layers know about the micro batches of a step, in which weights do not change."""
+
+    def __init__(self, *, keeps_weights: bool, gradients_are_zero: bool) -> None:
+        self.keeps_weights, self.gradients_are_zero = keeps_weights, gradients_are_zero
+        self.quantized: dict[tuple[int, bool], tuple[Tensor, Quantized]] = {}
+        """Weights and their quantized copies, by the identity of the weight and whether they are its columns."""
+        self.with_gradient: set[int] = set()
+        """Identities of the weights whose ``main_grad`` has a gradient."""
+
+    def is_first_gradient(self, weight: Tensor) -> bool:
+        """Whether ``main_grad`` is zero. The next call for this weight returns False."""
+        is_first = self.gradients_are_zero and id(weight) not in self.with_gradient
+        self.with_gradient.add(id(weight))
+        return is_first
+
+
+_step = _Step(keeps_weights=False, gradients_are_zero=False)
 
 
 @contextlib.contextmanager
-def quantize_weights_once(enabled: bool) -> Iterator[None]:
-    """Keep quantized weights until the end of the block, in which weights do not change: 2 bytes per element."""
-    global _quantized_weights
-    _quantized_weights = {} if enabled else None
+def fp8_step(*, keeps_weights: bool, gradients_are_zero: bool) -> Iterator[None]:
+    """The micro batches of a step.
+
+    ``keeps_weights`` keeps quantized weights until its end: 2 bytes per element. ``gradients_are_zero`` is whether
+    ``main_grad`` of all weights is zero at its start.
+    """
+    global _step
+    before = _step
+    _step = _Step(keeps_weights=keeps_weights, gradients_are_zero=gradients_are_zero)
     try:
         yield
     finally:
-        _quantized_weights = None
+        _step = before
 
 
-def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool) -> Quantized:
-    key = id(weight), columns
-    if _quantized_weights is not None and key in _quantized_weights:
-        return _quantized_weights[key][1]
+def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool, both: bool = False) -> Quantized:
+    """``both``: the other layout is needed, too, and is quantized in the same kernels if it can be kept."""
+    key, kept = (id(weight), columns), _step.quantized
+    if key in kept:
+        return kept[key][1]
     # Detached: compiled for any number of rows, like the activations.
-    quantized = (quantize_columns if columns else quantize)(weight.detach(), recipe.forward, recipe.scaling)
-    if _quantized_weights is not None:
-        _quantized_weights[key] = weight, quantized
+    matrix, kind = weight.detach(), (recipe.forward, recipe.scaling)
+    if both and _step.keeps_weights:
+        for layout, quantized in zip((False, True), quantize_both(matrix, *kind), strict=True):
+            kept[id(weight), layout] = weight, quantized
+        return kept[key][1]
+    quantized = (quantize_columns if columns else quantize)(matrix, *kind)
+    if _step.keeps_weights:
+        kept[key] = weight, quantized
     return quantized
 
 
@@ -139,6 +173,11 @@ def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> 
     return SCALED_MM(*operands, a.inverse_scale, kind, scale, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
+def scaled_mm_into(out: Tensor, a: Quantized, b: Quantized) -> None:
+    """Overwrite a float32 ``out`` by the tensorwise matmul; its rows are aligned as those of ``b``."""
+    torch._scaled_mm(a.values, b.values.t(), a.inverse_scale, b.inverse_scale, out_dtype=out.dtype, out=out)
+
+
 def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
     """Run a small matmul of each kind on a GPU.
 
@@ -155,7 +194,11 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
         instead = "train.precision=bf16" if first == recipe.forward else "train.fp8_format=e4m3"
         for dtype in (torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)):
             try:
-                result = scaled_mm(a, b, dtype, fast=False)
+                result = torch.full_like(expected, torch.nan, dtype=dtype)
+                if dtype == torch.float32:
+                    scaled_mm_into(result, a, b)
+                else:
+                    result = scaled_mm(a, b, dtype, fast=False)
             except RuntimeError as reason:
                 raise UsageError(f"{what} fails on this GPU ({str(reason).strip()}). Use {instead}.") from reason
             error = float((result.float() - expected).norm() / expected.norm())
@@ -167,18 +210,21 @@ class _Fp8Linear(torch.autograd.Function):
     """``x @ weight.T`` with tensor-parallel communication; saves ``x`` in its own dtype, if the weight is trained."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange, has_backward: bool
+    ) -> Tensor:
         ctx.weight = weight  # not saved: a hook on saved tensors would return it without its main_grad
         ctx.recipe, ctx.exchange = recipe, exchange
         gathered = exchange.gather(x)
         tokens = quantize(gathered.flatten(0, -2), recipe.forward, recipe.scaling)
-        rows = _quantized_weight(weight, recipe, columns=False)
+        scale = tokens.scale if recipe.scaling == "tensorwise" else None
+        ctx.save_for_backward(*((x, scale) if weight.requires_grad else (None, None)))
+        rows = _quantized_weight(weight, recipe, columns=False, both=has_backward)
         return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*gathered.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
+        (x, scale), weight, recipe, exchange = ctx.saved_tensors, ctx.weight, ctx.recipe, ctx.exchange
         grad, kind = grads[0].flatten(0, -2), (recipe.backward, recipe.scaling)
         gathered, wait_for_input = (NO_EXCHANGE if x is None else exchange).start_gather(x)
         tokens, outputs = (quantize(grad, *kind), None) if x is None else quantize_both(grad, *kind)
@@ -186,20 +232,30 @@ class _Fp8Linear(torch.autograd.Function):
         grad_whole = scaled_matmul(tokens, columns, grad.dtype, fast=False).view(*grads[0].shape[:-1], -1)
         wait_for_input()
         grad_x, wait_for_sum = exchange.start_sum(grad_whole)
-        grad_weight = None if outputs is None else _weight_gradient(ctx, gathered, outputs)
+        grad_weight = None if outputs is None else _weight_gradient(weight, recipe, gathered, scale, outputs)
         wait_for_sum()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def _weight_gradient(ctx: Any, x: Tensor, outputs: Quantized) -> Tensor | None:
-    """Add it to ``main_grad``, or return it if there is none. ``outputs`` are the columns of the output's gradient."""
-    weight, recipe = ctx.weight, ctx.recipe
-    inputs = quantize_columns(x.flatten(0, -2), recipe.forward, recipe.scaling)
+def _weight_gradient(
+    weight: Any, recipe: Fp8Recipe, x: Tensor, scale: Tensor | None, outputs: Quantized
+) -> Tensor | None:
+    """Add it to ``main_grad``, or return it if there is none.
+
+    ``scale`` is that of the input ``x``, ``outputs`` are the columns of the output's gradient.
+    """
+    inputs = quantize_columns(x.flatten(0, -2), recipe.forward, recipe.scaling, scale)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return scaled_matmul(outputs, inputs, x.dtype, fast=False)
-    main_grad.add_(scaled_matmul(outputs, inputs, _gradient_dtype(recipe, main_grad.dtype, x.dtype), fast=False))
     weight.grad_added_to_main_grad = True
+    dtype, is_first = _gradient_dtype(recipe, main_grad.dtype, x.dtype), _step.is_first_gradient(weight)
+    # The kernel wants aligned rows in its output; DDP buffers without a sharded optimizer do not align parameters.
+    if is_first and dtype == torch.float32 and main_grad.is_cuda and main_grad.data_ptr() % ALIGNMENT == 0:
+        scaled_mm_into(main_grad, outputs, inputs)
+        return None
+    gradient = scaled_matmul(outputs, inputs, dtype, fast=False)
+    _ = main_grad.copy_(gradient) if is_first else main_grad.add_(gradient)
     return None
 
 
@@ -217,4 +273,5 @@ def fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExch
 
     ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`.
     """
-    return _Fp8Linear.apply(x, weight, recipe, exchange)
+    has_backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _Fp8Linear.apply(x, weight, recipe, exchange, has_backward)

@@ -95,7 +95,7 @@ def _fp8_gemm(size: int, platform: Platform, device: torch.device) -> Callable[[
 
     e4m3, _ = platform.fp8_types()
     scale = torch.ones((), device=device)
-    a, b = (Quantized(torch.randn(size, size, device=device).to(e4m3), scale) for _ in range(2))
+    a, b = (Quantized(torch.randn(size, size, device=device).to(e4m3), scale, scale) for _ in range(2))
     return lambda: scaled_mm(a, b, torch.bfloat16, fast=True)
 
 

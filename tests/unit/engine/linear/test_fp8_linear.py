@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from isthmus.engine.linear.fp8_linear import (
     emulated_scaled_mm,
     fits,
     fp8_linear,
+    fp8_step,
     quantize,
     quantize_both,
     quantize_columns,
-    quantize_weights_once,
     scaled_mm,
 )
 from isthmus.errors import UsageError
@@ -140,13 +141,32 @@ def test_the_weight_gradient_is_added_to_the_buffer(scaling: Scaling) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_first_gradient_of_a_step_overwrites_the_buffer(scaling: Scaling) -> None:
+    """Where the step says that it is zero; a weight that is used again, or by a second micro batch, adds."""
+    torch.manual_seed(0)
+    recipe = Fp8Recipe(scaling, E4M3, E5M2)
+    x, weight = torch.randn(16, 32), torch.randn(48, 32).requires_grad_()
+    (gradient,) = torch.autograd.grad(fp8_linear(x, weight, recipe).sum(), weight)
+    for zero, times in ((True, 1), (True, 2), (False, 1)):
+        weight.main_grad = torch.full((48, 32), 0.5)  # type: ignore[attr-defined]
+        with fp8_step(keeps_weights=False, gradients_are_zero=zero):
+            for _ in range(times):
+                fp8_linear(x, weight, recipe).sum().backward()
+        expected = gradient * times if zero else gradient + 0.5
+        assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("rows", [16, 19])
 def test_columns_are_those_of_the_transpose(scaling: Scaling, rows: int) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(rows, 48) * torch.logspace(-3, 3, 48)
     padded = torch.nn.functional.pad(matrix.t(), (0, -rows % 16))
     expected = quantize(matrix, E4M3, scaling), quantize(padded.contiguous(), E4M3, scaling)
-    for results in (quantize_both(matrix, E4M3, scaling), (expected[0], quantize_columns(matrix, E4M3, scaling))):
+    ways = [quantize_both(matrix, E4M3, scaling), (expected[0], quantize_columns(matrix, E4M3, scaling))]
+    if scaling == "tensorwise":
+        ways.append((expected[0], quantize_columns(matrix, E4M3, scaling, expected[0].scale)))
+    for results in ways:
         for ours, theirs in zip(results, expected, strict=True):
             assert ours.values.is_contiguous() and ours.inverse_scale.shape == theirs.inverse_scale.shape
             assert torch.equal(ours.values.float(), theirs.values.float())
@@ -161,20 +181,20 @@ def test_weights_are_quantized_once_per_step(scaling: Scaling, monkeypatch: pyte
     weights = [torch.randn(48, 32).requires_grad_(), torch.randn(32, 48).requires_grad_()]
     quantized: list[int] = []
 
-    def counted(real: Callable[..., Quantized]) -> Callable[..., Quantized]:
-        def run(matrix: Tensor, *args: object) -> Quantized:
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(matrix: Tensor, *args: object) -> Any:
             quantized.extend(number for number, weight in enumerate(weights) if matrix.data_ptr() == weight.data_ptr())
             return real(matrix, *args)
 
         return run
 
-    for function in (quantize, quantize_columns):
+    for function in (quantize, quantize_columns, quantize_both):
         monkeypatch.setattr(module, function.__name__, counted(function))
 
     def step(once: bool, micro_batches: int = 3) -> list[Tensor]:
         quantized.clear()
         generator = torch.Generator().manual_seed(1)
-        with quantize_weights_once(once):
+        with fp8_step(keeps_weights=once, gradients_are_zero=True):
             losses = [
                 fp8_linear(fp8_linear(torch.randn(7, 32, generator=generator), weights[0], recipe), weights[1], recipe)
                 for _ in range(micro_batches)
@@ -184,15 +204,15 @@ def test_weights_are_quantized_once_per_step(scaling: Scaling, monkeypatch: pyte
     repeated = step(False)
     assert sorted(quantized) == [0] * 6 + [1] * 6
     remaining = step(True)
-    assert sorted(quantized) == [0, 0, 1, 1]
+    assert sorted(quantized) == [0, 1]  # both layouts in one region
     assert all(torch.equal(a, b) for a, b in zip(remaining, repeated, strict=True))
     with torch.no_grad():
         weights[0].data.mul_(2)
     assert not torch.equal(step(True)[0], remaining[0])
-    with pytest.raises(ZeroDivisionError), quantize_weights_once(True):
+    with pytest.raises(ZeroDivisionError), fp8_step(keeps_weights=True, gradients_are_zero=True):
         fp8_linear(torch.randn(7, 32), weights[0], recipe)
         raise ZeroDivisionError
-    assert module._quantized_weights is None
+    assert not module._step.keeps_weights
 
 
 @pytest.mark.skipif(SCALED_MM is None, reason=f"torch {torch.__version__} has the kernel for GPUs only")
