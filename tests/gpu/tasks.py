@@ -11,7 +11,7 @@ import torch.distributed as dist
 from isthmus.config.schema import ParallelConfig
 from isthmus.engine.checkpoint import run_state, save_load
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
-from isthmus.engine.compiled import set_compile
+from isthmus.engine.compiled import compiled_versions, set_compile
 from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.parallel.process_groups import agree, open_groups, sum_over_ranks
 from ranks.pool_worker import platform
@@ -101,16 +101,15 @@ def memory_without_state(**settings: Any) -> dict[str, int]:
 
 def compiled(**settings: Any) -> dict[str, Any]:
     """Losses without and with ``train.compile``, and the graphs compiled after 2 and after all steps."""
-    from torch._dynamo.utils import counters
 
     eager = train(**settings, more={"compile": False})
-    counters.clear()
+    compiled_versions.clear()
     with_regions = settings | {"more": {"compile": True}}
     try:
         train(**with_regions | {"steps": 2})
-        early = counters["stats"]["unique_graphs"]
+        early = compiled_versions.total()
         fused = train(**with_regions)
     finally:
         set_compile(False)
-    graphs = [early, counters["stats"]["unique_graphs"]]
+    graphs = [early, compiled_versions.total()]
     return {"eager": eager["loss"], "compiled": fused["loss"], "graphs": graphs}
