@@ -33,8 +33,8 @@ _ATTENTION = re.compile(r"PackedAttention|scaled_dot_product|(flash|flex|efficie
 _ROWS = (
     (re.compile(r"CrossEntropy"), "loss"),
     (re.compile(r"RMSNorm|rms_norm|LayerNorm|layer_norm|NormFunction", re.IGNORECASE), "norms"),
-    (re.compile(r"SwiGLU|GeGLU|GeLU|silu|relu|sigmoid|CompiledActivation", re.IGNORECASE), "activations"),
-    (re.compile(r"_Rotate"), "rotary positions"),
+    (re.compile(r"SwiGLU|GeGLU|GeLU|silu|relu|sigmoid|FusedFunction", re.IGNORECASE), "activations"),
+    (re.compile(r"_Rotate|_ProjectedHeads"), "rotary positions"),
     (re.compile(r"_Lookup|embedding", re.IGNORECASE), "embedding"),
 )
 _WEIGHTS = (

@@ -104,16 +104,16 @@ def test_device_rows_are_kernels_and_idle_time() -> None:
 
 
 def test_functions_of_the_engine_have_their_rows() -> None:
-    from isthmus.engine.attention import rope
+    from isthmus.engine.attention import projected_heads, rope
     from isthmus.engine.attention.backends import blocks
     from isthmus.engine.decoder import embedding
-    from isthmus.engine.layers import activation, norm
+    from isthmus.engine.layers import activation, fused_function, norm
     from isthmus.engine.loss import linear_cross_entropy
 
     functions = {
         blocks._PackedAttention: "attention", norm._NormFunction: "norms",
-        rope._Rotate: "rotary positions",
-        activation._SwiGLU: "activations", activation._CompiledActivation: "activations",
+        rope._Rotate: "rotary positions", projected_heads._ProjectedHeads: "rotary positions",
+        activation._SwiGLU: "activations", fused_function._FusedFunction: "activations",
         embedding._Lookup: "embedding",
         linear_cross_entropy._LinearCrossEntropy: "loss", linear_cross_entropy._TokenCrossEntropy: "loss",
     }  # fmt: skip

@@ -23,7 +23,7 @@ def fused(function: Function) -> Function:
     def call(*inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return fused_regions(function)[0](*inputs)
-        return _Fused.apply(function, *inputs)  # type: ignore[no-any-return]
+        return _FusedFunction.apply(function, *inputs)  # type: ignore[no-any-return]
 
     return call
 
@@ -44,7 +44,7 @@ def fused_regions(function: Function) -> tuple[Function, Callable[..., tuple[Ten
     return compiled_on_gpu(function), compiled_on_gpu(gradients, name=f"the gradient of {region_name(function)}")
 
 
-class _Fused(torch.autograd.Function):
+class _FusedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)

@@ -12,6 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from isthmus.engine.layers import activation
 from isthmus.engine.layers.activation import Activation, clamped_swiglu, geglu
+from isthmus.engine.layers.fused_function import fused
 from unit.engine.recorder import Recorder
 
 swiglu = Activation(cast(Any, None), function=activation.swiglu)
@@ -73,7 +74,7 @@ def test_xielu_and_its_gradients_are_those_of_transformers() -> None:
     theirs = XIELUActivation(dtype=torch.float32)
     x = torch.linspace(-4, 4, 41).requires_grad_()
     inputs = (x, theirs.alpha_p, theirs.alpha_n)
-    result = activation._XieluFunction.apply(*inputs, theirs.beta, theirs.eps)
+    result = fused(activation._xielu)(*inputs, theirs.beta, theirs.eps)
     expected = theirs(x)
     grad = torch.linspace(0.5, 2, 41)
     torch.testing.assert_close(result, expected)
