@@ -20,7 +20,7 @@ overlaps.
 """
 HOST_KERNEL_S, HOST_REGION_S = 5e-6, 15e-6
 """Time of the host for a kernel, and for a compiled region (``benchmarks/region_calls.py``)."""
-HOST_KERNELS = {"dense": (20, 8), "experts": (70, 0), "latent": (37, 8)}
+HOST_KERNELS = {"dense": (18, 8), "experts": (21, 8), "latent": (30, 8)}
 """Kernels and regions of a layer in both passes, and what experts and latent attention add, as a traced GPU counts them
 (``benchmarks/step_cost.py``).
 """

@@ -227,7 +227,7 @@ def test_a_step_waits_for_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_time, "HOST_KERNEL_S", 0.1)
     step = planned(global_batch_size=8)
     busy = sum(step.parts[name] for name in ("gemm", "attention", "memory", "loss"))
-    assert step.parts["host"] == pytest.approx(32 * (20 * 0.1 + 8 * 15e-6) - busy)
+    assert step.parts["host"] == pytest.approx(32 * (18 * 0.1 + 8 * 15e-6) - busy)
 
 
 def test_precision_and_part_change_the_speed_as_their_data_sheets() -> None:
