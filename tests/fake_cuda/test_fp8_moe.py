@@ -110,6 +110,68 @@ def test_loops_over_experts_read_the_row_counts_once_per_layer(fake_cuda: FakeCu
     ]
 
 
+def kernels_of_gradients(experts: int) -> dict[str, int]:
+    """Forward and backward pass of one layer with this many experts."""
+    rank = build(EXPERTS | {"num_hidden_layers": 1, "num_experts": experts})
+    with record() as trace:
+        rank.stepper.compute_gradients([rank.batch(20, 44)])
+    return dict(trace.kernels)
+
+
+def test_more_experts_add_no_kernels(fake_cuda: FakeCuda) -> None:
+    """An operator on a list of gradients would count once here and start a kernel for each."""
+    few, more = (fake_cuda.run(kernels_of_gradients, experts=number) for number in (4, 16))
+    assert few == more and not any(name.startswith("_foreach") for name in few)
+
+
+def fp8_gemms_of_experts(**train: Any) -> dict[str, Any]:
+    """Of one layer in a step of two micro batches."""
+    rank = build(EXPERTS | {"num_hidden_layers": 1}, precision="fp8", sections={"train": train})
+    with regions_as_kernels(), record() as trace:
+        rank.stepper.train_step([rank.batch(20, 44)] * 2)
+    waits = trace.syncs_in("host_copies.py", "fp8_experts.py", "grouped_gemm.py")
+    grouped = {name: trace.kernels[name] for name in ("_scaled_grouped_mm", "_grouped_mm")}
+    quantized = sum(number for name, number in trace.kernels.items() if name == "region quantize")
+    return grouped | {
+        "waits": len(waits),
+        "quantized": quantized,
+        "lines": [m for m in rank.model.messages if "fp8" in m],
+    }
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942", "gfx950"])
+def test_experts_in_fp8_use_torch_s_grouped_kernel(fake_cuda: FakeCuda, gpu: str) -> None:
+    """Forward and for the gradient of the input; weight gradients stay bfloat16, and nothing waits for the GPU."""
+    results, without = (fake_cuda.run(fp8_gemms_of_experts, gpu=gpu, fp8_experts=on) for on in (True, False))
+    assert results["_scaled_grouped_mm"] == 2 * 4 and results["_grouped_mm"] == 2 * 2 and results["waits"] == 0
+    assert without["_scaled_grouped_mm"] == 0 and without["_grouped_mm"] == 2 * 6
+    # Rows of two GEMMs forward and backward in each micro batch, two layouts of two weights in a step.
+    assert results["quantized"] - without["quantized"] == 2 * 4 + 2 * 2
+    assert (
+        "fp8: 8 experts of 64 x 64 and 64 x 32 with rowwise scales; their weight gradients stay bf16"
+        in results["lines"]
+    )
+
+
+def router_kernels() -> dict[str, int]:
+    """Copies to float32, matmuls into float32 and bytes that autograd saves, of a router with 256 channels."""
+    from isthmus.engine.moe.router_logits import router_logits
+
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight = torch.ones(64, 256, **options), torch.ones(8, 256, **options)
+    router_logits(hidden, weight)  # with the trial of the kernel
+    with regions_as_kernels(), record() as trace, measure() as memory:
+        logits = router_logits(hidden, weight)
+        saved = memory.live_bytes - logits.nbytes - weight.nbytes  # of which there is a view
+        logits.sum().backward()
+    return {"copies": trace.kernels["_to_copy"], "into float32": trace.kernels["addmm"], "saved": saved}
+
+
+def test_routers_copy_no_hidden_states_to_float32(fake_cuda: FakeCuda) -> None:
+    """The one copy is that of the weight's gradient to bfloat16."""
+    assert fake_cuda.run(router_kernels) == {"copies": 1, "into float32": 2, "saved": 0}
+
+
 def choices(precision: str, full: bool = False) -> dict[str, Any]:
     """With the times of a GPU, or without the memory for them."""
     from isthmus.engine.moe import gemm_choice

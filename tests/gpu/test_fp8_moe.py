@@ -21,11 +21,13 @@ from isthmus.engine.linear.fp8_linear import (
     quantize_both,
     quantize_columns,
 )
+from isthmus.engine.moe.fp8_experts import check_grouped_kernel
 from isthmus.engine.moe.gemm_choice import time_gemms
 from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
 from isthmus.engine.moe.routed_tokens import RoutedTokens, expert_capacity
 from isthmus.engine.moe.router import route, within_capacity
 from isthmus.engine.moe.token_dispatcher import Keep, run_local
+from isthmus.errors import UsageError
 from isthmus.families.blocks.feed_forward import Experts
 from isthmus.platforms.detect import detect
 from isthmus.platforms.torch_features import GROUPED_MM
@@ -121,6 +123,20 @@ def regions(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("recipe", SCALINGS, indirect=True)
 def test_fp8_kernels_pass_the_check_of_a_run(recipe: Fp8Recipe) -> None:
     check_kernels(recipe, DEVICE)
+
+
+def test_the_grouped_fp8_kernel_passes_the_check_of_a_run() -> None:
+    """A GPU without it is no failure, a wrong result is."""
+    platform = detect()
+    supported, why = platform.supports("fp8")
+    if not supported:
+        pytest.skip(why)
+    try:
+        check_grouped_kernel(platform.fp8_types()[0], DEVICE)
+    except UsageError as refused:
+        if "fails on this GPU" not in str(refused):
+            raise
+        pytest.skip(str(refused))
 
 
 @pytest.mark.parametrize("recipe", SCALINGS, indirect=True)

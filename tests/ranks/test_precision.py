@@ -177,6 +177,20 @@ def test_recomputed_experts_use_their_own_sequence(
         assert got == pytest.approx(expected, rel=1e-5)
 
 
+def test_fp8_experts_follow_bf16_ones(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
+    """Emulated; a scale for each token and output does not depend on the ranks of the experts."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    model = build_model_folder(tmp_path / "model", "qwen3_moe", **sizes)
+    shared: dict[str, Any] = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4, "precision": "fp8"}
+    cases = [{}, {"more": {"fp8_experts": True}}]
+    bf16, fp8 = one_rank.run("ranks.tasks.run_cases", task="train", cases=cases, **shared)
+    sharded = two_ranks.run("ranks.tasks.train", **shared, more={"fp8_experts": True}, ep=2)
+    loss, norm = differences(fp8, bf16)
+    assert 0 < loss < 0.01 and norm < 0.1
+    loss, norm = differences(sharded, fp8)
+    assert loss < 0.005 and norm < 0.05
+
+
 RECOMPUTE_MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "core_attn": {"recompute": "selective"},

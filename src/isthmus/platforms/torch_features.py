@@ -20,6 +20,10 @@ GROUPED_MM: Any = getattr(F, "grouped_mm", None)
 SCALED_MM: Any = getattr(F, "scaled_mm", None)
 """FP8 matmuls; without it, ``torch._scaled_mm``."""
 
+SCALED_GROUPED_MM: Any = getattr(torch, "_scaled_grouped_mm", None)
+"""FP8 matmuls of experts; without it, ``train.fp8_experts`` is refused. The public function has no shape checks for
+traces without a GPU."""
+
 ADDMM_INTO_FLOAT32: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
 """Adds a 16-bit matmul to a float32 tensor on a GPU. Releases before 2.10, and some builds for ROCm, have the name and
 raise an error, so its first use is a trial; without it, the matmul is rounded to 16 bits and then added."""

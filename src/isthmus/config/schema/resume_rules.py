@@ -25,7 +25,7 @@ _TABLE: Mapping[ResumeRule, str] = {
     # The result depends on these, and a run can continue with other values: checkpoint.accept_changes.
     "ask": """
         train.precision train.initial_loss_scale train.loss_scale_window train.fp8_scaling train.fp8_format
-        train.emulate_fp8 train.seed train.attention_dropout train.hidden_dropout train.neftune_alpha
+        train.fp8_experts train.emulate_fp8 train.seed train.attention_dropout train.hidden_dropout train.neftune_alpha
         train.label_smoothing train.mtp_loss_weight optim.lr optim.lr_multipliers optim.min_lr optim.schedule
         optim.power optim.num_cycles optim.warmup_steps optim.warmup_fraction optim.schedule_steps optim.decay_steps
         optim.weight_decay optim.clip_grad optim.beta1 optim.beta2 optim.eps optim.muon_lr optim.muon_momentum

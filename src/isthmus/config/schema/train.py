@@ -11,7 +11,7 @@ from isthmus.config.schema.section import Count, Interval, PathText, Section, Se
 RecomputedModule = Literal["core_attn", "mlp", "moe", "layernorm", "mlp_act", "moe_act", "rope"]
 _PRECISION_SETTINGS = {
     "fp16": ("initial_loss_scale", "loss_scale_window"),
-    "fp8": ("fp8_scaling", "fp8_format", "emulate_fp8"),
+    "fp8": ("fp8_scaling", "fp8_format", "fp8_experts", "emulate_fp8"),
 }
 """Settings that apply to one precision only."""
 
@@ -47,6 +47,9 @@ class TrainConfig(Section):
     """fp8: one scale per tensor, or one per row and column."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """fp8: hybrid uses e5m2 (more range, less precision) for gradients and e4m3 for the rest; e4m3: all e4m3."""
+    fp8_experts: bool = False
+    """fp8: compute matmuls of routed experts and of their input gradients in e4m3 with a scale for each row, whatever
+    fp8_scaling and fp8_format are; unmeasured."""
     emulate_fp8: bool = False
     """fp8: on a CPU, round the inputs of matmuls to FP8 and multiply them in float32, to rehearse an FP8 run."""
     gemm_tuning: bool = False

@@ -7,7 +7,7 @@ are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -51,11 +51,11 @@ class Quantized(NamedTuple):
 
 @compiled_on_gpu
 def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Scale ``matrix`` [rows, n] to the range of the dtype and round.
+    """Scale ``matrix`` [..., rows, n] to the range of the dtype and round.
 
     The scale of zeros is one; a non-finite element makes all elements with the same scale NaN.
     """
-    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
+    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else -1)
     return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal(), scale)
 
 
@@ -103,8 +103,9 @@ class _Step:
 
     def __init__(self, *, keeps_weights: bool, gradients_are_zero: bool) -> None:
         self.keeps_weights, self.gradients_are_zero = keeps_weights, gradients_are_zero
-        self.quantized: dict[tuple[int, bool], tuple[Tensor, Quantized]] = {}
-        """Weights and their quantized copies, by the identity of the weight and whether they are its columns."""
+        self.quantized: dict[tuple[int, Hashable], tuple[Tensor, Quantized]] = {}
+        """Weights and their quantized copies, by the identity of the weight and a layout, which linear layers name by
+        whether it is that of its columns."""
         self.with_gradient: set[int] = set()
         """Identities of the weights whose ``main_grad`` has a gradient."""
 
@@ -145,9 +146,17 @@ def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool, both:
         for layout, quantized in zip((False, True), quantize_both(matrix, *kind), strict=True):
             kept[id(weight), layout] = weight, quantized
         return kept[key][1]
-    quantized = (quantize_columns if columns else quantize)(matrix, *kind)
+    return kept_in_step(weight, columns, lambda: (quantize_columns if columns else quantize)(matrix, *kind))
+
+
+def kept_in_step(weight: Tensor, layout: Hashable, compute: Callable[[], Quantized]) -> Quantized:
+    """The quantized weight in a layout; computed once if the step keeps weights."""
+    key = id(weight), layout
+    if key in _step.quantized:
+        return _step.quantized[key][1]
+    quantized = compute()
     if _step.keeps_weights:
-        kept[key] = weight, quantized
+        _step.quantized[key] = weight, quantized
     return quantized
 
 

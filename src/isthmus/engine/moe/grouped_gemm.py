@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,46 +62,62 @@ class GemmKernels:
     weight_gradient: bool = True
 
 
+class GroupedMatmul(Protocol):
+    """The signature of :func:`grouped_matmul`."""
+
+    def __call__(
+        self, x: Tensor, sizes: GroupSizes, weights: Sequence[Tensor], *, transposed: bool, kernel: bool
+    ) -> Tensor: ...
+
+
 def grouped_linear(
-    x: Tensor, sizes: GroupSizes, weights: Sequence[Tensor], kernels: GemmKernels = GemmKernels()
+    x: Tensor,
+    sizes: GroupSizes,
+    weights: Sequence[Tensor],
+    kernels: GemmKernels = GemmKernels(),
+    multiply: GroupedMatmul | None = None,
 ) -> Tensor:
     """Multiply rows ``x`` [n, K], sorted by group, with the weight [N, K] of their group; returns [n, N].
 
-    Weight gradients are added to ``main_grad`` if there is one.
+    ``multiply`` computes it and the gradient of ``x``, by default :func:`grouped_matmul`. Weight gradients are added to
+    ``main_grad`` if there is one.
     """
-    return _GroupedLinear.apply(x, sizes, kernels, *weights)
+    return _GroupedLinear.apply(x, sizes, kernels, multiply or grouped_matmul, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: GroupSizes, kernels: GemmKernels, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None)
+    def forward(
+        ctx: Any, x: Tensor, sizes: GroupSizes, kernels: GemmKernels, multiply: GroupedMatmul, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None)
+        ctx.multiply = multiply
         ctx.weights = weights  # not saved: a hook on saved tensors would return them without their main_grad
         supported = _has_kernel(x, weights[0])
         ctx.sizes, ctx.matmul = sizes, supported and kernels.matmul
         ctx.weight_gradient = supported and kernels.weight_gradient
-        if not ctx.weight_gradient and any(ctx.needs_input_grad[3:]):
+        if not ctx.weight_gradient and any(ctx.needs_input_grad[4:]):
             sizes.copy_to_host()  # arrives before the backward pass needs it
-        return grouped_matmul(x, sizes, weights, transposed=True, kernel=ctx.matmul)
+        return multiply(x, sizes, weights, transposed=True, kernel=ctx.matmul)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), sizes, weights, grad = ctx.saved_tensors, ctx.sizes, ctx.weights, grads[0].contiguous()
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_matmul(grad, sizes, weights, transposed=False, kernel=ctx.matmul)
-        if not any(ctx.needs_input_grad[3:]):
-            return grad_x, None, None, *[None] * len(weights)
+            grad_x = ctx.multiply(grad, sizes, weights, transposed=False, kernel=ctx.matmul)
+        if not any(ctx.needs_input_grad[4:]):
+            return grad_x, None, None, None, *[None] * len(weights)
         trained = [weight if weight.requires_grad else None for weight in weights]
         if all(getattr(weight, "main_grad", None) is None for weight in weights):
             gradients = [weight if weight is None else torch.zeros_like(weight) for weight in trained]
             add_gradients(gradients, grad, x, sizes, kernel=ctx.weight_gradient)
-            return grad_x, None, None, *gradients
+            return grad_x, None, None, None, *gradients
         into = [weight if weight is None else weight.main_grad for weight in trained]
         add_gradients(into, grad, x, sizes, kernel=ctx.weight_gradient)
         for weight in weights:
             weight.grad_added_to_main_grad = weight.requires_grad
-        return grad_x, None, None, *[None] * len(weights)
+        return grad_x, None, None, None, *[None] * len(weights)
 
 
 def grouped_matmul(

@@ -29,7 +29,7 @@ from isthmus.engine.layers.fused_function import fused
 from isthmus.engine.layers.recompute import recompute_if
 from isthmus.engine.linear.linear import ColumnParallelLinear, ReplicatedLinear, linear_adapters
 from isthmus.engine.lora.input_dropout import with_this_batch
-from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupSizes, grouped_linear
+from isthmus.engine.moe.grouped_gemm import GemmKernels, GroupedMatmul, GroupSizes, grouped_linear, grouped_matmul
 from isthmus.engine.moe.router import TopKRouter
 from isthmus.engine.moe.token_dispatcher import dispatcher
 from isthmus.engine.parallel.ddp import mark_expert_parameter
@@ -47,6 +47,8 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args)
         self.kernels = GemmKernels()
         """Set by :func:`isthmus.engine.moe.gemm_choice.choose_gemms`."""
+        self.multiply: GroupedMatmul = grouped_matmul
+        """Set by :func:`isthmus.engine.moe.fp8_experts.use_fp8_experts`."""
         for expert in self.local_experts:
             for parameter in expert.parameters():
                 parameter.allreduce = not sharded_experts
@@ -91,7 +93,7 @@ class GroupedExperts(SequentialMLP):
 
     def _linear(self, layers: list[Any], rows: Tensor, sizes: GroupSizes) -> Tensor:
         """Rows times the weight of their expert, with its adapters; a part of a sum if etp shards the columns."""
-        out = grouped_linear(rows, sizes, [layer.weight for layer in layers], self.kernels)
+        out = grouped_linear(rows, sizes, [layer.weight for layer in layers], self.kernels, self.multiply)
         adapters = [adapter for layer in layers if (adapter := linear_adapters(layer)) is not None]
         if not adapters:
             return out

@@ -162,11 +162,14 @@ def _choose_kernels(
     from isthmus.engine.linear.tuned_matmuls import use_tuned
     from isthmus.engine.mixers.delta_kernels import choose_delta_kernels
     from isthmus.engine.mixers.mamba_kernels import choose_mamba_kernels
+    from isthmus.engine.moe.fp8_experts import check_grouped_kernel, use_fp8_experts
 
     device = platform.device_type
     if precision == "fp8" and device != "cpu":
         # Before regions are compiled for the shapes of the run.
         agree(lambda: check_kernels(fp8_recipe(config, platform), torch.device(device)))
+        if config.train.fp8_experts:
+            agree(lambda: check_grouped_kernel(platform.fp8_types()[0], torch.device(device)))
     failure = next(filter(None, gather_objects(compile_failure(config.train.compile, device))), "")
     lines = [choose_compile(config.train.compile, device, failure), *choose_delta_kernels(modules)]
     lines += choose_mamba_kernels(modules)
@@ -180,6 +183,8 @@ def _choose_kernels(
         agree(lambda: lines.append(use_tuned(file, platform)))
     if precision == "fp8":
         lines += use_fp8(modules, fp8_recipe(config, platform))
+        if config.train.fp8_experts:
+            lines += use_fp8_experts(modules, platform.fp8_types()[0])
     if training and plan.parallel.async_tp:
         agree(lambda: use_async_tp(modules))
         lines.append("async tensor parallelism: on")

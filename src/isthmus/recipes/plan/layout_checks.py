@@ -55,8 +55,13 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
         check_fsdp(parallel)
 
 
-def check_experts(architecture: Architecture, moe: MoeConfig) -> None:
-    """Check that the model has the experts and the expert bias that ``moe`` settings need."""
+def check_experts(architecture: Architecture, moe: MoeConfig, *, fp8: bool = False) -> None:
+    """Check that the model has the experts and the expert bias that ``moe`` settings and ``train.fp8_experts`` need."""
+    if architecture.moe is None and fp8:
+        raise UsageError(
+            f"train.fp8_experts=true is for MoE models, and this model has no experts ({architecture.family}). Leave "
+            "it out."
+        )
     if architecture.moe is None and moe != MoeConfig():
         settings = ", ".join(f"moe.{name}" for name in sorted(moe.model_fields_set)) or "moe"
         raise UsageError(

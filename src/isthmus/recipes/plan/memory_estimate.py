@@ -263,6 +263,7 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
             copied = element * (trained if plan.adapters else counted).total()
             copied += sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
         several = precision == "fp8" and micro_batches(plan, config) > 1
+        expert_weights = counted["expert"] if config.train.fp8_experts else 0
         estimates.append(
             MemoryEstimate(
                 counted.total(),
@@ -272,7 +273,7 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
                 0,
                 copied=copied,
                 offloaded=sharded(8 * (ordinary + float32), 8 * expert) if config.optim.offload else 0,
-                quantized=2 * counted["linear"] if several else 0,
+                quantized=2 * (counted["linear"] + expert_weights) if several else 0,
             )
         )
     return estimates

@@ -110,7 +110,7 @@ def plan_model(model: RunModel, config: RunConfig, *, world_size: int | None = N
         world_size = rank_env.world_size()
     config.parallel.check_world_size(world_size)
     check_layout(architecture, config.parallel)
-    check_experts(architecture, config.moe)
+    check_experts(architecture, config.moe, fp8=config.train.fp8_experts)
     dropout = dropout_of(config.train, family.read_dropout(source.config))
     adapters = plan_adapters(config, family, architecture, existing)
     if adapters is None:

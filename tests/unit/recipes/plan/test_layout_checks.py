@@ -183,6 +183,12 @@ def test_expert_settings_need_experts(family: str, moe: dict[str, Any], why: str
         check_experts(architecture(family), MoeConfig(**moe))
 
 
+def test_fp8_experts_need_experts() -> None:
+    check_experts(architecture("qwen3_moe"), MoeConfig(), fp8=True)
+    with pytest.raises(UsageError, match=r"train.fp8_experts=true is for MoE models, and .* no experts \(qwen3\)"):
+        check_experts(architecture("qwen3"), MoeConfig(), fp8=True)
+
+
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [

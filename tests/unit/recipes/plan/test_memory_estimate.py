@@ -147,6 +147,10 @@ def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() ->
     attention, mlps = 2048 * 3072 + 512 * 4096 + 2048 * 2048, 3 * 2048 * (10944 + 26 * 2816)
     result = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
     assert result.quantized == 2 * (27 * attention + mlps)
+    experts = 26 * 64 * 3 * 2048 * 1408
+    train = several.train.model_copy(update={"fp8_experts": True})
+    result = estimate_memory(plan_of(DEEPSEEK_LITE, several), several.model_copy(update={"train": train}), "fp8")
+    assert result.quantized == 2 * (27 * attention + mlps + experts)
 
 
 def test_offloaded_moments_need_host_memory_and_pairs_are_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
