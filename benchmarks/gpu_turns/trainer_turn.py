@@ -49,11 +49,14 @@ def arguments(turn: Turn, out: str) -> dict[str, Any]:
 
 
 def samples(turn: Turn) -> list[dict[str, list[int]]]:
-    """Each micro batch as a sample with one more token: both trainers shift the labels."""
+    """Each micro batch as a sample. Both trainers shift the labels, so that the last token has none.
+
+    With its label as one more token, matmuls would have odd sizes.
+    """
     rows = []
     for step in torch.load(Path(turn.tokens) / "steps.pt")[: turn.steps]:
         for micro in step:
-            tokens = torch.cat([micro["ids"], micro["labels"][-1:]]).tolist()
+            tokens = micro["ids"].tolist()
             rows.append({"input_ids": tokens, "labels": [-100, *tokens[1:]]})
     return rows
 

@@ -12,7 +12,7 @@ import torch
 
 from fake_cuda import trace as traces
 from fake_cuda.runner import FakeCuda
-from fake_cuda.trace import record
+from fake_cuda.trace import measure, record
 from fake_cuda.world import build
 
 DENSE = {

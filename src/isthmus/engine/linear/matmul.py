@@ -85,17 +85,12 @@ def add_matmul(main_grad: Tensor, a: Tensor, b: Tensor, *, shape_repeats: bool =
         target.add_(part @ b)
 
 
-def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of [M, K] and [K, N] in float32, whose products have all bits; not differentiable.
-
-    16-bit tensors are copied to float32 where a GPU has no matmul of them into float32.
-    """
-    if a.is_cuda and a.dtype == b.dtype != torch.float32 and no_float32_sums(a.device, a.dtype) is None:
-        out = torch.empty(a.size(0), b.size(1), dtype=torch.float32, device=a.device)
-        with without_tunable_op() if _tunable_op else contextlib.nullcontext():
-            ADDMM_INTO_FLOAT32(out, a, b, torch.float32, beta=0, out=out)
-        return out
-    return a.float() @ b.float()
+def matmul_into_float32(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of 16-bit matrices in float32, where :func:`no_float32_sums` has no reason against it."""
+    out = torch.empty(a.size(0), b.size(1), device=a.device)
+    with without_tunable_op() if _tunable_op else contextlib.nullcontext():
+        ADDMM_INTO_FLOAT32(out, a, b, torch.float32, beta=0, out=out)
+    return out
 
 
 @functools.cache

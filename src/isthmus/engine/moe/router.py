@@ -17,27 +17,12 @@ from isthmus.data.batching.packed_batch import PackedBatch, TokenGroups
 from isthmus.engine.compiled import compiled_on_gpu, compiles
 from isthmus.engine.layers.fused_function import fused
 from isthmus.engine.layers.norm import rms_norm_of_float32
-from isthmus.engine.linear.matmul import float32_matmul
 from isthmus.engine.moe.expert_draws import ExpertDraws, draw_experts
 from isthmus.engine.moe.load_balancing import RouterStats, aux_loss, balance_scores, z_loss
 from isthmus.engine.moe.routed_tokens import expert_capacity
+from isthmus.engine.moe.router_logits import router_logits
 from isthmus.engine.moe.router_replay import replayed
 from isthmus.families.blocks.feed_forward import Experts
-
-
-class _Logits(torch.autograd.Function):
-    """``hidden @ weight.T`` in float32 of tensors of any dtype, which are saved as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return float32_matmul(hidden, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        grad_weight = (grads[0].t() @ hidden.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return (grads[0] @ weight.float()).to(hidden.dtype), grad_weight
 
 
 class TopKRouter(MegatronModule):
@@ -76,7 +61,7 @@ class TopKRouter(MegatronModule):
             draws = draw_experts(hidden, batch, self.moe, self.layer)
         if self.scale is not None:
             hidden = rms_norm_of_float32(hidden.float(), self.scale, self.config.layernorm_epsilon)
-        logits: Tensor = _Logits.apply(hidden, self.weight)
+        logits = router_logits(hidden, self.weight)
         if self.bias is not None:
             logits = logits + self.bias.float()
         if self.scale is not None:
