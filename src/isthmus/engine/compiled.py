@@ -136,9 +136,9 @@ class _Region:
         functools.update_wrapper(self, function)
         self.function, self.name = function, name
         self.versions: dict[tuple[Any, ...], list[_Version]] = {}
-        """By layouts and constants."""
+        """The versions by layouts and constants."""
         self.recent: dict[tuple[Any, ...], _Version] = {}
-        """By sizes, strides, dtypes and constants: layers of a micro batch have the same."""
+        """Versions by sizes, strides, dtypes and constants, which the layers of a micro batch share."""
         self.too_many_versions = False
 
     def __call__(self, *args: Any) -> Any:

@@ -28,7 +28,7 @@ class HeadSettings(NamedTuple):
 def project_heads(
     mixed: Tensor, table: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, settings: HeadSettings
 ) -> tuple[Tensor, ...]:
-    """Normed and rotated queries [T, G, R, D] and keys [T, G, D], any gates [T, G, R D], and values [T, G, Dv].
+    """Normed and rotated queries [T, G, R, D] and keys [T, G, D], any gates [T, G, R Dv], and values [T, G, Dv].
 
     Gates and values are views of ``mixed``, the output [T, 1, W] of the projection. ``table`` is a
     :func:`~isthmus.engine.attention.rope.rotation_table`; weights are those of RMSNorms over the channels of a head.

@@ -28,7 +28,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """State of ``adam``; loading it sets the tensors in place.
 
-    ``own`` has for each parameter the checkpoint entry of the whole parameter, the part of it that ``adam`` updates,
+    ``shards`` has for each parameter the checkpoint entry of the whole parameter, the part of it that ``adam`` updates,
     and the number of elements before this part. ``stacked`` and ``copy``: see :func:`local_entries`.
     """
     elements: dict[str, ShardedTensor] = {}

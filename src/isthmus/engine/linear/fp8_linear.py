@@ -137,15 +137,11 @@ def fp8_step(*, keeps_weights: bool, gradients_are_zero: bool) -> Iterator[None]
 
 def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool, both: bool = False) -> Quantized:
     """``both``: the other layout is needed, too, and is quantized in the same kernels if it can be kept."""
-    key, kept = (id(weight), columns), _step.quantized
-    if key in kept:
-        return kept[key][1]
     # Detached: compiled for any number of rows, like the activations.
     matrix, kind = weight.detach(), (recipe.forward, recipe.scaling)
-    if both and _step.keeps_weights:
+    if both and _step.keeps_weights and (id(weight), columns) not in _step.quantized:
         for layout, quantized in zip((False, True), quantize_both(matrix, *kind), strict=True):
-            kept[id(weight), layout] = weight, quantized
-        return kept[key][1]
+            _step.quantized[id(weight), layout] = weight, quantized
     return kept_in_step(weight, columns, lambda: (quantize_columns if columns else quantize)(matrix, *kind))
 
 
@@ -264,7 +260,10 @@ def _weight_gradient(
         scaled_mm_into(main_grad, outputs, inputs)
         return None
     gradient = scaled_matmul(outputs, inputs, dtype, fast=False)
-    _ = main_grad.copy_(gradient) if is_first else main_grad.add_(gradient)
+    if is_first:
+        main_grad.copy_(gradient)
+    else:
+        main_grad.add_(gradient)
     return None
 
 

@@ -35,11 +35,11 @@ class FsdpUnits(NamedTuple):
     """Parameters that FSDP gathers together."""
 
     layer: int
-    """Of the largest layer."""
+    """Parameters of the largest layer."""
     output: int
-    """Of the output layer and the last norm, for the loss; 0 if its weights are those of the embedding."""
+    """Parameters of the output layer and the last norm, for the loss; 0 if the embedding has the same weights."""
     shared: int
-    """Gathered during a micro batch, because the embedding and other modules use them."""
+    """Parameters that stay gathered for a micro batch, because the embedding and other modules use them."""
 
 
 class ParameterCounter:

@@ -16,12 +16,12 @@ from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 
 SERVER_OPTION = "--enable-return-routed-experts"
-"""Of ``vllm serve``. Servers with it return experts with each answer."""
+"""The option of ``vllm serve`` with which a server returns experts with each answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterShapes:
-    """What is known of the experts of a token before a server chooses them."""
+    """Sizes of the experts that a server returns for an answer."""
 
     num_layers: int
     """Of the model; in layers without experts the numbers have no meaning."""

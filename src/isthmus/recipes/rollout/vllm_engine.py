@@ -46,7 +46,7 @@ class _ServedAnswers:
     prompt_lengths: Sequence[int]
     device: torch.device
     shapes: RouterShapes | None
-    """Of their experts, if training replays them."""
+    """Sizes of their experts, if training replays these."""
     seconds: float = 0.0
 
     def wait(self, check: Callable[[], None]) -> list[Answer]:
@@ -89,7 +89,7 @@ class VllmEngine:
     servers: list[VllmServer]
     """On rank 0, else empty."""
     shapes: RouterShapes | None = None
-    """Of the experts that servers return with answers; None: they are not replayed."""
+    """Sizes of the experts that servers return with answers; None: they are not replayed."""
     _weights: ServedWeights | None = None
     """Those that the servers have."""
     _lost: set[VllmServer] = field(default_factory=set)
@@ -99,7 +99,7 @@ class VllmEngine:
     """The last ones, on rank 0."""
     _closed: bool = False
     _return_experts: bool = True
-    """All running servers return the experts that they choose."""
+    """Whether all running servers return the experts that they choose."""
 
     @classmethod
     def build(
@@ -231,7 +231,7 @@ class VllmEngine:
         """Replay the experts of the servers if all of them return these; a collective."""
         if shapes is None:
             return
-        # A server of this run returns them if it is told to. vLLM refuses that on a CPU, without Triton.
+        # A run starts its own servers with the option only for true: without Triton, as on a CPU, vLLM refuses it.
         returns = self._return_experts if self.config.rollout.url else self.config.rollout.router_replay is True
         flag = torch.tensor([float(returns)], device=self.device)
         dist.broadcast(flag, src=0)
