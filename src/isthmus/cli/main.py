@@ -23,6 +23,7 @@ from isthmus.cli import (
     data_view,
     doctor,
     evaluate,
+    init,
     patch,
     plan,
     prepare,
@@ -35,6 +36,7 @@ from isthmus.cli import (
 from isthmus.cli.cli_args import spread_data
 from isthmus.cli.config.config_verbs import app as config_app
 from isthmus.cli.habits import option_answer
+from isthmus.cli.next_step import next_steps
 from isthmus.cli.options import Debug, Json, verb
 from isthmus.cli.terminal import show
 from isthmus.cli.verb_help import VerbGroup, epilog
@@ -98,6 +100,7 @@ _add("convert", verb(convert.convert), "Convert a model between Hugging Face and
 _add("merge", verb(convert.merge), "Merge a LoRA adapter into its base model.")
 _add("verify", verb(verify.verify), "Compare two models bit by bit, in any formats.")
 _add("doctor", verb(doctor.doctor), "Check whether this machine can train, and what slows it down.")
+_add("init", verb(init.init), "Look at data and machine, and write the config of a first run.")
 _add("plan", verb(plan.plan), "Print the layouts that fit a model into GPUs, with memory and step time.")
 _add("bench", verb(bench.bench), "Measure the training step in a grid of settings.")
 _add("report", verb(report.report), "Write curves, data and settings of runs into one HTML file.")
@@ -149,8 +152,11 @@ def parse_and_run(argv: Sequence[str]) -> int:
         argv = translate(argv)
     words = list(argv) if argv[:1] == ["run"] else spread_data(argv)  # a script has its own arguments
     completion.prepare_completion()
+    if not words and "_ISTHMUS_COMPLETE" not in os.environ:
+        print(next_steps(Path()), flush=True)
+        return 0
     try:
-        result: Any = app(args=words or ["--help"], prog_name="isthmus", standalone_mode=False)
+        result: Any = app(args=words, prog_name="isthmus", standalone_mode=False)
     except Exception as error:
         option = getattr(error, "option_name", None)  # of typer's error for an unknown option
         if option is None or getattr(error, "possibilities", error) is error:

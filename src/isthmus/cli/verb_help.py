@@ -12,7 +12,7 @@ from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.errors import UsageError
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Start here": ("demo", "doctor", "plan"),
+    "Start here": ("demo", "init", "doctor", "plan"),
     "Training": tuple(RECIPE_SETTINGS),
     "Data": ("prepare", "data"),
     "Models": ("chat", "eval", "convert", "merge", "verify"),
@@ -24,6 +24,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 EXAMPLES: Mapping[str, tuple[str, str]] = {
     "demo": ("isthmus demo", "isthmus demo --out demo --nproc 1"),
     "doctor": ("isthmus doctor", "isthmus doctor --json"),
+    "init": (
+        "isthmus init --model Qwen/Qwen3-0.6B --data chats.jsonl",
+        "isthmus init --model Qwen/Qwen3-8B --data pairs.jsonl --gpus 8xMI300X --out dpo.yaml optim.lr=1e-6",
+    ),
     "plan": (
         "isthmus plan Qwen/Qwen3-8B --gpus 8xH100",
         "isthmus plan preset:llama3.1-70b --gpus 8xMI300X --nodes 2 --recipe sft",

@@ -1,0 +1,1 @@
+"""A first run config: looks at the data and writes settings with their reasons."""
