@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import re
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -608,3 +609,4 @@ PAGES: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (REFERENCE / f"{name}.md").write_text(page())
+    runpy.run_path(str(REFERENCE.parent / "public_names.py"), run_name="__main__")
