@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -33,6 +33,32 @@ Nodes = Annotated[
         min=1, max=65536, metavar="N", help="Number of nodes; default: 1, or more for multiples of 8 GPUs in --gpus."
     ),
 ]
+Rack = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Nodes that share a rack or pod of the network; default: all of them."),
+]
+Oversubscription = Annotated[
+    float,
+    typer.Option(
+        min=1.0, metavar="R", help="Bandwidth of a rack's network cards over that of its links to other racks."
+    ),
+]
+Storage = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="GB/S",
+        help="Throughput of the shared file system over all nodes; default: 2 GB/s a node, at most 2,000.",
+    ),
+]
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="HOURS",
+        help="Mean time between failures of the whole run; default: one in 50,700 GPU hours, as Llama 3 405B had.",
+    ),
+]
 Recipe = Annotated[
     str | None, typer.Option(metavar="RECIPE", help="sft, dpo, ...: of a run without a config file; default: pretrain.")
 ]
@@ -48,6 +74,10 @@ class PlanOptions:
     gpus: Gpus = None
     memory: Memory = None
     nodes: Nodes = None
+    rack: Rack = None
+    oversubscription: Oversubscription = 1.0
+    storage: Storage = None
+    mtbf: Mtbf = None
     recipe: Recipe = None
     top: Top = 5
     explain: Explain = False
@@ -66,7 +96,13 @@ def plan(options: PlanOptions) -> int:
     from isthmus.tools.planner.planning import make_plans
     from isthmus.tools.planner.render import as_json, as_text
 
-    machine = parse_machine(options.gpus, options.memory, options.nodes)
+    machine = replace(
+        parse_machine(options.gpus, options.memory, options.nodes),
+        rack_nodes=options.rack,
+        oversubscription=options.oversubscription,
+        storage_gb_s=options.storage,
+        failure_hours=options.mtbf,
+    )
     words = options.words or []
     names_model = [
         position

@@ -21,7 +21,7 @@ from isthmus.recipes.rollout.vllm_server import started_server_bytes
 
 MARGIN = 1.25
 """The estimate may exceed the memory by this factor, because activations are approximate."""
-_MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 8.0}
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 8.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: Plan
     weights = 4 * shard + math.ceil(element * (num_weights - total) / shards)
     gathered = counts.all.fsdp_units(parallel)
     weights += (gathered.layer + gathered.shared) * element if shards > 1 or element < 4 else 0
-    optimizer = math.ceil(_MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // shards
+    optimizer = math.ceil(MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // shards
     copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / shards)
     copied = copied if config.checkpoint.asynchronous else 0
     return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
@@ -240,7 +240,7 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
     parallel, element = plan.parallel, DTYPES[precision].itemsize
     replicas = parallel.dp(plan.world_size) * parallel.cp
     expert_replicas = max(1, plan.world_size // (parallel.pp * parallel.expert_tp * parallel.ep))
-    moments = 0.0 if config.optim.offload else _MOMENT_BYTES[config.optim.optimizer]
+    moments = 0.0 if config.optim.offload else MOMENT_BYTES[config.optim.optimizer]
     state = moments + (4 if element < 4 else 0)
 
     def sharded(ordinary: float, expert: float) -> int:

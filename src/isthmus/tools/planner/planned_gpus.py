@@ -31,6 +31,13 @@ class PlannedGpus:
     """Memory of a GPU."""
     part: Part | None
     """None: only the memory is known, and the plan has no step times."""
+    rack_nodes: int | None = None
+    """See :class:`Cluster`."""
+    oversubscription: float = 1.0
+    storage_gb_s: float | None = None
+    """Throughput of the shared file system; None: an assumption."""
+    failure_hours: float | None = None
+    """Mean time between failures of the run; None: an assumption."""
 
     @property
     def world_size(self) -> int:
@@ -39,7 +46,9 @@ class PlannedGpus:
     @property
     def cluster(self) -> Cluster | None:
         """The cluster for step times; None without a data sheet."""
-        return None if self.part is None else Cluster(self.part, self.gpus_per_node, self.nodes)
+        if self.part is None:
+            return None
+        return Cluster(self.part, self.gpus_per_node, self.nodes, self.rack_nodes, self.oversubscription)
 
     @property
     def usable_bytes(self) -> int:

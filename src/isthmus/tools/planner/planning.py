@@ -13,8 +13,11 @@ from isthmus.config.load import load_config, load_settings
 from isthmus.config.presets import is_model_file, preset_of_id
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import IOFailure, MissingInput, UsageError, escaped
+from isthmus.recipes.model.rank_model import DTYPES
+from isthmus.recipes.plan.memory_estimate import MOMENT_BYTES
 from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, open_run_model, plan_model
 from isthmus.recipes.plan.parameter_counts import num_parameters
+from isthmus.tools.planner.cost.long_run import LongRun, long_run
 from isthmus.tools.planner.planned_gpus import PlannedGpus
 from isthmus.tools.planner.search import Candidate, Search
 
@@ -86,6 +89,28 @@ def make_plans(
         search.evaluated,
         None if best else search.closest,
         suggestions,
+    )
+
+
+def long_run_of(plans: Plans, candidate: Candidate) -> LongRun | None:
+    """Start, saves and failures of a plan; None without step times, and on one node."""
+    machine, config, time = plans.machine, candidate.config, candidate.time
+    if machine.cluster is None or time is None or machine.nodes == 1:
+        return None
+    parallel, element = config.parallel, DTYPES[plans.precision].itemsize
+    ranks = parallel.shards(machine.world_size) if parallel.fsdp else 1
+    replicas = machine.world_size // (parallel.tp * parallel.pp) // ranks
+    trained = plans.parameters
+    if config.lora.enabled:
+        trained = candidate.memory.gradients // 4 * parallel.tp * parallel.pp
+    return long_run(
+        machine.cluster,
+        time.total_s,
+        weight_bytes=element * plans.parameters,
+        weight_copies=min(replicas, machine.nodes),
+        state_bytes=(element + 4 + MOMENT_BYTES[config.optim.optimizer]) * trained,
+        storage_gb_s=machine.storage_gb_s,
+        failure_s=None if machine.failure_hours is None else 3600 * machine.failure_hours,
     )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from isthmus.config.schema import RunConfig
 from isthmus.recipes.plan.activation_estimate import activations
 from isthmus.recipes.plan.memory_estimate import DTYPES, estimate_ranks
 from isthmus.recipes.registry import recipe_of
+from isthmus.tools.planner.cost.long_run import LongRun
 from isthmus.tools.planner.cost.step_time import FORMULAS
 from isthmus.tools.planner.planned_gpus import CONTEXT_BYTES, FRAGMENTATION
-from isthmus.tools.planner.planning import Plans, describe
+from isthmus.tools.planner.planning import Plans, describe, long_run_of
 from isthmus.tools.planner.search import Candidate, plan_of
 
 _TIGHT = 0.03
@@ -112,13 +114,16 @@ def as_json(plans: Plans) -> dict[str, Any]:
                 "shares": time.shares,
                 "bound_by": time.binds,
                 "parts_s": time.parts,
+                "sent_bytes": {kind: asdict(sent) for kind, sent in time.sent.items()},
             }
         )
+        run = long_run_of(plans, candidate)
         memory = {**memory_parts(candidate), "total": candidate.total_bytes}
         if candidate.memory.states:
             memory |= {"training": candidate.memory.training, "generation": candidate.memory.generation}
         host = {"host": candidate.memory.offloaded} if candidate.memory.offloaded else {}
-        return {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
+        result = {"settings": settings_of(candidate.config), "memory_bytes": memory | host, "step": step}
+        return result if run is None else {**result, "run": asdict(run)}
 
     machine = plans.machine
     return {
@@ -167,6 +172,8 @@ def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
             lines.append("  without generation and the transfer of weights: servers on other GPUs generate")
     else:
         lines += ["", "no step times, because the GPU is not known: give --gpus, such as --gpus 8xH100"]
+    if (run := long_run_of(plans, best)) is not None:
+        lines += ["", *_network(plans, best), "", *_long_run(run, plans, best)]
     if explained:
         lines += ["", *explain(plans, best)]
     lines += ["", "settings of plan 1:", f"  {as_words(best.config)}"]
@@ -203,6 +210,43 @@ def _table(plans: Plans) -> list[str]:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _network(plans: Plans, candidate: Candidate) -> Iterator[str]:
+    """What a rank sends, by kind, and how much of it leaves the node and the rack."""
+    assert candidate.time is not None
+    yield "a rank of plan 1 sends in a step, GB:"
+    for kind, sent in candidate.time.sent.items():
+        if not sent.total:
+            continue
+        racks = "" if plans.machine.rack_nodes is None else f", {sent.to_racks / 1e9:,.2f} to other racks"
+        yield f"  {kind} {sent.total / 1e9:,.2f}: {sent.to_nodes / 1e9:,.2f} to other nodes{racks}"
+
+
+def _long_run(run: LongRun, plans: Plans, candidate: Candidate) -> Iterator[str]:
+    assert candidate.time is not None
+    machine = plans.machine
+    yield "a long run of plan 1, estimated from assumptions; --storage and --mtbf replace two of them:"
+    yield f"  start {run.start_s:,.0f} s: {_seconds(run.start)}"
+    yield (
+        f"  a checkpoint has {run.state_bytes / 1e9:,.0f} GB: steps wait {run.files.pause_s:.1f} s, and it is "
+        f"written in {run.write_s:,.0f} s beside them"
+    )
+    yield f"  a failure every {run.failure_s / 3600:,.1f} hours of {machine.nodes:,} nodes"
+    for name, saves, setting in (
+        ("checkpoints in files", run.files, "checkpoint.every"),
+        ("with copies in memory", run.memory, "checkpoint.memory_every"),
+    ):
+        minutes = saves.steps * candidate.time.total_s / 60
+        yield (
+            f"  {name}: {setting}={saves.steps} ({minutes:,.1f} minutes), restart {saves.restart_s:,.0f} s, goodput "
+            f"{saves.goodput:.1%}"
+        )
+        yield f"    restart: {_seconds(saves.restart)}"
+
+
+def _seconds(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:,.0f}" for name, seconds in parts.items() if seconds >= 0.5)
 
 
 def _nearest(plans: Plans) -> Iterator[str]:

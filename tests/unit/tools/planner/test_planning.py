@@ -245,3 +245,58 @@ def test_a_plan_with_vllm_says_that_generation_is_not_in_the_time_of_a_step() ->
     assert native.best[0].time is not None and native.best[0].time.parts["generation"] > 0
     assert vllm.best[0].time is not None and vllm.best[0].time.parts.get("generation", 0) == 0
     assert note in as_text(vllm, explained=False) and note not in as_text(native, explained=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [128, 2048])
+def test_a_plan_of_many_nodes_has_start_saves_failures_and_traffic(nodes: int) -> None:
+    words = ("parallel.tp=8", "parallel.pp=16", "parallel.vpp=1", "train.global_batch_size=2048", "parallel.ep=1")
+    results = plans(*words, model="llama3.1-405b", gpus="8xH100", nodes=nodes)
+    text = as_text(results, explained=False)
+    for part in ("a rank of plan 1 sends", "start ", "a checkpoint has 5,682 GB", "a failure every", "goodput"):
+        assert part in text
+    entry = as_json(results)["plans"][0]
+    json.dumps(entry)
+    assert 0.9 < entry["run"]["files"]["goodput"] < entry["run"]["memory"]["goodput"] < 1
+    assert set(entry["step"]["sent_bytes"]) >= {"tp", "pp", "dp"}
+    assert entry["step"]["sent_bytes"]["tp"]["to_nodes"] == 0 < entry["step"]["sent_bytes"]["dp"]["to_nodes"]
+
+
+def test_one_node_has_no_long_run() -> None:
+    assert "run" not in as_json(plans(number=1))["plans"][0]
+    assert "goodput" not in as_text(plans(number=1), explained=False)
+
+
+def test_replicas_send_gradients_and_weights_once_in_a_step() -> None:
+    """2 nodes, tp=pp=cp=1: float32 gradients and bf16 weights of the whole model, 15/16 of them from each rank."""
+    (best, *_) = plans("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "parallel.fsdp=false", nodes=2).best
+    assert best.time is not None
+    assert best.time.sent["dp"].total == pytest.approx(6 * 8_030_261_248 * 15 / 16, rel=0.001)
+
+
+@pytest.mark.slow
+def test_racks_change_the_order_of_plans() -> None:
+    """With a slow network between racks, the best plan sends less between them."""
+    from dataclasses import replace
+
+    machine = parse_machine("8xH100", None, 64)
+    racks = replace(machine, rack_nodes=8, oversubscription=64.0)
+    words = [*BASE, "train.global_batch_size=512", "parallel.vpp=1", "parallel.cp=1"]
+    flat, slow = (make_plans("preset:llama3.1-70b", None, words, each, number=1).best[0] for each in (machine, racks))
+    assert flat.time is not None and slow.time is not None
+    assert slow.time.total_s > flat.time.total_s
+    (again,) = make_plans(
+        "preset:llama3.1-70b", None, [*words, *shlex.split(as_words(flat.config))], racks, number=1
+    ).best
+    assert again.time is not None and again.time.total_s >= slow.time.total_s
+
+
+@pytest.mark.slow
+def test_hsdp_and_context_parallelism_over_nodes_are_among_the_layouts() -> None:
+    from isthmus.tools.planner.search import Search
+
+    results = plans("data.seq_length=131072", "parallel.vpp=1", nodes=4)
+    search = Search(results.plan, results.config, "bf16", results.machine, {"data.seq_length", "parallel.vpp"})
+    layouts = [candidate.config.parallel for candidate in search.fitting]
+    assert any(layout.tp * layout.cp > 8 for layout in layouts)
+    assert any(type(layout.fsdp) is int and layout.fsdp > 1 for layout in layouts)

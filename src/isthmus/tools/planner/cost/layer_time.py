@@ -10,7 +10,7 @@ from isthmus.families.blocks.block import Linear, Recurrence
 from isthmus.families.blocks.feed_forward import Experts, Mlp
 from isthmus.families.blocks.latent_attention import LatentAttention
 from isthmus.families.blocks.layer import Layer
-from isthmus.tools.planner.cost.cluster import Cluster, Ring
+from isthmus.tools.planner.cost.cluster import Cluster, Ring, Sent
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.workload import Workload
 
@@ -34,7 +34,7 @@ HIDDEN_BY_ASYNC_TP = 0.4
 
 @dataclass(slots=True)
 class Times:
-    """Seconds by :data:`KINDS`."""
+    """Seconds by :data:`KINDS`, and what is sent meanwhile, hidden by computation or not."""
 
     gemm: float = 0.0
     attention: float = 0.0
@@ -43,6 +43,8 @@ class Times:
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """By ``tp``, ``cp`` and ``ep``."""
 
     def total(self) -> float:
         return self.gemm + self.attention + self.memory + self.loss + self.tp + self.cp + self.ep
@@ -55,6 +57,16 @@ class Times:
         self.tp += times * other.tp
         self.cp += times * other.cp
         self.ep += times * other.ep
+        for kind, sent in other.sent.items():
+            self.send(kind, sent, times)
+
+    def send(self, kind: str, sent: Sent, times: float = 1.0) -> None:
+        self.sent.setdefault(kind, Sent()).add(sent, times)
+
+    def copy(self) -> Times:
+        copy = Times()
+        copy.add(self)
+        return copy
 
 
 @dataclass(slots=True)
@@ -205,13 +217,17 @@ class LayerModel:
             return
         full = self.tokens * (inside if split == "column" else out) * self.kernels.element
         hidden = HIDDEN_BY_ASYNC_TP if self.parallel.async_tp and self.sp else 0.0
-        gather_s = self.tp_ring.gather(full)
+        gather_s, sent = self.tp_ring.gather(full), self.tp_ring.gather_sends(full)
         if not self.sp:
             if split == "row":
                 to.forward.tp += 2 * gather_s
+                to.forward.send("tp", sent, 2)
             else:
                 to.backward.tp += max(0.0, 2 * gather_s - update)
+                to.backward.send("tp", sent, 2)
             return
+        to.forward.send("tp", sent)
+        to.backward.send("tp", sent, 2 if split == "column" and self.trained else 1)
         to.forward.tp += max((1 - hidden) * gather_s, gather_s - forward if hidden else gather_s)
         if split == "row":
             to.backward.tp += max((1 - hidden) * gather_s, gather_s - gradient if hidden else gather_s)
@@ -259,8 +275,9 @@ class LayerModel:
             groups = max(1.0, attention.kernel_groups / self.tp)
             full = self.tokens * self.parallel.cp * groups * width * self.kernels.element
             gather_s = self.cp_ring.gather(full)
-            core.forward.cp += gather_s
-            core.backward.cp += gather_s
+            for times in (core.forward, core.backward):
+                times.cp += gather_s
+                times.send("cp", self.cp_ring.gather_sends(full))
 
     def _selected_attention(
         self, core: LayerTime, attention: Attention, heads: float, pairs: float, width: float
@@ -315,14 +332,18 @@ class LayerModel:
         passes = kernels.memory(2 * sorts * moved, 2 * sorts) + (HOST_WAIT_S if parallel.ep > 1 else HOST_WAIT_S / 2)
         to.forward.memory += passes
         to.backward.memory += passes
-        exchange = self._dispatch(source, moved)
-        to.forward.ep += exchange
-        to.backward.ep += exchange
+        for times in (to.forward, to.backward):
+            self._dispatch(times, source, moved)
 
-    def _dispatch(self, source: float, moved: float) -> float:
-        """Seconds to send the tokens to their experts and the results back."""
+    def _dispatch(self, times: Times, source: float, moved: float) -> None:
+        """Send the tokens to their experts and the results back."""
         if self.work.moe_dispatcher == "allgather":
             group = self.tp_ep_ring
-            return 2 * group.gather(source * group.size * self.arch.hidden_size * self.kernels.element)
-        both = 2 * self.ep_ring.all_to_all(moved)
-        return both + 2 * self.etp_ring.gather(moved * self.parallel.expert_tp)
+            gathered = source * group.size * self.arch.hidden_size * self.kernels.element
+            times.ep += 2 * group.gather(gathered)
+            times.send("ep", group.gather_sends(gathered), 2)
+            return
+        times.ep += 2 * self.ep_ring.all_to_all(moved)
+        times.send("ep", self.ep_ring.all_to_all_sends(moved), 2)
+        times.ep += 2 * self.etp_ring.gather(moved * self.parallel.expert_tp)
+        times.send("ep", self.etp_ring.gather_sends(moved * self.parallel.expert_tp), 2)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from isthmus.config.schema import ParallelConfig
 from isthmus.engine.parallel.pipeline_layout import layers_per_stage
 from isthmus.families.architecture import Architecture
-from isthmus.tools.planner.cost.cluster import Cluster, Ring
+from isthmus.tools.planner.cost.cluster import Cluster, Ring, Sent
 from isthmus.tools.planner.cost.kernels import Kernels
 from isthmus.tools.planner.cost.layer_time import KINDS, LayerModel, Times
 from isthmus.tools.planner.cost.workload import Generation, Workload
@@ -76,6 +76,10 @@ class StepTime:
     world_size: int
     peak_tflops: float
     micro_batches: int
+    sent: dict[str, Sent]
+    """Bytes that a rank sends in a step, by ``tp``, ``cp``, ``ep``, ``pp`` and ``dp``."""
+    parameters: float
+    """Trained parameters of the slowest rank, before data-parallel ranks divide their state."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,16 +146,23 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     world, pp, vpp = cluster.world_size, parallel.pp, parallel.vpp
     replicas = max(1, parallel.dp(world))
     number = max(1, work.global_batch_size // (work.micro_batch_size * replicas))
-    model = LayerModel(work, parallel, cluster, kernels)
+    arch, model = work.architecture, LayerModel(work, parallel, cluster, kernels)
     ranks = _ranks(model)
     slowest = max(ranks, key=_Rank.seconds)
     parts = dict.fromkeys(FORMULAS, 0.0)
     for name in KINDS:
         parts[name] = number * (getattr(slowest.forward, name) + getattr(slowest.backward, name))
     parts["recompute"] = number * slowest.recomputed.total()
+    passes = Times()
+    for part in (slowest.forward, slowest.backward, slowest.recomputed):
+        passes.add(part, number)
+    sent = passes.sent
     parts["host"] = number * max(0.0, slowest.host_s - slowest.seconds())
     if pp > 1:
-        send = Ring(cluster, pp, world // pp).send(model.outside * work.architecture.hidden_size * kernels.element)
+        ring, hidden_states = Ring(cluster, pp, world // pp), model.outside * arch.hidden_size * kernels.element
+        send = ring.send(hidden_states)
+        sent["pp"] = Sent()
+        sent["pp"].add(ring.neighbour_sends(hidden_states), 2 * number * vpp)
         hidden = slowest.forward.total() / vpp if vpp > 1 else 0.0
         parts["pp"] = 2 * send * (pp - 1) + 2 * number * vpp * max(0.0, send - hidden)
         parts["bubble"] = (sum(rank.seconds() for rank in ranks) - slowest.seconds()) / vpp
@@ -170,7 +181,10 @@ def step_time(work: Workload, parallel: ParallelConfig, cluster: Cluster) -> Ste
     if work.generation is not None:
         parts["generation"] = _generation(work.generation, ranks, model, replicas)
         parts["offload"] = _state_transfer(work.generation, slowest, model, cluster)
-    return StepTime(parts, sum(parts.values()), work, world, cluster.part.peak_tflops[work.precision], number)
+    if (exchanged := _replicas_send(slowest, model, cluster, number)).total:
+        sent["dp"] = exchanged
+    peak, trained = cluster.part.peak_tflops[work.precision], sum(_trained(slowest, model))
+    return StepTime(parts, sum(parts.values()), work, world, peak, number, sent, trained)
 
 
 @functools.lru_cache(maxsize=512)
@@ -224,7 +238,7 @@ def _rank(model: LayerModel, layers: tuple[tuple[int, int], ...]) -> _Rank:
 def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _Rank:
     """Adds embedding (read and written), last norm, output projection and loss (three passes over the logits)."""
     arch, work, kernels = model.arch, model.work, model.kernels
-    total = replace(rank, forward=replace(rank.forward), backward=replace(rank.backward))
+    total = replace(rank, forward=rank.forward.copy(), backward=rank.backward.copy())
     width = model.outside * arch.hidden_size * kernels.element
     vocabulary = arch.vocab_size / model.tp
     if first:
@@ -241,9 +255,10 @@ def _with_ends(model: LayerModel, rank: _Rank, *, first: bool, last: bool) -> _R
             total.backward.loss += kernels.gemm(rows, arch.hidden_size, columns, fp8=False) + update
             total.forward.memory += kernels.memory(2 * width)
             total.backward.memory += kernels.memory(3 * width)
-            exchange = model.tp_ring.gather(model.tokens * arch.hidden_size * kernels.element)
-            total.forward.tp += exchange
-            total.backward.tp += exchange
+            gathered = model.tokens * arch.hidden_size * kernels.element
+            for times in (total.forward, total.backward):
+                times.tp += model.tp_ring.gather(gathered)
+                times.send("tp", model.tp_ring.gather_sends(gathered))
         if not (first and arch.head.tie_embeddings):
             total.parameters += (1 if arch.head.score_head else vocabulary) * arch.hidden_size
         for number in range(arch.pattern.mtp_layers):
@@ -302,6 +317,24 @@ def _replicas(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     return seconds + _exposed(gathered, forward, min(1.0, bucket) * gathered)
 
 
+def _replicas_send(rank: _Rank, model: LayerModel, cluster: Cluster, micro_batches: int) -> Sent:
+    """What :func:`_replicas`, :func:`_fsdp` and :func:`_copies` exchange in a step of a rank."""
+    parallel, element = model.parallel, model.kernels.element
+    ordinary, experts = _trained(rank, model)
+    ring, expert_ring = _rings(model, cluster)
+    sent = Sent()
+    if parallel.fsdp:
+        reductions = 1 if parallel.fsdp_reduce == "step" else micro_batches
+        sent.add(ring.gather_sends(element * rank.parameters), 2 * micro_batches)
+        sent.add(ring.gather_sends(4 * ordinary), reductions)
+        copies, copied_bytes = _copies_ring(rank, model, cluster)
+        sent.add(copies.gather_sends(copied_bytes), 2)
+    else:
+        sent.add(ring.gather_sends((4 + element) * ordinary))
+        sent.add(expert_ring.gather_sends((4 + element) * experts))
+    return sent
+
+
 def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster, *, reduces: bool) -> tuple[float, float]:
     """Each micro batch gathers the layers' weights in both passes and reduces their float32 gradients, or adds to them;
     the next layer's exchange overlaps a layer. Buffers are copied on both sides. Returns seconds of (the copies, the
@@ -323,12 +356,17 @@ def _fsdp(rank: _Rank, model: LayerModel, cluster: Cluster, *, reduces: bool) ->
 
 def _copies(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
     """HSDP: the last micro batch sums the float32 gradients of the copies, those of a layer during the next ones."""
+    ring, gradient_bytes = _copies_ring(rank, model, cluster)
+    summed = 2 * (ring.gather(gradient_bytes) + ring.latency_s * rank.layers)
+    return _exposed(summed, rank.backward.total() + rank.recomputed.total(), summed / max(1, rank.layers))
+
+
+def _copies_ring(rank: _Rank, model: LayerModel, cluster: Cluster) -> tuple[Ring, float]:
+    """The ranks that have the same shard, and the bytes of its float32 gradients."""
     parallel = model.parallel
     stride = parallel.tp * parallel.shards(cluster.world_size)
     ring = Ring(cluster, max(1, cluster.world_size // stride), stride)
-    bytes_of_rank = 4 * _trained(rank, model)[0] * parallel.tp / stride
-    summed = 2 * (ring.gather(bytes_of_rank) + ring.latency_s * rank.layers)
-    return _exposed(summed, rank.backward.total() + rank.recomputed.total(), summed / max(1, rank.layers))
+    return ring, 4 * _trained(rank, model)[0] * parallel.tp / stride
 
 
 def _optimizer(rank: _Rank, model: LayerModel, cluster: Cluster) -> float:
