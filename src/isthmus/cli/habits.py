@@ -77,7 +77,6 @@ COMMANDS: Mapping[str, str] = {
     "resume": "the same training command with the same --out resumes from its last checkpoint",
     "estimate": "`isthmus plan MODEL --gpus 8xH100` estimates memory and speed",
     "torchrun": "--nproc N starts N ranks, and `torchrun ... -m isthmus` works as well",
-    "launch": "--nproc N starts N ranks; under torchrun, Slurm or Kubernetes the same command joins the others",
 }
 """Commands of other programs, and what does the same."""
 _EXAMPLE = {"lora.rank": "16", "train.recompute": "full", "parallel.fsdp": "true", "lora.quantize": "nf4"}

@@ -24,6 +24,7 @@ from isthmus.cli import (
     doctor,
     evaluate,
     init,
+    launch,
     patch,
     plan,
     prepare,
@@ -95,6 +96,7 @@ def print_version() -> int:
 _add("demo", verb(demo), "Train and export a small model on this machine, without network.")
 for recipe, settings in RECIPE_SETTINGS.items():
     _add(recipe, train_verbs.train_verb(recipe), settings.short_help)
+_add("launch", verb(launch.launch), "Start a run on many machines: Slurm, Kubernetes, Ray or ssh.")
 _add("prepare", verb(prepare.prepare), "Tokenize data once into indexed files for many runs.")
 _add("convert", verb(convert.convert), "Convert a model between Hugging Face and Megatron-Core.")
 _add("merge", verb(convert.merge), "Merge a LoRA adapter into its base model.")

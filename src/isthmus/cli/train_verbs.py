@@ -100,19 +100,26 @@ class TrainOptions:
     json: Json = False
 
 
+def flags_of(options: TrainOptions) -> dict[str, Any]:
+    """The options that set something of the config, by name, as for :func:`isthmus.config.load.load_config`."""
+    return {
+        "model": options.model,
+        "data": options.data or None,
+        "out": options.out,
+        "hf_every": options.hf_every,
+        "push": options.push,
+        "public": options.public or None,
+        "accept_changes": options.accept_changes,
+        "trust": options.trust or None,
+    }
+
+
 def train_verb(recipe: RecipeName) -> Callable[..., int]:
     def command(options: TrainOptions) -> int:
-        flags = {"model": options.model, "data": options.data or None, "out": options.out, "hf_every": options.hf_every}
-        flags |= {
-            "push": options.push,
-            "public": options.public or None,
-            "accept_changes": options.accept_changes,
-            "trust": options.trust or None,
-        }
         return train(
             recipe,
             options.words or [],
-            flags,
+            flags_of(options),
             nproc=options.nproc,
             rehearse=options.rehearse,
             dry_run=options.dry_run,
@@ -226,7 +233,7 @@ def _check_only(config: RunConfig, gpus: str | None, *, joined: bool, nproc: int
     from isthmus.platforms.rank_env import local_world_size, world_size
 
     ranks, here = (world_size(), local_world_size()) if joined else (nproc, nproc)
-    planned = None if gpus is None else _planned(gpus)
+    planned = None if gpus is None else planned_gpus(gpus)
     if planned is not None and not joined:  # all its GPUs, unless --nproc is given
         here = nproc if nproc > 1 else planned.gpus_per_node
         ranks = here * planned.nodes
@@ -248,7 +255,7 @@ def _check_only(config: RunConfig, gpus: str | None, *, joined: bool, nproc: int
     note("no run was started (--dry-run; --json prints the complete config)")
 
 
-def _planned(gpus: str) -> PlannedGpus:
+def planned_gpus(gpus: str) -> PlannedGpus:
     from isthmus.tools.planner.planned_gpus import parse_machine
 
     if gpus.strip().isdigit():

@@ -13,7 +13,7 @@ from isthmus.errors import UsageError
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start here": ("demo", "init", "doctor", "plan"),
-    "Training": tuple(RECIPE_SETTINGS),
+    "Training": (*RECIPE_SETTINGS, "launch"),
     "Data": ("prepare", "data"),
     "Models": ("chat", "eval", "convert", "merge", "verify"),
     "Configs and other programs": ("config", "run", "patch"),
@@ -60,6 +60,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "isthmus pretrain --model preset:qwen3-0.6b --data text.jsonl --out runs/a model.init=random "
         "tokenizer.path=Qwen/Qwen3-0.6B",
         "isthmus pretrain --model Qwen/Qwen3-0.6B --data prepared/text --out runs/b --nproc 8 train.steps=1000",
+    ),
+    "launch": (
+        "isthmus launch slurm sft run.yaml --out runs/a --gpus 8xMI300X launch.nodes=2 launch.queue=gpu --dry-run",
+        "isthmus launch ssh sft run.yaml --out runs/a --gpus 8xH100 launch.nodes=2 launch.hosts=[node0,node1]",
     ),
     "prepare": (
         "isthmus prepare text.jsonl prepared/text --tokenizer Qwen/Qwen3-0.6B",

@@ -17,6 +17,7 @@ from isthmus.config.schema.distillation import DistillConfig
 from isthmus.config.schema.dpo import DpoConfig, KtoConfig, RewardConfig
 from isthmus.config.schema.evaluation import EvalConfig
 from isthmus.config.schema.grpo import GrpoConfig, RolloutConfig
+from isthmus.config.schema.launch import LaunchConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.model import ModelConfig, TokenizerConfig
 from isthmus.config.schema.moe import MoeConfig
@@ -55,6 +56,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
     callbacks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
     """Your own code at the events of the run: module:Class, subclasses of isthmus.Callback."""
     platform: Literal["auto", "cpu", "cuda", "rocm"] = "auto"

@@ -55,7 +55,8 @@ _TABLE: Mapping[ResumeRule, str] = {
         logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
         rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
-        rollout.offload
+        rollout.offload launch.nodes launch.spares launch.name launch.workdir launch.python launch.image launch.volumes
+        launch.env launch.secrets launch.secret launch.queue launch.options launch.hosts launch.port launch.manifest
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -1,0 +1,161 @@
+"""A run on many machines, which each engine renders for its scheduler."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from isthmus.config.schema import RunConfig
+from isthmus.config.schema.launch import LaunchConfig
+from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.platforms.base import Platform, RunShape
+
+EngineName = Literal["slurm", "kubernetes", "ray", "ssh"]
+_ONLY: Mapping[str, tuple[EngineName, ...]] = {
+    "image": ("slurm", "kubernetes"),
+    "volumes": ("slurm", "kubernetes"),
+    "secret": ("kubernetes",),
+    "queue": ("slurm", "kubernetes"),
+    "options": ("slurm", "ssh"),
+    "hosts": ("ssh",),
+    "port": ("kubernetes", "ray", "ssh"),
+    "manifest": ("kubernetes",),
+}
+"""Settings that only some engines have."""
+_LOCAL = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+"""Folders that each machine has for itself."""
+SAVE_MARGIN_S = 60
+"""Slurm sends the signal up to a minute early or late; elsewhere the time to end after the state is saved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run on ``launch.nodes`` machines."""
+
+    config: RunConfig
+    command: tuple[str, ...]
+    """The words after ``isthmus``, the same on all ranks."""
+    ranks_per_node: int
+    platform: Platform
+    """Of the machines; its hardware is not queried."""
+
+    @property
+    def machines(self) -> LaunchConfig:
+        return self.config.launch
+
+    @property
+    def name(self) -> str:
+        if self.machines.name is not None:
+            return self.machines.name
+        words = re.sub(r"[^a-z0-9]+", "-", f"isthmus-{Path(self.config.out).name}".lower())
+        return words[:40].strip("-")
+
+    @property
+    def nodes(self) -> int:
+        """Machines to request, with the spares."""
+        return self.machines.nodes + self.machines.spares
+
+    @property
+    def python(self) -> str:
+        return self.machines.python or ("python" if self.machines.image else sys.executable)
+
+    @property
+    def workdir(self) -> str:
+        return self.machines.workdir or next(iter(self.machines.volumes.values()), os.getcwd())
+
+    @property
+    def environment(self) -> dict[str, tuple[str, str]]:
+        """Value and reason of each variable of the ranks; isthmus sets those of the platform itself, if they are unset."""
+        config = self.config
+        shape = RunShape(
+            nodes=self.machines.nodes,
+            fsdp=bool(config.parallel.fsdp),
+            tp_or_cp=config.parallel.tp > 1 or config.parallel.cp > 1,
+            async_tp=config.parallel.async_tp,
+            deterministic=config.train.deterministic,
+        )
+        user = {name: (value, "launch.env") for name, value in self.machines.env.items()}
+        return {**self.platform.env_defaults, **self.platform.env_of_run(shape), **user}
+
+    @property
+    def stop_s(self) -> int:
+        """Seconds from the stop signal until the scheduler may kill the ranks."""
+        return math.ceil(self.config.checkpoint.grace_s) + SAVE_MARGIN_S
+
+
+def check_job(job: Job, engine: EngineName) -> None:
+    """Refuse settings that the engine does not have, and a run folder that the machines do not share."""
+    machines = job.machines
+    for name, engines in _ONLY.items():
+        default = LaunchConfig.model_fields[name].get_default(call_default_factory=True)
+        if engine not in engines and getattr(machines, name) != default:
+            raise UsageError(f"launch.{name} is for {' and '.join(engines)}, got {engine}. Leave it out.")
+    if machines.volumes and not machines.image:
+        raise UsageError("launch.volumes are mounted in a container, and launch.image is not set. Set it.")
+    out = Path(job.workdir, job.config.out)
+    if machines.volumes:
+        if not any(out.is_relative_to(path) for path in machines.volumes.values()):
+            raise UsageError(
+                f"out={out} is in no volume of the container ({', '.join(machines.volumes.values())}), so it is lost "
+                "with it. Choose --out in one of launch.volumes."
+            )
+    elif job.nodes > 1 and any(out.is_relative_to(folder) for folder in _LOCAL):
+        raise UsageError(
+            f"out={out} is on another disk on each of the {job.nodes} machines, and their ranks write one run folder. "
+            "Choose --out on a file system that they share."
+        )
+
+
+def check_secrets(job: Job) -> None:
+    """Refuse secrets that this shell does not have; slurm and ssh pass their values on."""
+    if missing := [name for name in job.machines.secrets if not os.environ.get(name)]:
+        raise UsageError(f"launch.secrets names {missing[0]}, which this shell has not set. Export it first.")
+
+
+def torchrun_words(job: Job, host: str, *, local_address: str | None = None) -> tuple[str, ...]:
+    """The command of one machine; ``host`` is the first machine.
+
+    With spares, torchrun trains on a varying number of machines, and each number must fit the layout.
+    """
+    fewest, most = job.machines.nodes, job.nodes
+    for nodes in range(fewest, most + 1):
+        job.config.parallel.check_world_size(nodes * job.ranks_per_node)
+    return (
+        job.python,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={fewest}" if fewest == most else f"--nnodes={fewest}:{most}",
+        f"--nproc-per-node={job.ranks_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:{job.machines.port}",
+        f"--rdzv-id={job.name}",
+        *([] if local_address is None else [f"--local-addr={local_address}"]),
+        f"--max-restarts={job.machines.spares}",
+        "-m",
+        "isthmus",
+        *job.command,
+    )
+
+
+def run_program(words: Sequence[str], text: str, install: str) -> int:
+    """Run the program of a scheduler with ``text`` as its input; what it prints is for the user.
+
+    Raises:
+        MissingInput: the program is not installed; ``install`` tells what to do.
+        IOFailure: it failed.
+    """
+    try:
+        code = subprocess.run(words, input=text, text=True).returncode
+    except FileNotFoundError:
+        raise MissingInput(f"{words[0]} is not installed on this machine. {install}") from None
+    if code:
+        raise IOFailure(f"{shlex.join(words[:2])} failed with exit code {code}, and the run is not submitted. See above.")
+    return 0
