@@ -59,7 +59,8 @@ def launch(options: LaunchOptions) -> int:
         recipe, file, overrides, flags_of(options), default_out=lambda settings: default_out(settings, is_rank=True)
     )
     platform, ranks_per_node = _machine(config, options)
-    command = (recipe, *words, *_option_words(options))
+    run_words = [word for word in words if not word.startswith("launch.")]
+    command = (recipe, *run_words, *_option_words(options))
     job = Job(config=config, command=command, ranks_per_node=ranks_per_node, platform=platform)
     check_job(job, engine)
     scheduler = engine_of(engine)

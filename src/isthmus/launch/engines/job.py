@@ -121,13 +121,15 @@ def check_secrets(job: Job) -> None:
 
 
 def torchrun_words(job: Job, host: str, *, local_address: str | None = None) -> tuple[str, ...]:
-    """The command of one machine; ``host`` is the first machine.
+    """The command of one machine, which has ``local_address``; ``host`` is the first one, which hosts the rendezvous.
 
     With spares, torchrun trains on a varying number of machines, and each number must fit the layout.
     """
     fewest, most = job.machines.nodes, job.nodes
     for nodes in range(fewest, most + 1):
         job.config.parallel.check_world_size(nodes * job.ranks_per_node)
+    is_host = str(local_address == host).lower()  # torchrun compares names otherwise
+    local = [] if local_address is None else [f"--local-addr={local_address}", f"--rdzv-conf=is_host={is_host}"]
     return (
         job.python,
         "-m",
@@ -137,7 +139,7 @@ def torchrun_words(job: Job, host: str, *, local_address: str | None = None) -> 
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={host}:{job.machines.port}",
         f"--rdzv-id={job.name}",
-        *([] if local_address is None else [f"--local-addr={local_address}"]),
+        *local,
         f"--max-restarts={job.machines.spares}",
         "-m",
         "isthmus",

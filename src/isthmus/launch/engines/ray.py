@@ -29,7 +29,7 @@ def _words(job: Job) -> list[str]:
         "workdir": job.workdir,
         "environment": {name: value for name, (value, _) in job.environment.items()},
         "secrets": job.machines.secrets,
-        "words": torchrun_words(job, FIRST_MACHINE, local_address=THIS_MACHINE),
+        "words": [torchrun_words(job, FIRST_MACHINE, local_address=name) for name in (FIRST_MACHINE, THIS_MACHINE)],
         "spares": job.machines.spares,
     }
     driver = [job.python, "-m", "isthmus.launch.engines.ray_driver", json.dumps(request)]

@@ -72,8 +72,10 @@ def run(request: dict[str, Any]) -> None:
             raise UsageError(f"{missing[0]} of launch.secrets is not set on {address}. Start Ray there with it.")
     environment = request["environment"] | {RUN_TOKEN: secrets.token_hex(16)}
     running = {}
+    first_words, other_words = request["words"]
     for agent, address in zip(agents, addresses, strict=True):
-        words = [word.replace(FIRST_MACHINE, addresses[0]).replace(THIS_MACHINE, address) for word in request["words"]]
+        words = first_words if agent is agents[0] else other_words
+        words = [word.replace(FIRST_MACHINE, addresses[0]).replace(THIS_MACHINE, address) for word in words]
         running[agent.run.remote(words, environment, request["workdir"])] = agent, address
     failed = _wait(running, stop_requests, request["spares"])
     if stop_requests:
