@@ -29,9 +29,7 @@ Words = Annotated[
 ]
 Nproc = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Number of ranks on each machine.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")]
-Gpus = Annotated[
-    str | None, typer.Option(metavar="NxNAME", help="GPUs of a machine, such as 8xMI300X; one rank each.")
-]
+Gpus = Annotated[str | None, typer.Option(metavar="NxNAME", help="GPUs of a machine, such as 8xMI300X; one rank each.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,12 +18,17 @@ _PRINTED = r"[^\x00-\x1f\x7f]*"
 _Variable = Annotated[str, StringConstraints(pattern=rf"^{_VARIABLE}$")]
 _Text = Annotated[str, StringConstraints(pattern=rf"^{_PRINTED}$", max_length=4096)]
 _Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=1024)]
-_Mapped = BeforeValidator(
-    lambda value: {name: str(item) if type(item) in (int, float) else item for name, item in value.items()}
-    if isinstance(value, dict)
-    else value
-)
-"""Numbers are text here, as in a shell."""
+_PLAIN = (int, float, type(None))
+
+
+def _texts(value: object) -> object:
+    """Numbers are text, as in a shell, and null is empty."""
+    if not isinstance(value, dict):
+        return value
+    return value | {name: "" if item is None else str(item) for name, item in value.items() if type(item) in _PLAIN}
+
+
+_Mapped = BeforeValidator(_texts)
 
 
 class LaunchConfig(Section):
@@ -44,8 +49,8 @@ class LaunchConfig(Section):
     image: _Word | None = None
     """Container image with isthmus. kubernetes needs it; slurm uses it through the plugin Pyxis."""
     volumes: Annotated[dict[_Word, _Text], _Mapped] = Field(default_factory=dict)
-    """What containers mount, with the path in the container. kubernetes: names of PersistentVolumeClaims; slurm: folders
-    of the machines."""
+    """What containers mount, with the path in the container. kubernetes: names of PersistentVolumeClaims; slurm:
+    folders of the machines."""
     env: Annotated[dict[_Variable, _Text], _Mapped] = Field(default_factory=dict)
     """Environment variables of the ranks, besides those of the platform. They are written into files that others can
     read, so secrets are refused."""
@@ -57,7 +62,7 @@ class LaunchConfig(Section):
     queue: _Word | None = None
     """slurm: the partition; kubernetes: the LocalQueue of Kueue."""
     options: Annotated[dict[_Word, _Text], _Mapped] = Field(default_factory=dict)
-    """Further options by name. slurm: of sbatch, such as time and account, with an empty value for those that have
+    """Further options by name. slurm: of sbatch, such as time and account, with no value for those that take
     none; ssh: of ssh -o, such as Port."""
     hosts: Annotated[tuple[_Word, ...], BeforeValidator(listed), Field(strict=False)] = ()
     """ssh: the machines, [USER@]HOST, as many as nodes and spares; the others connect to the first one."""

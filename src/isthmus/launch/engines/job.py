@@ -73,7 +73,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, tuple[str, str]]:
-        """Value and reason of each variable of the ranks; isthmus sets those of the platform itself, if they are unset."""
+        """Value and reason of each variable of the ranks. A run sets those of the platform too, unless they are set."""
         config = self.config
         shape = RunShape(
             nodes=self.machines.nodes,
@@ -159,5 +159,7 @@ def run_program(words: Sequence[str], text: str, install: str) -> int:
     except FileNotFoundError:
         raise MissingInput(f"{words[0]} is not installed on this machine. {install}") from None
     if code:
-        raise IOFailure(f"{shlex.join(words[:2])} failed with exit code {code}, and the run is not submitted. See above.")
+        raise IOFailure(
+            f"{shlex.join(words[:2])} failed with exit code {code}, and the run is not submitted. See above."
+        )
     return 0

@@ -21,11 +21,13 @@ def render(job: Job) -> str:
         raise UsageError("kubernetes needs a container image with isthmus. Set launch.image.")
     if not machines.volumes:
         raise UsageError(
-            "kubernetes needs a volume that all pods share, for the run folder. Set launch.volumes.CLAIM=/PATH, with the "
-            "name of a PersistentVolumeClaim."
+            "kubernetes needs a volume that all pods share, for the run folder. Set launch.volumes.CLAIM=/PATH, with "
+            "the name of a PersistentVolumeClaim."
         )
     if machines.secrets and not machines.secret:
-        raise UsageError(f"launch.secrets names {machines.secrets[0]}, and launch.secret names no Secret with it. Set it.")
+        raise UsageError(
+            f"launch.secrets names {machines.secrets[0]}, and launch.secret names no Secret with it. Set it."
+        )
     return write_mapping(_train_job(job) if machines.manifest == "TrainJob" else _job_set(job))
 
 
@@ -51,13 +53,20 @@ def _train_job(job: Job) -> dict[str, Any]:
                 "numProcPerNode": job.ranks_per_node,
                 "resourcesPerNode": _resources(job),
             },
-            "runtimePatches": [{"manager": "isthmus", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}}}],
+            "runtimePatches": [
+                {"manager": "isthmus", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}}}
+            ],
         },
     }
 
 
 def _job_set(job: Job) -> dict[str, Any]:
-    """Restarts all pods if one fails, as often as there are spares, and after a disruption without a limit."""
+    """With spares, a pod that is lost is replaced, and torchrun restarts the ranks.
+
+    All pods are started again if the others cannot continue: as often as there are spares, and after a disruption, such
+    as a preemption, without a limit.
+    """
+    spares = job.machines.spares
     pod = _pod(job)
     pod["containers"][0] |= {
         "image": job.machines.image,
@@ -65,23 +74,27 @@ def _job_set(job: Job) -> dict[str, Any]:
         "env": _environment(job),
         "resources": _resources(job),
     }
-    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    disrupted = {"type": "DisruptionTarget", "status": "True"}
     batch_job = {
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [disrupted]},
+        "backoffLimit": spares,
+        "podFailurePolicy": {"rules": [{"action": "Ignore" if spares else "FailJob", "onPodConditions": [disrupted]}]},
         "template": {"spec": {**pod, "restartPolicy": "Never"}},
     }
-    restart = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+    restart = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(job),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": job.machines.spares, "rules": [restart]},
+            "failurePolicy": {"maxRestarts": spares, "rules": [restart]},
             "replicatedJobs": [{"name": _CONTAINER, "replicas": 1, "template": {"spec": batch_job}}],
         },
     }

@@ -67,7 +67,8 @@ def run(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, stop)
     agents = _agents(request["machines"], request["resources"])
     addresses = ray.get([agent.address.remote() for agent in agents])
-    for address, missing in zip(addresses, ray.get([agent.missing.remote(request["secrets"]) for agent in agents])):
+    unset = ray.get([agent.missing.remote(request["secrets"]) for agent in agents])
+    for address, missing in zip(addresses, unset, strict=True):
         if missing:
             raise UsageError(f"{missing[0]} of launch.secrets is not set on {address}. Start Ray there with it.")
     environment = request["environment"] | {RUN_TOKEN: secrets.token_hex(16)}

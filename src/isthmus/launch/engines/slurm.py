@@ -8,15 +8,18 @@ from isthmus.errors import DataError, Diverged, MissingInput, OutputError, Preem
 from isthmus.launch.engines.job import Job, check_secrets, run_program
 from isthmus.platforms.rank_env import RUN_TOKEN
 
-_LASTING = (0, *(e.exit_code for e in (UsageError, DataError, MissingInput, OutputError, Preempted, UnsafeInput, Diverged)))
+_LASTING = (
+    0,
+    *(e.exit_code for e in (UsageError, DataError, MissingInput, OutputError, Preempted, UnsafeInput, Diverged)),
+)
 """Exit codes that the loss of a machine does not cause."""
 _TEXT = """\
 #!/bin/bash
 # Written by isthmus launch slurm.
 {options}
 
-# Slurm sends SIGTERM to the ranks {stop_s} s before the time limit, and when it preempts the job. They save and exit with
-# code {preempted}; then the job is queued again, and the same command resumes from the checkpoint.
+# Slurm sends SIGTERM to the ranks {stop_s} s before the time limit, and when it preempts the job. They save and exit
+# with code {preempted}; then the job is queued again, and the same command resumes from the checkpoint.
 export {token}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # no other process takes part
 {environment}
 {secrets}

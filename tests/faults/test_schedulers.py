@@ -1,0 +1,201 @@
+"""``isthmus launch`` on real schedulers: the same losses as on one machine, also after an interruption."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults.command import CompletedCommand, environment, rows, wait_for_step
+from faults.ray_cluster import ray_cluster
+from faults.schedulers import free_port, slurm_cluster, ssh_server, wait_for
+
+pytestmark = pytest.mark.thorough
+SETTINGS = "data.seq_length=64 train.global_batch_size=4 optim.lr=1e-3 platform=cpu".split()
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder outside of /tmp, which is refused as the run folder of several machines."""
+    folder = Path(tempfile.mkdtemp(prefix="isthmus-shared-", dir=Path.home()))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def daemons() -> Iterator[Path]:
+    """A folder with a short name, for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="isthmus-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def command(model: Path, chats: Path) -> list[str]:
+    return ["sft", "--model", str(model), "--data", str(chats), *SETTINGS]
+
+
+def isthmus_words(*words: str) -> list[str]:
+    return [sys.executable, "-m", "isthmus", *words]
+
+
+def run(words: list[str], cwd: Path, variables: dict[str, str], timeout_s: float = 500.0) -> CompletedCommand:
+    done = subprocess.run(
+        words, cwd=cwd, env=environment() | variables, capture_output=True, text=True, timeout=timeout_s
+    )
+    return CompletedCommand(done.returncode, done.stdout, done.stderr)
+
+
+def losses(out: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows(out) if "loss" in row}
+
+
+def reference(command: list[str], shared: Path) -> dict[int, float]:
+    """The losses of two ranks of one machine."""
+    done = run(isthmus_words(*command, "--nproc", "2", "--out", str(shared / "reference")), shared, {})
+    assert done.returncode == 0, done
+    return losses(shared / "reference")
+
+
+def test_slurm_requeues_a_preempted_job_which_resumes(command: list[str], shared: Path, daemons: Path) -> None:
+    command += ["train.steps=60", "train.eval_every=0"]
+    out = shared / "out"
+    words = isthmus_words("launch", "slurm", *command, "--out", str(out), "launch.nodes=2", "launch.name=run")
+    try:
+        with slurm_cluster(daemons, nodes=2) as variables:
+            # The names of the nodes are no host names here.
+            done = run([*words, "launch.env.MASTER_ADDR=127.0.0.1"], shared, variables)
+            assert done.returncode == 0, done
+            job = done.stdout.split()[-1]
+            wait_for_step(out, 3)
+            other = run(["srun", "--partition=high", "--nodes=2", "--ntasks=4", "true"], shared, variables)
+            assert other.returncode == 0, other
+
+            def show() -> str:
+                return run(["scontrol", "show", "job", job], shared, variables).stdout
+
+            assert "JobState=PENDING" in show() and "Restarts=1" in show()
+            # Slurm waits two minutes before it starts a job again.
+            run(["scontrol", "update", f"JobId={job}", "StartTime=now"], shared, variables)
+            wait_for(lambda: "JobState=COMPLETED" in show(), "the end of the job")
+    except PermissionError as reason:
+        pytest.skip(f"no Slurm: {reason}")
+    log = (shared / f"run-{job}.log").read_text()
+    assert len(re.findall(r"stopped after step \d+ of 60 as requested", log)) == 1 and "resumed from " in log
+    assert losses(out) == reference(command, shared)
+
+
+def test_slurm_continues_on_a_spare_node(command: list[str], shared: Path, daemons: Path) -> None:
+    command += ["train.steps=60", "train.eval_every=0", "checkpoint.every=5"]
+    out = shared / "out"
+    launch = ["launch.nodes=2", "launch.spares=1", "launch.env.MASTER_ADDR=127.0.0.1", "launch.name=run"]
+    try:
+        with slurm_cluster(daemons, nodes=3) as variables:
+            done = run(isthmus_words("launch", "slurm", *command, "--out", str(out), *launch), shared, variables)
+            assert done.returncode == 0, done
+            job = done.stdout.split()[-1]
+            wait_for_step(out, 11)
+            ranks = [rank for rank in psutil.process_iter(["cmdline"]) if str(out) in (rank.info["cmdline"] or ())]
+            (lost,) = [
+                rank for rank in ranks if rank.environ().get("SLURM_PROCID") == "1" and "srun" not in rank.name()
+            ]
+            node = lost.environ()["SLURMD_NODENAME"]
+            slurmd = psutil.Process(int((daemons / f"{node}.pid").read_text()))
+            for process in (slurmd, lost.parent(), lost):  # as if the node were without power
+                assert process is not None
+                process.send_signal(signal.SIGKILL)
+            wait_for(lambda: "exported " in (shared / f"run-{job}.log").read_text(), "the end of the job")
+    except PermissionError as reason:
+        pytest.skip(f"no Slurm: {reason}")
+    assert "resumed from " in (shared / f"run-{job}.log").read_text()
+    assert losses(out) == reference(command, shared)
+
+
+def start_over_ssh(words: list[str], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def ssh_words(command: list[str], out: Path, settings: list[str]) -> list[str]:
+    hosts = ["launch.hosts=[127.0.0.1,127.0.0.2]", f"launch.port={free_port()}", *settings]
+    hosts += [f"launch.env.{name}={environment()[name]}" for name in ("PYTHONPATH", "OMP_NUM_THREADS")]
+    return isthmus_words("launch", "ssh", *command, "--out", str(out), *hosts)
+
+
+def test_two_hosts_over_ssh_stop_and_resume(command: list[str], shared: Path, daemons: Path) -> None:
+    command += ["train.steps=60", "train.eval_every=0"]
+    out = shared / "out"
+    try:
+        with ssh_server(daemons) as settings:
+            words = [*ssh_words(command, out, settings), "launch.nodes=2"]
+            first = start_over_ssh(words, shared)
+            wait_for_step(out, 3)
+            first.send_signal(signal.SIGINT)
+            output = first.communicate(timeout=90)[0]
+            assert first.returncode == 75 and "stopped, as requested" in output, output
+            assert max(losses(out)) < 60
+            second = start_over_ssh(words, shared)
+            output = second.communicate(timeout=400)[0]
+            assert second.returncode == 0 and "resumed from " in output, output
+    except FileNotFoundError as reason:
+        pytest.skip(f"no ssh: {reason}")
+    assert losses(out) == reference(command, shared)
+
+
+def test_lost_host_with_a_spare(command: list[str], shared: Path, daemons: Path) -> None:
+    """torchrun restarts the ranks on the host that is left."""
+    command += ["train.steps=60", "train.eval_every=0", "checkpoint.every=5"]
+    out = shared / "out"
+    try:
+        with ssh_server(daemons) as settings:
+            launch = start_over_ssh([*ssh_words(command, out, settings), "launch.spares=1"], shared)
+            wait_for_step(out, 11)
+            for agent in psutil.process_iter(["cmdline"]):
+                words = agent.info["cmdline"] or ()
+                if "--local-addr=127.0.0.2" in words and str(out) in words:
+                    for process in [*agent.children(recursive=True), agent]:
+                        process.send_signal(signal.SIGKILL)
+            output = launch.communicate(timeout=400)[0]
+    except FileNotFoundError as reason:
+        pytest.skip(f"no ssh: {reason}")
+    assert launch.returncode == 0 and " 1 rank " in output and "resumed from " in output, output
+    assert max(losses(out)) == 60
+
+
+def test_ray_job_on_two_nodes_stops_and_resumes(command: list[str], shared: Path, daemons: Path) -> None:
+    command += ["train.steps=60", "train.eval_every=0"]
+    out = shared / "out"
+    settings = ["launch.nodes=2", f"launch.port={free_port()}", "launch.secrets=ISTHMUS_TEST_SECRET"]
+    words = isthmus_words("launch", "ray", *command, "--out", str(out), *settings)
+    try:
+        with ray_cluster(daemons, cpus=1, ISTHMUS_TEST_SECRET="of the cluster") as variables:
+
+            def submit() -> str:
+                done = run(words, shared, variables)
+                assert done.returncode == 0, done
+                match = re.search(r"raysubmit_\w+", done.stdout)
+                assert match is not None
+                return match[0]
+
+            first = submit()
+            wait_for_step(out, 3)
+            run(["ray", "job", "stop", first], shared, variables)
+            log = run(["ray", "job", "logs", first], shared, variables).stdout
+            assert "stopped, as requested" in log, log
+            assert max(losses(out)) < 60
+            log = run(["ray", "job", "logs", "--follow", submit()], shared, variables).stdout
+            assert "succeeded" in log and "resumed from " in log, log
+            assert "of the cluster" not in log
+    except FileNotFoundError as reason:
+        pytest.skip(f"no Ray: {reason}")
+    assert losses(out) == reference(command, shared)
