@@ -247,4 +247,4 @@ def test_environment_without_secrets(rendered: Launch) -> None:
 
 
 def test_final_exit_codes_of_the_batch_script() -> None:
-    assert slurm._LASTING == (0, 2, 65, 66, 73, 75, 77, 79)
+    assert slurm._FINAL_CODES == (0, 2, 65, 66, 73, 75, 77, 79)

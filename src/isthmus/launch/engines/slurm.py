@@ -8,7 +8,7 @@ from isthmus.errors import DataError, Diverged, MissingInput, OutputError, Preem
 from isthmus.launch.engines.job import Job, check_secrets, run_program
 from isthmus.platforms.rank_env import RUN_TOKEN
 
-_LASTING = (
+_FINAL_CODES = (
     0,
     *(e.exit_code for e in (UsageError, DataError, MissingInput, OutputError, Preempted, UnsafeInput, Diverged)),
 )
@@ -27,7 +27,7 @@ export {token}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # no other proce
 for attempt in {attempts}; do
   srun {srun}
   status=$?
-  case "$status" in {lasting}) break ;; esac  # no lost machine
+  case "$status" in {final}) break ;; esac  # no lost machine
 done
 if [ "$status" -eq {preempted} ]; then
   scontrol requeue "$SLURM_JOB_ID"
@@ -71,7 +71,7 @@ def render(job: Job) -> str:
         secrets="".join(f': "${{{name}:?of launch.secrets is not set}}"\n' for name in machines.secrets),
         attempts=" ".join(map(str, range(machines.spares + 1))),
         srun=shlex.join([*srun, job.python, "-m", "isthmus", *job.command]),
-        lasting="|".join(map(str, _LASTING)),
+        final="|".join(map(str, _FINAL_CODES)),
         preempted=Preempted.exit_code,
     )
 
