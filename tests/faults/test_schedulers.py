@@ -65,14 +65,18 @@ def reference(command: list[str], shared: Path) -> dict[int, float]:
     return losses(shared / "reference")
 
 
+def slurm_settings() -> list[str]:
+    """Settings of jobs whose nodes have no host names, and share their ports with other clusters."""
+    return ["launch.name=run", "launch.env.MASTER_ADDR=127.0.0.1", f"launch.env.MASTER_PORT={free_port()}"]
+
+
 def test_slurm_requeues_a_preempted_job_which_resumes(command: list[str], shared: Path, daemons: Path) -> None:
     command += ["train.steps=60", "train.eval_every=0"]
     out = shared / "out"
-    words = isthmus_words("launch", "slurm", *command, "--out", str(out), "launch.nodes=2", "launch.name=run")
+    words = isthmus_words("launch", "slurm", *command, "--out", str(out), "launch.nodes=2", *slurm_settings())
     try:
         with slurm_cluster(daemons, nodes=2) as variables:
-            # The names of the nodes are no host names here.
-            done = run([*words, "launch.env.MASTER_ADDR=127.0.0.1"], shared, variables)
+            done = run(words, shared, variables)
             assert done.returncode == 0, done
             job = done.stdout.split()[-1]
             wait_for_step(out, 3)
@@ -97,7 +101,7 @@ def test_slurm_requeues_a_preempted_job_which_resumes(command: list[str], shared
 def test_slurm_continues_on_a_spare_node(command: list[str], shared: Path, daemons: Path) -> None:
     command += ["train.steps=60", "train.eval_every=0", "checkpoint.every=5"]
     out = shared / "out"
-    launch = ["launch.nodes=2", "launch.spares=1", "launch.env.MASTER_ADDR=127.0.0.1", "launch.name=run"]
+    launch = ["launch.nodes=2", "launch.spares=1", *slurm_settings()]
     try:
         with slurm_cluster(daemons, nodes=3) as variables:
             done = run(isthmus_words("launch", "slurm", *command, "--out", str(out), *launch), shared, variables)
