@@ -19,17 +19,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from isthmus.config.schema import OptimConfig, RunConfig
 from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
-from isthmus.engine.checkpoint import run_state, save_load
+from isthmus.engine.checkpoint import opened_checkpoint, run_state, save_load
 from isthmus.engine.checkpoint.background_saves import Saves
-from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions
+from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions, take_state
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.linear.quantized_weight import QuantizedWeight, dense
 from isthmus.engine.optim.learning_rate import build_schedule
@@ -38,6 +41,7 @@ from isthmus.engine.optim.state_offload import StateOffload
 from isthmus.engine.optim.update import reduce_and_scale_grads
 from isthmus.engine.parallel.ddp import gather_weights
 from isthmus.engine.parallel.live_parameters import live_tensors
+from isthmus.engine.parallel.process_groups import gather_objects
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.families.blocks.block import MicroBatch
@@ -390,12 +394,16 @@ def random_streams(*, model: str, samples: str, root: str, tp: int) -> dict[str,
 
 
 def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> list[str]:
-    """Save step 1, then again in the background, slowly, and step 2 meanwhile; returns the log."""
+    """Save step 1, by torch too, then in the background, slowly, and step 2 meanwhile; returns the log."""
     training = start(model=model, samples=samples, **layout)
     stepper, parallel, options = training.stepper, training.model.plan.parallel, SaveOptions(keep=2)
     stepper.train_step(training.batches.step(0))
     progress = run_state.Progress(step=1, data="these samples")
     save_load.save(Path(root, "synchronous"), stepper, progress, parallel, options)
+    state = take_state(Path(root), stepper, progress, parallel, options).state
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    by_torch = dcp.FileSystemWriter(Path(root, "torch"), thread_count=1)
+    dcp.save(state, storage_writer=by_torch, planner=planner)
     log, saved = list[str](), list[int]()
     saves = Saves(
         Path(root, "asynchronous"),
@@ -405,7 +413,7 @@ def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> lis
         log=log.append,
     )
     write, released = CheckpointWriter._write, threading.Event()
-    with patch.object(CheckpointWriter, "_write", lambda *args: (released.wait(), write(*args))):
+    with patch.object(CheckpointWriter, "_write", lambda *args: (released.wait(), write(*args))[1]):
         saves.save(stepper, progress, options)
         stepper.train_step(training.batches.step(1))
         assert not saved and saves.ended() == 0.0
@@ -415,6 +423,24 @@ def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> lis
         saves.finish()
     assert saved == [1, 2]
     return log
+
+
+def index_readers(*, model: str, samples: str, root: str) -> list[dict[str, int]]:
+    """What each rank read and sent in three saves, of which the second has the same parts, and a load."""
+    training = start(model=model, samples=samples)
+    stepper, parallel, options = training.stepper, training.model.plan.parallel, SaveOptions(keep=3)
+    saves = Saves(Path(root), parallel, asynchronous=False, saved=lambda *_: None, log=print)
+    sent = []
+    for step in (1, 2, 3):
+        stepper.train_step(training.batches.step(step))
+        more = {"more": ShardedObject("more", step, (2,), (dist.get_rank(),))} if step == 3 else {}
+        saves.save(stepper, run_state.Progress(step=step, data=""), replace(options, more_state=more))
+        sent.append(saves._gathered.num_sent)
+    with patch.object(opened_checkpoint, "check_folder", wraps=opened_checkpoint.check_folder) as full_check:
+        with patch.object(opened_checkpoint, "_checked_index", wraps=opened_checkpoint._checked_index) as index:
+            progress = save_load.load(Path(root) / "iter_0000002", stepper, parallel)
+    counts = {"full_checks": full_check.call_count, "indices": index.call_count, "step": progress.step}
+    return gather_objects({**counts, **{f"sent {n}": count for n, count in enumerate(sent, 1)}})
 
 
 def _draw() -> list[float]:

@@ -219,10 +219,25 @@ def test_background_save_writes_the_same_files(
     for name in files:
         if name not in (".metadata", "checksums.json"):  # have the time and a name of the save
             assert (here / name).read_bytes() == (behind / name).read_bytes(), name
-    index, other = (dcp.FileSystemReader(folder).read_metadata() for folder in (here, behind))
-    assert index.storage_data == other.storage_data and index.state_dict_metadata == other.state_dict_metadata
+    indices = [dcp.FileSystemReader(folder).read_metadata() for folder in (here, behind, tmp_path / "torch")]
+    for index in indices[1:]:
+        assert index.storage_data == indices[0].storage_data
+        assert index.state_dict_metadata == indices[0].state_dict_metadata
+    data_files = [name for name in files if name.endswith(".distcp")]
+    assert len(data_files) == 2
+    for name in data_files:
+        assert (here / name).read_bytes() == (tmp_path / "torch" / name).read_bytes()
     assert (tmp_path / "asynchronous/latest_checkpointed_iteration.txt").read_text() == "2"
     assert waits == ["the checkpoint of step 2 waits for that of step 1, which is being written"]
+
+
+def test_one_rank_of_a_machine_reads_the_index(
+    two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
+) -> None:
+    """A rank whose parts are those of the save before does not send them again."""
+    ranks = two_ranks.run("ranks.tasks.index_readers", model=models["qwen3-tied"], samples=samples, root=tmp_path)
+    sent = {"sent 1": 1, "sent 2": 1, "sent 3": 2}
+    assert ranks == [{"full_checks": n, "indices": 0, "step": 2, **sent} for n in (1, 0)]
 
 
 def test_rng_state_is_restored(two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:

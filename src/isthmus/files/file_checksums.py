@@ -164,13 +164,20 @@ class _HashedFile:
         return getattr(self._file, name)
 
 
-def write_checksums(folder: Path, parts: Iterable[Parts] = (), *, about: Mapping[str, Any] | None = None) -> None:
+def write_checksums(
+    folder: Path,
+    parts: Iterable[Parts] = (),
+    *,
+    about: Mapping[str, Any] | None = None,
+    listed: Mapping[str, FileChecksums] | None = None,
+) -> None:
     """Write ``checksums.json`` into ``folder`` and each folder below it, for all files in them but model cards.
 
     Args:
         folder: complete, and not yet published.
         parts: of all processes that wrote into it; the other blocks are hashed from the files, in threads.
         about: further JSON content of the list of ``folder``, which the checksum of the list covers.
+        listed: checksums of files of ``folder`` that are known, also of files that are stored elsewhere.
 
     Raises:
         NoSpace, IOFailure: the list cannot be written, or a file cannot be read.
@@ -179,14 +186,16 @@ def write_checksums(folder: Path, parts: Iterable[Parts] = (), *, about: Mapping
     with disk_errors(folder), ThreadPoolExecutor(THREADS) as pool:
         for root, _, names in os.walk(folder):
             here = Path(root)
-            listed = {}
+            complete = dict(listed or {}) if here == folder else {}
             for name in sorted(names):
                 if name != CHECKSUMS and not name.startswith(TEMPORARY) and not name.endswith(".md"):
                     path = here / name
-                    blocks = known.get(path.relative_to(folder).as_posix(), {})
-                    listed[name] = _complete(path, blocks, pool).as_json()
-            if listed:
-                _write_list(here / CHECKSUMS, listed, about if here == folder else None)
+                    if name not in complete or complete[name].size != path.stat().st_size:
+                        blocks = known.get(path.relative_to(folder).as_posix(), {})
+                        complete[name] = _complete(path, blocks, pool)
+            if complete:
+                entries = {name: complete[name].as_json() for name in sorted(complete)}
+                _write_list(here / CHECKSUMS, entries, about if here == folder else None)
 
 
 def merge_parts(parts: Iterable[Parts]) -> Parts:
@@ -199,6 +208,19 @@ def merge_parts(parts: Iterable[Parts]) -> Parts:
                 same = known.setdefault(number, block) == block
                 known[number] = block if same else None  # two processes wrote into it
     return merged
+
+
+def checksums_of_stream(blocks: Blocks) -> FileChecksums:
+    """The checksums of a file of which one process has written all bytes in order.
+
+    Raises:
+        IOFailure: it was written in another way.
+    """
+    size = sum(block[0] for block in blocks.values() if block is not None)
+    hashes = [_known(blocks, number, size, BLOCK_BYTES) for number in range(-(-size // BLOCK_BYTES))]
+    if len(hashes) != len(blocks) or None in hashes:
+        raise IOFailure("a file was not written from its start to its end, so it has no checksums.")
+    return FileChecksums(size, b"".join(filter(None, hashes)))
 
 
 def hash_share(folder: Path, known: Parts, rank: int, world_size: int) -> Parts:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions, take_state
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
+from isthmus.engine.checkpoint.parts_gather import PartsGather
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
@@ -87,6 +88,7 @@ class Saves:
         self._root, self._parallel, self._saved, self._log = root, parallel, saved, log
         self._asynchronous = asynchronous
         self._host = HostBuffer()
+        self._gathered = PartsGather()
         self._group: dist.ProcessGroup | None = None
         self._group_beside: dist.ProcessGroup | None = None
         self._write: _Write | None = None
@@ -109,7 +111,8 @@ class Saves:
         self.finish()
         started_s = time.monotonic()
         background = self._asynchronous and not wait
-        writer = take_state(self._root, stepper, progress, self._parallel, options, self._host if background else None)
+        host = self._host if background else None
+        writer = take_state(self._root, stepper, progress, self._parallel, options, host, self._gathered)
         self.last_step = progress.step
         if not background:
             writer.complete()

@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-
+from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex
 from isthmus.engine.checkpoint.common_state import has_common_state
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.engine.tensor_names import COMMON_FILE
-from isthmus.errors import DataError, MissingInput
+from isthmus.errors import DataError, MissingInput, UnsafeInput
 from isthmus.files.checked_files import ChecksumVerifier
-from isthmus.files.folder_links import check_links
-
-_THREADS = 4
+from isthmus.files.folder_links import check_links, is_within
 
 
-def check_folder(folder: Path, verifier: ChecksumVerifier) -> None:
-    """Check index, common state and sizes; on rank 0 also the model files beside them.
+def check_folder(folder: Path, verifier: ChecksumVerifier) -> CheckpointIndex:
+    """Check index, common state, sizes and the model files beside them; returns the index.
 
     Raises:
         MissingInput: the folder or its index is missing.
         DataError: a file is missing, truncated or damaged.
+        UnsafeInput: the index would run code, or a link leads out of the folder.
     """
-    with _alternative():
+    with alternative():
         for name in (INDEX, COMMON_FILE, "metadata.json"):
             if (folder / name).exists():
                 verifier.check(folder / name)
-    check_files(folder)
-    with _alternative():
+    index = check_files(folder)
+    with alternative():
         verifier.check_complete(folder)
-        for path in sorted(folder.rglob("*")) if dist.get_rank() == 0 else ():
+        for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".distcp":
                 verifier.check(path)
+    return index
 
 
-def check_files(folder: Path) -> None:
-    """Check that all files exist and have the length in the index.
+def check_files(folder: Path) -> CheckpointIndex:
+    """Check that all files exist and have the length in the index; returns the index.
 
     Raises:
         MissingInput: the folder or its index is missing.
         DataError: a file is missing or truncated, or the index is unreadable.
-        UnsafeInput: the index would run code.
+        UnsafeInput: the index would run code, or a link leads out of the folder.
     """
     if not (folder / INDEX).is_file():
         raise MissingInput(
@@ -57,56 +52,31 @@ def check_files(folder: Path) -> None:
     index = read_index(folder)
     if not has_common_state(folder, index):
         raise DataError(f"{folder / COMMON_FILE} is missing. Resume from another checkpoint.")
-    ends: dict[str, int] = {}
-    for entry in index.storage_data.values():
-        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, end in ends.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else -1
-        if size < end:
-            problem = "is missing" if size < 0 else f"has {size} bytes"
-            raise DataError(f"{folder / name} {problem}, {end} are needed. Resume from another checkpoint.")
+    check_sizes(folder, index.ends())
+    return index
 
 
-def check_entries(folder: Path, entries: Iterable[Any], verifier: ChecksumVerifier) -> None:
-    """Check the blocks of ``.distcp`` files that have a part of ``entries``, in threads.
+def check_sizes(folder: Path, ends: Mapping[str, int]) -> None:
+    """Check that files are in the folder and have these numbers of bytes at least.
 
     Raises:
-        DataError: a block is damaged; names file and tensor.
+        DataError: a file is missing or truncated.
+        UnsafeInput: the index names a file outside of the folder.
     """
-    if not verifier.has_list(folder):
-        return
-    index = read_index(folder)
-
-    def check(stored: MetadataIndex) -> None:
-        place = index.storage_data[stored]
-        end = place.offset + place.length
-        verifier.check(folder / place.relative_path, place.offset, end, tensor=stored.fqn)
-
-    with _alternative(), ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(check, dict.fromkeys(part for entry in entries for part in _stored_parts(entry, index))):
-            pass
+    for name, end in ends.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else -1
+        if size >= 0 and not is_within(folder, path.resolve()):
+            raise UnsafeInput(f"{folder / INDEX} names {name}, which is outside of the folder. Do not load it.")
+        if size < end:
+            problem = "is missing" if size < 0 else f"has {size} bytes"
+            raise DataError(f"{path} {problem}, {end} are needed. Resume from another checkpoint.")
 
 
 @contextmanager
-def _alternative() -> Iterator[None]:
+def alternative() -> Iterator[None]:
+    """Add to a DataError how to resume without the damaged checkpoint."""
     try:
         yield
     except DataError as error:
         raise DataError(f"{error} Or resume from another checkpoint: checkpoint.resume=PATH.") from error
-
-
-def _stored_parts(entry: Any, index: Metadata) -> Iterator[MetadataIndex]:
-    """Where the checkpoint has the elements of ``entry``; none if its key is missing, which loading reports."""
-    if isinstance(entry, ShardedObject):
-        if (place := MetadataIndex(entry.unique_key)) in index.storage_data:
-            yield place
-    if not isinstance(entry, ShardedTensor):
-        return
-    stored = index.state_dict_metadata.get(entry.key)
-    for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
-        ranges = zip(entry.global_offset, (1,) * entry.prepend_axis_num + tuple(entry.local_shape), strict=True)
-        if all(
-            start < offset + size and offset < start + length
-            for (start, length), offset, size in zip(ranges, chunk.offsets, chunk.sizes, strict=False)
-        ):
-            yield MetadataIndex(entry.key, chunk.offsets)

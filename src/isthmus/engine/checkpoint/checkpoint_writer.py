@@ -10,7 +10,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,21 +24,24 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 
 from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
+from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, written_index
 from isthmus.engine.checkpoint.common_state import common_object
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
+from isthmus.engine.checkpoint.index_file import INDEX, write_index
+from isthmus.engine.checkpoint.parts_gather import GatheredParts, PartsGather
 from isthmus.engine.checkpoint.run_state import Progress, saved_state, sharding_metadata
-from isthmus.engine.parallel.process_groups import agree, gather_objects
+from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.tensor_names import COMMON_FILE
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
 from isthmus.errors import IsthmusError
 from isthmus.files.atomic_write import TEMPORARY
-from isthmus.files.file_checksums import Parts, WrittenBlocks, write_checksums
+from isthmus.files.file_checksums import WrittenBlocks, checksums_of_stream, write_checksums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,8 @@ class CheckpointWriter:
     common: dict[str, Any]
     """What is not sharded."""
     copied: bool
+    gathered: PartsGather = field(default_factory=PartsGather)
+    """Shared by the saves of a run, of which the parts rarely change."""
     written: WrittenBlocks = field(default_factory=WrittenBlocks)
 
     def complete(self, group: dist.ProcessGroup | None = None) -> None:
@@ -92,9 +97,11 @@ class CheckpointWriter:
         """
         try:
             on_main(self._begin, self.staging, group)
-            agree(lambda: self._write(group), group)
-            parts = gather_objects(self.written.parts(), group)
-            on_main(lambda: self._publish(parts), self.staging, group)
+            parts: list[CheckpointIndex] = []
+            agree(lambda: parts.append(self._write()), group)
+            checksums = {name: checksums_of_stream(blocks) for name, blocks in self.written.parts().items()}
+            gathered = self.gathered.gather(parts[0], checksums, group)
+            on_main(lambda: self._publish(gathered), self.staging, group)
         except IsthmusError:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.staging, ignore_errors=True)
@@ -104,21 +111,29 @@ class CheckpointWriter:
         shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True)
 
-    def _write(self, group: dist.ProcessGroup | None) -> None:
-        storage = dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=True)
+    def _write(self) -> CheckpointIndex:
+        """Write the file of this rank, as ``dcp.save`` does, which gathers the plans of all ranks first."""
+        storage = self._storage()
         if self.copied:  # already on the host; the copies would wait for the stream of training
             storage.per_thread_copy_ahead = 0
         storage.fs = _HashedFiles(self.written)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         with write_errors(self.staging):
-            dcp.save(self.state, storage_writer=storage, planner=planner, process_group=group)
+            planner.set_up_planner(self.state, is_coordinator=dist.get_rank() == 0)
+            plan = replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
+            results = storage.write_data(planner.finish_plan(plan), planner).wait()
+            return written_index(plan.items, {result.index: result.storage_data for result in results})
 
-    def _publish(self, parts: list[Parts]) -> None:
+    def _storage(self) -> dcp.FileSystemWriter:
+        return dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=True)
+
+    def _publish(self, gathered: GatheredParts) -> None:
+        write_index(self.staging / INDEX, gathered.index(), self._storage().storage_meta())
         torch.save(self.common, str(self.staging / COMMON_FILE))
         save_config(CheckpointingConfig("torch_dist", 1), str(self.staging))
         if self.options.write_beside is not None:
             self.options.write_beside(self.staging)
-        write_checksums(self.staging, parts)
+        write_checksums(self.staging, listed=gathered.checksums)
         check_files(self.staging)
         publish(self.staging, self.final, self.progress.step, self.options.keep, self.best)
 
@@ -130,11 +145,13 @@ def take_state(
     parallel: ParallelConfig,
     options: SaveOptions,
     host: HostBuffer | None = None,
+    gathered: PartsGather | None = None,
 ) -> CheckpointWriter:
     """Begin a checkpoint with the present state; a collective. No file is written yet.
 
     Args:
         host: copy the tensors there, so that training may change them before they are written.
+        gathered: of the saves before.
     """
     final = checkpoint_dir(root, progress.step)
     staging = root / f"{TEMPORARY}{final.name}"
@@ -153,7 +170,8 @@ def take_state(
         state = host.copied(state)
     best = progress.best.step if options.keep_best else None
     live = mcore_to_pyt_state_dict(state, False)
-    return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None)
+    gather = PartsGather() if gathered is None else gathered
+    return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None, gather)
 
 
 def on_main(stage: Callable[[], None], staging: Path, group: dist.ProcessGroup | None = None) -> None:

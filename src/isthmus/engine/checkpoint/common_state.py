@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from isthmus.engine.checkpoint.index_file import read_index
+from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex
 from isthmus.engine.tensor_names import COMMON_FILE, COMMON_OBJECT
 from isthmus.errors import DataError
 from isthmus.files.checked_files import ChecksumVerifier
@@ -24,11 +23,11 @@ def common_object(content: dict[str, Any], rank: int) -> ShardedObject:
     return ShardedObject(COMMON_OBJECT.partition("/")[0], content, (1,), (0,), replica_id=rank)
 
 
-def has_common_state(folder: Path, index: Metadata) -> bool:
-    return (folder / COMMON_FILE).is_file() or MetadataIndex(COMMON_OBJECT) in index.storage_data
+def has_common_state(folder: Path, index: CheckpointIndex) -> bool:
+    return (folder / COMMON_FILE).is_file() or COMMON_OBJECT in index.objects
 
 
-def read_common_state(folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
+def read_common_state(folder: Path, index: CheckpointIndex, verifier: ChecksumVerifier) -> dict[str, Any]:
     """Read it without running code from it.
 
     Raises:
@@ -36,14 +35,15 @@ def read_common_state(folder: Path, verifier: ChecksumVerifier) -> dict[str, Any
         Exception: those of ``torch.load``.
     """
     if (file := folder / COMMON_FILE).is_file():
+        verifier.check(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
     else:
-        place = read_index(folder).storage_data[MetadataIndex(COMMON_OBJECT)]
-        path, end = folder / place.relative_path, place.offset + place.length
-        verifier.check(path, place.offset, end)
+        number, offset, length = index.objects[COMMON_OBJECT]
+        path = folder / index.files[number]
+        verifier.check(path, offset, offset + length)
         with path.open("rb") as opened:
-            opened.seek(place.offset)
-            (state,) = torch.load(io.BytesIO(opened.read(place.length)), map_location="cpu", weights_only=True)
+            opened.seek(offset)
+            (state,) = torch.load(io.BytesIO(opened.read(length)), map_location="cpu", weights_only=True)
     if not isinstance(state, dict):
         raise DataError(f"the common state of {folder} is a {type(state).__name__}. Resume from another checkpoint.")
     return state

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from isthmus.engine.checkpoint.adapter_state import trained_entries
 from isthmus.engine.checkpoint.checkpoint_folder import read_errors
+from isthmus.engine.checkpoint.opened_checkpoint import opened_checkpoint
 from isthmus.engine.checkpoint.optimizer_state import is_tensor, local_entries
 from isthmus.engine.checkpoint.run_state import sharding_metadata, stages_of
 from isthmus.engine.checkpoint.save_load import load_entries
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.sharded_params import copy_number, elements_before
 from isthmus.engine.step import Stepper
-from isthmus.files.checked_files import ChecksumVerifier
 
 Copies: TypeAlias = Sequence[tuple[nn.Parameter, Tensor]]
 """Parameters of this rank, and other values of their local elements, flat."""
@@ -43,8 +43,8 @@ def load_copies(folder: Path, stepper: Stepper, copies: Copies, name: str) -> No
     Raises:
         DataError: the checkpoint does not have them, or is damaged.
     """
-    with read_errors(folder):
-        load_entries(dict(copied_entries(stepper, copies, name)), folder, ChecksumVerifier())
+    with opened_checkpoint(folder) as checkpoint, read_errors(folder):
+        load_entries(dict(copied_entries(stepper, copies, name)), checkpoint)
 
 
 def _entries(stepper: Stepper) -> dict[Any, tuple[Any, int, int | None]]:

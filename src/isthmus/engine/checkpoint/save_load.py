@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from isthmus.config.schema.parallel import ParallelConfig
-from isthmus.engine.checkpoint.checkpoint_checks import check_entries, check_folder
 from isthmus.engine.checkpoint.checkpoint_folder import read_errors
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions, take_state
 from isthmus.engine.checkpoint.common_state import read_common_state
+from isthmus.engine.checkpoint.entry_reader import EntryReader
+from isthmus.engine.checkpoint.opened_checkpoint import OpenedCheckpoint, opened_checkpoint
 from isthmus.engine.checkpoint.optimizer_state import set_num_updates
 from isthmus.engine.checkpoint.run_state import (
     BestLoss,
@@ -33,9 +33,7 @@ from isthmus.engine.optim.optimizer import chain, torch_optimizers
 from isthmus.engine.parallel.fsdp import FullyShardedDataParallel
 from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
-from isthmus.engine.upstream.compat import load_objects_without_code
 from isthmus.errors import DataError, UsageError
-from isthmus.files.checked_files import ChecksumVerifier
 
 
 def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelConfig, options: SaveOptions) -> Path:
@@ -59,11 +57,14 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         UnsafeInput: loading it would run code.
         UsageError: other tensors were trained, or by another optimizer.
     """
-    verifier = ChecksumVerifier()
-    agree(lambda: check_folder(folder, verifier))
-    load_objects_without_code()
+    with opened_checkpoint(folder) as checkpoint:
+        return _load(checkpoint, stepper, parallel)
+
+
+def _load(checkpoint: OpenedCheckpoint, stepper: Stepper, parallel: ParallelConfig) -> Progress:
+    folder = checkpoint.folder
     with read_errors(folder):
-        common = read_common_state(folder, verifier)
+        common = read_common_state(folder, checkpoint.index, checkpoint.verifier)
     if "isthmus" not in common:
         raise DataError(f"{folder} was not written by an Isthmus run, so its data position is unknown.")
     _check_same_training(common["isthmus"], stepper, folder)
@@ -72,7 +73,7 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         state = sharded_run_state(stepper, is_loading=True)
         if same_layout:
             state["rng_state"] = random_state(stepper.device)
-        loaded = load_entries(state, folder, verifier)
+        loaded = load_entries(state, checkpoint)
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or adapters_of(stepper) is not None
         for name, stage in () if in_place else stages_of(stepper).items():
             stage.load_state_dict(loaded[name])
@@ -92,16 +93,21 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
     return progress
 
 
-def load_entries(state: dict[str, Any], folder: Path, verifier: ChecksumVerifier) -> dict[str, Any]:
+def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     """Load the sharded entries in ``state``; a collective.
 
-    As ``dist_checkpointing.load``, which looks for the common state where its version writes it.
     All ranks check the blocks that they read against their checksums, before any reads.
     """
     sharded, local, factories = load_preprocess(state)
     entries, _ = extract_sharded_base(sharded)
-    agree(lambda: check_entries(folder, nested_values(entries), verifier))
-    merge(local, TorchDistLoadShardedStrategy().load(entries, folder))
+    reader = EntryReader(checkpoint, entries)
+
+    def check() -> None:
+        with read_errors(checkpoint.folder):
+            reader.check()
+
+    agree(check)
+    merge(local, reader.read())
     return apply_factory_merges(local, factories)
 
 

@@ -148,21 +148,3 @@ def use_torch_adam() -> None:
     asked: Any = distrib_optimizer
     asked.Adam, asked.HAVE_APEX_OR_TE = torch.optim.AdamW, False
     asked.USING_TE_OPTIMIZER = asked.USING_APEX_OPTIMIZER = False
-
-
-def load_objects_without_code() -> None:
-    """torch unpickles objects in a checkpoint (random states) with ``weights_only=False``, which runs their code."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-    planner: Any = DefaultLoadPlanner
-    upstream = planner.load_bytes
-    if hasattr(upstream, "__wrapped__"):
-        return
-
-    @functools.wraps(upstream)
-    def load_bytes(self: Any, read_item: Any, value: Any) -> None:
-        torch.load(value, weights_only=True)  # raises UnpicklingError
-        value.seek(0)
-        upstream(self, read_item, value)
-
-    planner.load_bytes = load_bytes

@@ -8,11 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from isthmus.engine.checkpoint.index_file import INDEX, read_index
+from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, TensorParts
+from isthmus.engine.checkpoint.index_file import INDEX, read_index, write_index
 from isthmus.errors import DataError, UnsafeInput
 
 
@@ -34,9 +38,45 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_equals_what_torch_reads(checkpoint: Path) -> None:
-    result, expected = read_index(checkpoint), dcp.FileSystemReader(checkpoint).read_metadata()
-    assert result.storage_data == expected.storage_data and len(result.storage_data) == 3
-    assert result.state_dict_metadata == expected.state_dict_metadata
+    index, expected = read_index(checkpoint), dcp.FileSystemReader(checkpoint).read_metadata()
+    assert index.num_parts == len(expected.storage_data) == 3 and [*index.objects] == ["number"]
+    for name, parts in index.tensors.items():
+        stored = expected.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        assert (parts.dtype, parts.shape) == (stored.properties.dtype, tuple(stored.size))
+        (chunk,) = stored.chunks
+        assert (tuple(parts.offsets[0]), tuple(parts.sizes[0])) == (tuple(chunk.offsets), tuple(chunk.sizes))
+        place = expected.storage_data[MetadataIndex(name, chunk.offsets)]
+        file, offset, length = parts.places[0].tolist()
+        assert (index.files[file], offset, length) == (place.relative_path, place.offset, place.length)
+
+
+@pytest.mark.parametrize("start", [0, 1 << 40])
+def test_torch_reads_what_is_written(start: int, tmp_path: Path) -> None:
+    """More parts than the writer makes at a time, in files of more than 2 GiB."""
+    count = 20_000
+    numbers = np.arange(count)
+    offsets = np.stack([numbers // 100, numbers % 100 * 3], axis=1)
+    places = np.stack([numbers % 2, start + numbers * 12, np.full(count, 12)], axis=1)
+    tensors = {
+        "weight": TensorParts(torch.float32, (200, 300), offsets, np.tile([1, 3], (count, 1)), places),
+        "scalar": TensorParts(torch.bfloat16, (), np.zeros((1, 0), int), np.zeros((1, 0), int), places[:1]),
+    }
+    index = CheckpointIndex(["__0_0.distcp", "__1_0.distcp"], tensors, {"rng_state/shard_0_1": (1, start, 5)})
+    write_index(tmp_path / INDEX, index, StorageMeta(checkpoint_id=tmp_path, save_id="a save"))
+    result = dcp.FileSystemReader(tmp_path).read_metadata()
+    weight = result.state_dict_metadata["weight"]
+    assert isinstance(weight, TensorStorageMetadata) and weight.properties == TensorProperties(dtype=torch.float32)
+    assert weight.size == torch.Size([200, 300]) and [tuple(c.offsets) for c in weight.chunks] == [*map(tuple, offsets)]
+    assert all(isinstance(chunk.sizes, torch.Size) and chunk.sizes == (1, 3) for chunk in weight.chunks)
+    assert len(result.storage_data) == count + 2
+    for number in (0, 1, 16_384, count - 1):
+        place = result.storage_data[MetadataIndex("weight", torch.Size(offsets[number]))]
+        assert place == filesystem._StorageInfo(f"__{number % 2}_0.distcp", start + number * 12, 12)
+    assert result.storage_data[MetadataIndex("scalar", torch.Size([]))].length == 12
+    assert result.storage_data[MetadataIndex("rng_state/shard_0_1")].length == 5
+    assert result.storage_meta is not None and result.storage_meta.save_id == "a save"
+    assert read_index(tmp_path).to_bytes() == index.to_bytes()
 
 
 def test_code_is_not_run(checkpoint: Path, tmp_path: Path) -> None:

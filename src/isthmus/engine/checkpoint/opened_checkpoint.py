@@ -1,0 +1,133 @@
+"""A checkpoint that all ranks read: one rank of each machine reads its index, and the others map the result."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from isthmus.engine.checkpoint.checkpoint_checks import alternative, check_folder, check_sizes
+from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, Place
+from isthmus.engine.checkpoint.index_file import INDEX, read_index
+from isthmus.engine.parallel.process_groups import agree, gather_objects
+from isthmus.errors import DataError
+from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.platforms import rank_env
+
+_THREADS = 4
+
+
+class DataFile(Protocol):
+    """An opened ``.distcp`` file."""
+
+    def read_into(self, offset: int, view: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _LocalFile:
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if not count:
+                raise DataError(f"{self._path} has {offset + done} bytes, {offset + len(view)} are needed.")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    folder: Path
+    index: CheckpointIndex
+    verifier: ChecksumVerifier
+
+    def check(self, places: Iterable[tuple[Place, str]]) -> None:
+        """Check the files that have these places, each with the name of its tensor, and the blocks, in threads.
+
+        Raises:
+            DataError: a file is missing or truncated, or a block is damaged; names file and tensor.
+        """
+        reads = [((self.index.files[file], offset, offset + length), name) for (file, offset, length), name in places]
+        ends: dict[str, int] = {}
+        for (file_name, _, end), _ in reads:
+            ends[file_name] = max(end, ends.get(file_name, 0))
+        check_sizes(self.folder, ends)
+        if not self.verifier.has_list(self.folder):
+            return
+
+        def check(read: tuple[tuple[str, int, int], str]) -> None:
+            (file_name, start, end), name = read
+            self.verifier.check(self.folder / file_name, start, end, tensor=name)
+
+        with alternative(), ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(check, reads):
+                pass
+
+    def open(self, number: int) -> DataFile:
+        return _LocalFile(self.folder / self.index.files[number])
+
+
+@contextmanager
+def opened_checkpoint(folder: Path) -> Iterator[OpenedCheckpoint]:
+    """Open a checkpoint on all ranks; a collective.
+
+    Rank 0 checks all files, another rank the index and the files that it reads from.
+
+    Raises:
+        MissingInput: the folder or its index is missing.
+        DataError: a file is missing, truncated or damaged.
+        UnsafeInput: the index would run code.
+    """
+    verifier, indices = ChecksumVerifier(), list[CheckpointIndex]()
+    with ExitStack() as stack:
+        shared: list[str] = []
+
+        def read() -> None:
+            if dist.get_rank() == 0:
+                indices.append(check_folder(folder, verifier))
+            elif rank_env.local_rank() == 0:
+                indices.append(_checked_index(folder, verifier))
+            if indices and rank_env.local_world_size() > 1:
+                temporary = Path(tempfile.mkdtemp(prefix="isthmus-index-"))
+                stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+                (temporary / INDEX).write_bytes(indices[0].to_bytes())
+                shared.append(str(temporary / INDEX))
+
+        agree(read)
+        paths = gather_objects(shared)
+        rank = dist.get_rank()
+
+        def attach() -> None:
+            if indices:
+                return
+            path = Path(*paths[rank - rank_env.local_rank()])
+            if path.is_file():
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                indices.append(CheckpointIndex.from_bytes(memoryview(mapped)))
+            else:  # this rank does not have the temporary files of the first one of its machine
+                indices.append(_checked_index(folder, verifier))
+
+        agree(attach)
+    yield OpenedCheckpoint(folder, indices[0], verifier)
+
+
+def _checked_index(folder: Path, verifier: ChecksumVerifier) -> CheckpointIndex:
+    with alternative():
+        verifier.check(folder / INDEX)
+    return read_index(folder)
