@@ -93,6 +93,12 @@ class ChecksumVerifier:
             listed.compare(0, memoryview(content))
         return content
 
+    def listed(self, folder: Path, name: str) -> ListedFile | None:
+        """A file of the list of ``folder`` that is stored elsewhere; None if it is not listed."""
+        with self._lock:
+            checksums = self._list(folder).get(name)
+        return None if checksums is None else ListedFile(folder / name, checksums)
+
     def has_list(self, folder: Path) -> bool:
         """Whether there are checksums, and they are checked."""
         with self._lock:

@@ -12,7 +12,7 @@ from isthmus.config.load import dump
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
-from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, remove_old
+from isthmus.engine.checkpoint.checkpoint_folder import remove_old
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.optim.learning_rate import build_schedule
 from isthmus.engine.optim.optimizer import build_optimizer, memory_stats
@@ -215,17 +215,23 @@ def resume(context: RunContext, stepper: Stepper, data: RunData) -> Progress:
 
 
 def _saves(context: RunContext, progress: Progress, reporter: Reporter, *, main: bool) -> Saves:
-    settings, folder = context.config.checkpoint, context.run_dir.checkpoints
+    settings, folder, store = context.config.checkpoint, context.run_dir.checkpoints, context.run_dir.store
     saves = Saves(
         folder,
         context.plan.parallel,
         asynchronous=settings.asynchronous,
         saved=reporter.saved,
         log=reporter.log,
+        store=store,
     )
-    saves.last_step = progress.step if context.resume == checkpoint_dir(folder, progress.step) else None
-    if main and saves.last_step is not None and settings.resume == "auto":  # a kill may have prevented it
-        remove_old(folder, progress.step, settings.keep, progress.best.step if settings.keep_best else None)
+    continues = context.resume is not None and context.run_dir.is_own(context.resume)
+    saves.last_step = progress.step if continues else None
+    if main and continues and settings.resume == "auto":  # a kill may have prevented it
+        best = progress.best.step if settings.keep_best else None
+        if store is None:
+            remove_old(folder, progress.step, settings.keep, best)
+        else:
+            store.remove_old(progress.step, settings.keep, best)
     return saves
 
 

@@ -92,7 +92,7 @@ def run_recipe(config: RunConfig) -> RunResult:
             if rank_env.world_size() == 1 or isinstance(error, Preempted):
                 close_groups()
             if stop.interrupted:
-                raise KeyboardInterrupt(RunDir(Path(config.out)).interrupted()) from error
+                raise KeyboardInterrupt(RunDir(Path(config.out), config.checkpoint.store).interrupted()) from error
             raise
     close_groups()
     return result

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.data.readers.data_names import PARTIAL
-from isthmus.errors import DataError, Hang, IOFailure, MissingInput, OutputError, OutputExists, Preempted, disk_errors
+from isthmus.errors import (
+    DataError,
+    Hang,
+    IOFailure,
+    IsthmusError,
+    MissingInput,
+    OutputError,
+    OutputExists,
+    Preempted,
+    disk_errors,
+)
 from isthmus.files.atomic_write import TEMPORARY, write_atomic
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.folder_lock import LOCK, locked_folder
+from isthmus.files.object_store import is_url
 from isthmus.hf.model_folder import ADAPTER_FILE, read_json
+
+if TYPE_CHECKING:
+    from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
 
 RUN_RECORD = "run_record.json"
 """What shapes the result of the run, in the run folder and in each checkpoint."""
 ENVIRONMENT = "environment.json"
 """Machine and versions of the newest start of the run."""
 
+_STORED = f"{TEMPORARY}store-"
+"""Prefix of folders with a copy of the small files of a checkpoint in a store."""
+
 
 class RunDir:
     """The folder of a run. It also contains ``metrics.jsonl``, ``samples.jsonl``, ``tensorboard/`` and ``profile/``."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, store: str | None = None) -> None:
+        """``store``: the setting ``checkpoint.store``."""
+        self.root, self._store_url = root, store
         self.config = root / "config.yaml"
         """All settings; a folder with this file is a run folder."""
         self.checkpoints = root / "checkpoints"
@@ -34,6 +55,39 @@ class RunDir:
         """The tokenized data."""
         self.reference = root / "reference.npz"
         """dpo: log-probabilities of the answers under the reference model."""
+
+    @cached_property
+    def store(self) -> CheckpointStore | None:
+        """The object store with the checkpoints of this run; None if they are in ``checkpoints``."""
+        from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
+
+        return None if self._store_url is None else CheckpointStore(self._store_url)
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of a step; from a store, a copy without its data files, in a temporary folder."""
+        from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
+
+        return checkpoint_dir(self.checkpoints, step) if self.store is None else self._fetched(self.store, step)
+
+    def is_own(self, checkpoint: Path) -> bool:
+        """Whether it is a checkpoint of this run, and not of another one that this run began from."""
+        from isthmus.engine.checkpoint.checkpoint_store import address_of
+
+        if self.store is not None:
+            return address_of(checkpoint).startswith(f"{self.store.url}/")
+        return checkpoint.parent.resolve() == self.checkpoints.resolve()
+
+    def _fetched(self, store: CheckpointStore, step: int) -> Path:
+        folder = hashlib.sha256(store.url.encode()).hexdigest()[:16]
+        return store.fetch(step, self.root.absolute() / f"{_STORED}{folder}")
+
+    def _newest(self) -> Path | None:
+        from isthmus.engine.checkpoint.checkpoint_folder import latest
+
+        if self.store is None:
+            return latest(self.checkpoints)
+        step = self.store.latest()
+        return None if step is None else self._fetched(self.store, step)
 
     def gemm_tuning(self, rank: int) -> Path:
         """GEMM kernels that a rank has measured; PyTorch adds the number of its GPU to the name."""
@@ -48,12 +102,11 @@ class RunDir:
         return self.root / ("adapter" if step is None else f"adapter-step-{step:07d}")
 
     def checkpoint_to_resume(self, resume: str) -> Path | None:
-        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path ``resume``.
+        """The checkpoint to resume from: ``auto`` the newest, ``never`` None, else the path or URL ``resume``.
 
-        A run that began from a checkpoint of another run, and has one of its own, continues from its own.
+        A run that began from a checkpoint of another run, and has one of its own, continues from its own. Of a
+        checkpoint in a store this is a copy without its data files, which are read from there.
         """
-        from isthmus.engine.checkpoint.checkpoint_folder import latest
-
         # A command that was killed before its first file leaves the lock or a temporary file.
         occupied = self.root.exists() and (
             not self.root.is_dir() or any(not path.name.startswith((LOCK, TEMPORARY)) for path in self.root.iterdir())
@@ -65,7 +118,7 @@ class RunDir:
         newest: Path | None = None
         # A damaged tracker file, for example, does not matter if another checkpoint is named.
         with suppress(*(() if resume in ("auto", "never") else (DataError,))):
-            newest = latest(self.checkpoints) if occupied else None
+            newest = self._newest() if occupied or self.store is not None else None
         exported = self.export().exists() or self.adapter().exists()
         if occupied and newest is None and exported and resume in ("auto", "never"):
             raise OutputExists(
@@ -79,10 +132,14 @@ class RunDir:
             )
         if resume in ("auto", "never"):
             return newest
-        chosen = Path(resume)
-        if newest is not None and not chosen.resolve().is_relative_to(self.root.resolve()):
-            if (read_record(newest) or {}).get("began_from") == resume:
-                return newest
+        chosen, ours = Path(resume), self.root.resolve()
+        inside = _is_below(resume, self.store.url) if self.store is not None else chosen.resolve().is_relative_to(ours)
+        if newest is not None and not inside and (read_record(newest) or {}).get("began_from") == resume:
+            return newest
+        if is_url(resume):
+            return self._fetched_from(resume)
+        from isthmus.engine.checkpoint.checkpoint_folder import latest
+
         if not chosen.is_dir():
             raise MissingInput(f"checkpoint.resume={resume}: no such folder. Name an iter_NNNNNNN folder, or 'auto'.")
         if (chosen / ".metadata").is_file():
@@ -92,13 +149,32 @@ class RunDir:
             raise MissingInput(f"checkpoint.resume={resume} has no checkpoint. Name an iter_NNNNNNN folder.")
         return below
 
+    def _fetched_from(self, url: str) -> Path:
+        """A checkpoint, or the newest one below a URL."""
+        from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
+
+        root, _, name = url.rstrip("/").rpartition("/")
+        if re.fullmatch("iter_[0-9]{7,18}", name):
+            return self._fetched(CheckpointStore(root), int(name[5:]))
+        store = CheckpointStore(url)
+        step = store.latest()
+        if step is None:
+            raise MissingInput(f"checkpoint.resume={url} has no complete checkpoint. Name an iter_NNNNNNN folder.")
+        return self._fetched(store, step)
+
     def interrupted(self) -> str:
         """The message of a run that was killed: what it lost, and the checkpoint from which it resumes."""
+        from isthmus.config.load import load_config
         from isthmus.engine.checkpoint.checkpoint_folder import latest
 
-        newest: Path | None = None
-        with suppress(DataError, OSError):
-            newest = latest(self.checkpoints)
+        newest: Path | str | None = None
+        with suppress(IsthmusError, OSError):
+            if self._store_url is None and self.config.is_file():  # the command line may not have the settings
+                self._store_url = load_config(None, self.config).checkpoint.store
+            if self.store is None:
+                newest = latest(self.checkpoints)
+            elif step := self.store.latest():
+                newest = self.store.address(step)
         if newest is None:
             return "killed before its first checkpoint; its progress is lost. The same command starts again."
         return f"killed; the progress since its last checkpoint is lost. The same command resumes from {newest}."
@@ -141,6 +217,8 @@ class RunDir:
             write_record(self.root, record)
             write_atomic(self.root / ENVIRONMENT, json.dumps(environment or {}, indent=1) + "\n")
             for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.checkpoints.glob(f"{TEMPORARY}*")]:
+                if leftover.name.startswith(_STORED):  # this run may have been resumed from it
+                    continue
                 if leftover.is_dir():
                     shutil.rmtree(leftover, ignore_errors=True)
                 else:
@@ -150,6 +228,10 @@ class RunDir:
                     (self.root / name).unlink(missing_ok=True)
                 for name in ("tensorboard", "profile"):
                     shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def _is_below(text: str, url: str) -> bool:
+    return f"{text}/".startswith(f"{url}/")
 
 
 def exported_model(path: Path) -> Path:

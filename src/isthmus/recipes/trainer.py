@@ -18,7 +18,7 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.rollout_batches import PromptBatches
 from isthmus.engine.checkpoint import save_load
 from isthmus.engine.checkpoint.background_saves import Saves
-from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir
+from isthmus.engine.checkpoint.checkpoint_store import address_of
 from isthmus.engine.checkpoint.checkpoint_writer import SaveOptions
 from isthmus.engine.checkpoint.run_state import Progress
 from isthmus.engine.generation.inference import Inference
@@ -88,8 +88,8 @@ class Trainer:
     @property
     def _continues(self) -> bool:
         """Whether a run of this folder is resumed."""
-        resume, checkpoints = self.context.resume, self.context.run_dir.checkpoints
-        return resume is not None and resume.parent.resolve() == checkpoints.resolve()
+        resume = self.context.resume
+        return resume is not None and self.context.run_dir.is_own(resume)
 
     def run(self) -> RunResult:
         """Train, save, export and upload."""
@@ -136,7 +136,8 @@ class Trainer:
         settings = {name: value for name, value, _ in origins_of(config.model_dump(mode="json"), {})}
         self.reporter.begin(total_steps=self.data.steps, start=self.start, settings=settings)
         if resume is not None:
-            self.reporter.event(self.start, "resume", f"resumed from {resume} at step {self.start}", path=str(resume))
+            address = address_of(resume)
+            self.reporter.event(self.start, "resume", f"resumed from {address} at step {self.start}", path=address)
         profiled = config.train.profiled_steps
         if profiled and profiled[-1] <= self.start < self.data.steps:
             name = f"train.profile={config.train.profile}"
@@ -403,6 +404,5 @@ class Trainer:
     def load_best(self) -> None:
         """Load the weights with the lowest validation loss."""
         best = self.early_stopping.best
-        folder = checkpoint_dir(self.context.run_dir.checkpoints, best.step or 0)
-        save_load.load(folder, self.stepper, self.context.plan.parallel)
+        save_load.load(self.context.run_dir.checkpoint(best.step or 0), self.stepper, self.context.plan.parallel)
         self.reporter.log(f"best: step {best.step}, validation loss {best.loss:.4f}")

@@ -113,7 +113,8 @@ class Reporter:
             if file is not None:
                 file.sync()
 
-    def saved(self, step: int, checkpoint: Path) -> None:
+    def saved(self, step: int, checkpoint: Path | str) -> None:
+        """``checkpoint`` is a path, or a URL of a store."""
         self.event(step, "checkpoint", f"saved {checkpoint}", path=str(checkpoint))
         self._callbacks.call("save", step, checkpoint)
 

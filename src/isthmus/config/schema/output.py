@@ -31,13 +31,17 @@ class CheckpointConfig(_WithAsync):
     grace_s: Annotated[float, Field(gt=0)] = 25.0
     """Seconds between a stop signal and the end of the run. A step or evaluation that does not fit is abandoned, and
     the state after the step before is saved."""
+    store: Annotated[str, Field(pattern=r"^[a-z0-9+.-]+://.+")] | None = None
+    """URL of a folder in an object store, such as s3://bucket/run, where checkpoints are written in place of out; needs
+    the package of fsspec for it, such as s3fs."""
     keep: Count = 2
     """Number of checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
     """Also keep the checkpoint with the lowest validation loss, saved when it is measured, and export it at the end
     instead of the last state; needs train.eval_every."""
     resume: PathText = "auto"
-    """auto: resume from the newest checkpoint in out, if any; never: start anew; or a checkpoint folder."""
+    """auto: resume from the newest checkpoint of this run, if any; never: start anew; or a checkpoint, as a path or URL
+    of a store."""
     accept_changes: Annotated[
         tuple[str, ...],
         BeforeValidator(

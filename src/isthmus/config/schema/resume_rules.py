@@ -50,9 +50,9 @@ _TABLE: Mapping[ResumeRule, str] = {
         train.batch_invariant train.share_prefixes train.recompute train.recompute_modules train.recompute_layers
         train.eval_every train.early_stopping train.profile train.threads optim.offload eval.generate eval.prompts
         eval.max_new_tokens eval.temperature checkpoint.async checkpoint.every checkpoint.grace_s checkpoint.keep
-        checkpoint.keep_best checkpoint.resume checkpoint.accept_changes checkpoint.hf_every checkpoint.save_final
-        checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public logging.to
-        logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
+        checkpoint.keep_best checkpoint.store checkpoint.resume checkpoint.accept_changes checkpoint.hf_every
+        checkpoint.save_final checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public
+        logging.to logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
         rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
         rollout.offload launch.nodes launch.spares launch.name launch.workdir launch.python launch.image launch.volumes

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from isthmus.config.schema.parallel import ParallelConfig
+from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions, take_state
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
 from isthmus.engine.checkpoint.parts_gather import PartsGather
@@ -82,9 +83,12 @@ class Saves:
         parallel: ParallelConfig,
         *,
         asynchronous: bool,
-        saved: Callable[[int, Path], None],
+        saved: Callable[[int, Path | str], None],
         log: Callable[[str], None],
+        store: CheckpointStore | None = None,
     ) -> None:
+        """``saved`` gets the step and the path or URL of a complete checkpoint; ``store`` is in place of ``root``."""
+        self._store = store
         self._root, self._parallel, self._saved, self._log = root, parallel, saved, log
         self._asynchronous = asynchronous
         self._host = HostBuffer()
@@ -112,12 +116,12 @@ class Saves:
         started_s = time.monotonic()
         background = self._asynchronous and not wait
         host = self._host if background else None
-        writer = take_state(self._root, stepper, progress, self._parallel, options, host, self._gathered)
+        writer = take_state(self._root, stepper, progress, self._parallel, options, host, self._gathered, self._store)
         self.last_step = progress.step
         if not background:
             writer.complete()
             self.duration_s = time.monotonic() - started_s
-            self._saved(progress.step, writer.final)
+            self._saved(progress.step, writer.address)
             return None
         if self._group is None:
             self._group = self._new_group()
@@ -140,7 +144,7 @@ class Saves:
         group, device = self._group_beside, stepper.device
         writer: CheckpointWriter | None = None
         if self.last_step != progress.step:
-            writer = take_state(self._root, stepper, progress, self._parallel, options)
+            writer = take_state(self._root, stepper, progress, self._parallel, options, store=self._store)
         ready = _event(device)
 
         def save() -> None:
@@ -183,7 +187,7 @@ class Saves:
         assert write is not None
         agree(write.result)
         self.duration_s = write.seconds
-        self._saved(write.writer.progress.step, write.writer.final)
+        self._saved(write.writer.progress.step, write.writer.address)
 
     def close(self, timeout_s: float) -> None:
         """After a failure of training: give the write of this rank time to end."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex
+from isthmus.engine.checkpoint.checkpoint_store import StoredData, stored_data
 from isthmus.engine.checkpoint.common_state import has_common_state
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.engine.tensor_names import COMMON_FILE
@@ -27,9 +28,12 @@ def check_folder(folder: Path, verifier: ChecksumVerifier) -> CheckpointIndex:
         for name in (INDEX, COMMON_FILE, "metadata.json"):
             if (folder / name).exists():
                 verifier.check(folder / name)
-    index = check_files(folder)
+    data = stored_data(folder)
+    index = check_files(folder) if data is None else read_index(folder)
+    if data is not None:
+        check_stored_sizes(data, index.ends())
     with alternative():
-        verifier.check_complete(folder)
+        verifier.check_complete(folder, only=lambda name: data is None or not name.endswith(".distcp"))
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".distcp":
                 verifier.check(path)
@@ -71,6 +75,14 @@ def check_sizes(folder: Path, ends: Mapping[str, int]) -> None:
         if size < end:
             problem = "is missing" if size < 0 else f"has {size} bytes"
             raise DataError(f"{path} {problem}, {end} are needed. Resume from another checkpoint.")
+
+
+def check_stored_sizes(data: StoredData, ends: Mapping[str, int]) -> None:
+    """As :func:`check_sizes`, of data files in an object store, by their sizes when they were published."""
+    for name, end in ends.items():
+        if (size := data.sizes.get(name, -1)) < end:
+            problem = "is missing" if size < 0 else f"has {size} bytes"
+            raise DataError(f"{data.address}/{name} {problem}, {end} are needed. Resume from another checkpoint.")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,14 +57,19 @@ def publish(staging: Path, final: Path, step: int, keep: int, best: int | None =
 
 def remove_old(root: Path, step: int, keep: int, best: int | None = None) -> None:
     """Keep the newest ``keep`` checkpoints, of which that of ``step`` is the last one, and ``best``."""
-    # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
     folders = {int(path.name[5:]): path for path in root.iterdir() if _FOLDER.fullmatch(path.name)}
-    others = sorted(folders.keys() - {step, best}, key=lambda other: (other < step, other))
-    for old in others[: max(0, len(others) + 1 - keep)]:
+    for old in steps_to_remove(folders, step, keep, best):
         removed = folders[old].with_name(f"{TEMPORARY}old-{folders[old].name}")
         with suppress(OSError):
             folders[old].rename(removed)  # a kill leaves no folder that looks like a checkpoint
         shutil.rmtree(removed, ignore_errors=True)
+
+
+def steps_to_remove(steps: Iterable[int], step: int, keep: int, best: int | None = None) -> list[int]:
+    """The checkpoints beyond the newest ``keep``, of which that of ``step`` is the last one; not ``best``."""
+    # A run resumed from an earlier step leaves folders with higher numbers, which are older: they are removed first.
+    others = sorted(set(steps) - {step, best}, key=lambda other: (other < step, other))
+    return others[: max(0, len(others) + 1 - keep)]
 
 
 def _set_latest(root: Path, step: int) -> None:

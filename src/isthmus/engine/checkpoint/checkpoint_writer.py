@@ -30,6 +30,7 @@ from isthmus.config.schema.parallel import ParallelConfig
 from isthmus.engine.checkpoint.checkpoint_checks import check_files
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, publish, write_errors
 from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, written_index
+from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
 from isthmus.engine.checkpoint.common_state import common_object
 from isthmus.engine.checkpoint.host_buffer import HostBuffer
 from isthmus.engine.checkpoint.index_file import INDEX, write_index
@@ -39,7 +40,7 @@ from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.engine.tensor_names import COMMON_FILE
 from isthmus.engine.upstream.megatron_features import saves_common_state_object
-from isthmus.errors import IsthmusError
+from isthmus.errors import IOFailure, IsthmusError
 from isthmus.files.atomic_write import TEMPORARY
 from isthmus.files.file_checksums import WrittenBlocks, checksums_of_stream, write_checksums
 
@@ -59,14 +60,16 @@ class SaveOptions:
 
 
 class _HashedFiles(FileSystem):
-    """Hashes files while they are written."""
+    """Hashes files while they are written, on the disk or in a store."""
 
-    def __init__(self, written: WrittenBlocks) -> None:
-        self.written = written
+    def __init__(self, written: WrittenBlocks, store: CheckpointStore | None, step: int) -> None:
+        self.written, self.store, self.step = written, store, step
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
+        name = Path(path).name
+        here = super().create_stream(path, mode) if self.store is None else self.store.create(self.step, name)
+        with here as stream:
             yield self.written.wrap(cast(BinaryIO, stream), Path(path).name) if mode == "wb" else stream
 
 
@@ -76,6 +79,7 @@ class CheckpointWriter:
 
     staging: Path
     final: Path
+    """In a store, the folder of this name has the checkpoint."""
     progress: Progress
     best: int | None
     """The step to keep in addition."""
@@ -87,7 +91,14 @@ class CheckpointWriter:
     copied: bool
     gathered: PartsGather = field(default_factory=PartsGather)
     """Shared by the saves of a run, of which the parts rarely change."""
+    store: CheckpointStore | None = None
+    """The object store with the checkpoint; ``staging`` then has only the files of rank 0."""
     written: WrittenBlocks = field(default_factory=WrittenBlocks)
+
+    @property
+    def address(self) -> Path | str:
+        """Path or URL of the complete checkpoint."""
+        return self.final if self.store is None else self.store.address(self.progress.step)
 
     def complete(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the files and publish them; a collective of ``group``, by default of all groups' own.
@@ -110,13 +121,15 @@ class CheckpointWriter:
     def _begin(self) -> None:
         shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True)
+        if self.store is not None:
+            self.store.begin(self.progress.step)
 
     def _write(self) -> CheckpointIndex:
         """Write the file of this rank, as ``dcp.save`` does, which gathers the plans of all ranks first."""
         storage = self._storage()
         if self.copied:  # already on the host; the copies would wait for the stream of training
             storage.per_thread_copy_ahead = 0
-        storage.fs = _HashedFiles(self.written)
+        storage.fs = _HashedFiles(self.written, self.store, self.progress.step)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         with write_errors(self.staging):
             planner.set_up_planner(self.state, is_coordinator=dist.get_rank() == 0)
@@ -125,17 +138,26 @@ class CheckpointWriter:
             return written_index(plan.items, {result.index: result.storage_data for result in results})
 
     def _storage(self) -> dcp.FileSystemWriter:
-        return dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=True)
+        return dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=self.store is None)
 
     def _publish(self, gathered: GatheredParts) -> None:
-        write_index(self.staging / INDEX, gathered.index(), self._storage().storage_meta())
+        index = gathered.index()
+        write_index(self.staging / INDEX, index, self._storage().storage_meta())
         torch.save(self.common, str(self.staging / COMMON_FILE))
         save_config(CheckpointingConfig("torch_dist", 1), str(self.staging))
         if self.options.write_beside is not None:
             self.options.write_beside(self.staging)
         write_checksums(self.staging, listed=gathered.checksums)
+        keep, step = self.options.keep, self.progress.step
+        if self.store is not None:
+            sizes = {name: checksums.size for name, checksums in gathered.checksums.items()}
+            if too_short := [name for name, end in index.ends().items() if sizes.get(name, -1) < end]:
+                raise IOFailure(f"{too_short[0]} of {self.address} was not written whole; nothing is published.")
+            self.store.publish(self.staging, step, sizes, keep, self.best)
+            shutil.rmtree(self.staging, ignore_errors=True)
+            return
         check_files(self.staging)
-        publish(self.staging, self.final, self.progress.step, self.options.keep, self.best)
+        publish(self.staging, self.final, step, keep, self.best)
 
 
 def take_state(
@@ -146,12 +168,14 @@ def take_state(
     options: SaveOptions,
     host: HostBuffer | None = None,
     gathered: PartsGather | None = None,
+    store: CheckpointStore | None = None,
 ) -> CheckpointWriter:
     """Begin a checkpoint with the present state; a collective. No file is written yet.
 
     Args:
         host: copy the tensors there, so that training may change them before they are written.
         gathered: of the saves before.
+        store: write the checkpoint there; ``root`` then has temporary files only.
     """
     final = checkpoint_dir(root, progress.step)
     staging = root / f"{TEMPORARY}{final.name}"
@@ -171,7 +195,7 @@ def take_state(
     best = progress.best.step if options.keep_best else None
     live = mcore_to_pyt_state_dict(state, False)
     gather = PartsGather() if gathered is None else gathered
-    return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None, gather)
+    return CheckpointWriter(staging, final, progress, best, options, live, common, host is not None, gather, store)
 
 
 def on_main(stage: Callable[[], None], staging: Path, group: dist.ProcessGroup | None = None) -> None:

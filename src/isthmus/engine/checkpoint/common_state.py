@@ -38,7 +38,7 @@ def read_common_state(folder: Path, index: CheckpointIndex, verifier: ChecksumVe
         verifier.check(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
     else:
-        number, offset, length = index.objects[COMMON_OBJECT]
+        number, offset, length = index.objects[COMMON_OBJECT]  # such checkpoints are not in stores
         path = folder / index.files[number]
         verifier.check(path, offset, offset + length)
         with path.open("rb") as opened:

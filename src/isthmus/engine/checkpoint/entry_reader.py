@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, Place
-from isthmus.engine.checkpoint.opened_checkpoint import DataFile, OpenedCheckpoint
+from isthmus.engine.checkpoint.opened_checkpoint import OpenedCheckpoint
 
 _Target = Callable[[Any], None]
 
@@ -43,21 +42,11 @@ class EntryReader:
 
     def read(self) -> dict[str, Any]:
         """Set the tensors; returns the entries with tensors and objects in their place."""
-        files: dict[int, DataFile] = {}
-        try:
-            for place, targets in sorted(self._reads.items(), key=lambda read: read[0]):
-                number, offset, length = place
-                if number not in files:
-                    for file in files.values():
-                        file.close()
-                    files = {number: self.checkpoint.open(number)}
-                part = io.BufferedReader(_FilePart(files[number], offset, length), 1 << 16)
+        for place, targets in sorted(self._reads.items(), key=lambda read: read[0]):
+            with self.checkpoint.open(place) as part:
                 content = torch.load(part, map_location="cpu", weights_only=True)
-                for _, target in targets:
-                    target(content)
-        finally:
-            for file in files.values():
-                file.close()
+            for _, target in targets:
+                target(content)
 
         def value(entry: Any) -> Any:
             return self._objects[entry.unique_key] if isinstance(entry, ShardedObject) else entry.data
@@ -113,27 +102,3 @@ def _copier(block: Tensor, low: list[int], start: list[int], lengths: list[int])
 
 def _narrowed(tensor: Tensor, low: Any, origin: Any, lengths: Any) -> Tensor:
     return tensor[tuple(slice(a - o, a - o + n) for a, o, n in zip(low, origin, lengths, strict=True))]
-
-
-class _FilePart(io.RawIOBase):
-    """A range of a file, as a file."""
-
-    def __init__(self, file: DataFile, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = origin + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        self._file.read_into(self._offset + self._at, view)
-        self._at += len(view)
-        return len(view)

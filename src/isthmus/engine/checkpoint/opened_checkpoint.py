@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import shutil
@@ -11,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any
 
 import torch.distributed as dist
 
-from isthmus.engine.checkpoint.checkpoint_checks import alternative, check_folder, check_sizes
+from isthmus.engine.checkpoint.checkpoint_checks import alternative, check_folder, check_sizes, check_stored_sizes
 from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, Place
+from isthmus.engine.checkpoint.checkpoint_store import StoredData, stored_data
 from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.errors import DataError
@@ -26,38 +28,18 @@ from isthmus.platforms import rank_env
 _THREADS = 4
 
 
-class DataFile(Protocol):
-    """An opened ``.distcp`` file."""
-
-    def read_into(self, offset: int, view: memoryview) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _LocalFile:
-    def __init__(self, path: Path) -> None:
-        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if not count:
-                raise DataError(f"{self._path} has {offset + done} bytes, {offset + len(view)} are needed.")
-            done += count
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
     folder: Path
     index: CheckpointIndex
     verifier: ChecksumVerifier
+    data: StoredData | None = None
+    """Where the data files are; None if they are in ``folder``."""
 
     def check(self, places: Iterable[tuple[Place, str]]) -> None:
         """Check the files that have these places, each with the name of its tensor, and the blocks, in threads.
+
+        Blocks in a store are checked when they are read.
 
         Raises:
             DataError: a file is missing or truncated, or a block is damaged; names file and tensor.
@@ -66,6 +48,9 @@ class OpenedCheckpoint:
         ends: dict[str, int] = {}
         for (file_name, _, end), _ in reads:
             ends[file_name] = max(end, ends.get(file_name, 0))
+        if self.data is not None:
+            check_stored_sizes(self.data, ends)
+            return
         check_sizes(self.folder, ends)
         if not self.verifier.has_list(self.folder):
             return
@@ -78,8 +63,61 @@ class OpenedCheckpoint:
             for _ in pool.map(check, reads):
                 pass
 
-    def open(self, number: int) -> DataFile:
-        return _LocalFile(self.folder / self.index.files[number])
+    def open(self, place: Place) -> IO[bytes]:
+        """A part of a file, as a file."""
+        number, offset, length = place
+        name = self.index.files[number]
+        if self.data is None:
+            return io.BufferedReader(_FilePart(self.folder / name, offset, length))
+        return io.BytesIO(self._read_stored(self.data, name, offset, length))
+
+    def _read_stored(self, data: StoredData, name: str, offset: int, length: int) -> bytes:
+        """Read the blocks that have these bytes, and check them."""
+        listed = self.verifier.listed(self.folder, name)
+        if listed is None:
+            return data.read(name, offset, offset + length)
+        size = listed.checksums.block_bytes
+        first, stop = offset // size, min(listed.checksums.size, -(-(offset + length) // size) * size)
+        content = data.read(name, first * size, stop)
+        with alternative():
+            if len(content) != stop - first * size:
+                raise DataError(f"{data.address}/{name} has no bytes {first * size} to {stop}.")
+            listed.compare(first, memoryview(content))
+        return content[offset - first * size :][:length]
+
+
+class _FilePart(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._path, self._offset, self._length, self._at = path, offset, length, 0
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], self._offset + self._at + done)
+            if not count:
+                raise DataError(f"{self._path} ends before byte {self._offset + self._length}.")
+            done += count
+        self._at += done
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
 
 
 @contextmanager
@@ -124,7 +162,7 @@ def opened_checkpoint(folder: Path) -> Iterator[OpenedCheckpoint]:
                 indices.append(_checked_index(folder, verifier))
 
         agree(attach)
-    yield OpenedCheckpoint(folder, indices[0], verifier)
+    yield OpenedCheckpoint(folder, indices[0], verifier, stored_data(folder))
 
 
 def _checked_index(folder: Path, verifier: ChecksumVerifier) -> CheckpointIndex:

@@ -106,8 +106,12 @@ def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint) -> dict[st
         with read_errors(checkpoint.folder):
             reader.check()
 
+    def read() -> None:
+        with read_errors(checkpoint.folder):
+            merge(local, reader.read())
+
     agree(check)
-    merge(local, reader.read())
+    agree(read)
     return apply_factory_merges(local, factories)
 
 

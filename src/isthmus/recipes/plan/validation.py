@@ -90,7 +90,7 @@ def validate(
         machine: to check 6. and 7. against; None: this one.
         unmet: gets the errors of 6. and 7. if this machine has no GPU, in place of raising them.
     """
-    run_dir = RunDir(Path(config.out))
+    run_dir = RunDir(Path(config.out), config.checkpoint.store)
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
     config = _with_recorded_batch_size(config, resume)
     plan = plan_model(open_run_model(config), config, world_size=world_size)
