@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import tempfile
 import threading
 import time
@@ -32,6 +33,7 @@ from isthmus.convert.online import export_plan, export_weights
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard
 from isthmus.engine.checkpoint import opened_checkpoint, run_state, save_load
 from isthmus.engine.checkpoint.background_saves import Saves
+from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
 from isthmus.engine.checkpoint.checkpoint_writer import CheckpointWriter, SaveOptions, take_state
 from isthmus.engine.layers.recompute import _Recomputed
 from isthmus.engine.linear.quantized_weight import QuantizedWeight, dense
@@ -423,6 +425,49 @@ def save_both_ways(*, model: str, samples: str, root: str, **layout: Any) -> lis
         saves.finish()
     assert saved == [1, 2]
     return log
+
+
+def stored_checkpoints(*, model: str, samples: str, root: str, store: str) -> dict[str, Any]:
+    """Save two steps to a store, load the first one, and then with a damaged data file."""
+    training = start(model=model, samples=samples, tp=2)
+    stepper, parallel, target = training.stepper, training.model.plan.parallel, CheckpointStore(store)
+    addresses: list[str] = []
+    saves = Saves(
+        Path(root),
+        parallel,
+        asynchronous=True,
+        saved=lambda _, address: addresses.append(str(address)),
+        log=print,
+        store=target,
+    )
+    weights: list[dict[str, torch.Tensor]] = []
+    for step in (1, 2):
+        stepper.train_step(training.batches.step(step))
+        weights.append({name: tensor.clone() for name, tensor in live_tensors(training.model.stages).items()})
+        saves.save(stepper, run_state.Progress(step=step, data=""), SaveOptions(keep=2))
+    saves.finish()
+    folder = target.fetch(1, Path(root) / f"copy-{dist.get_rank()}")
+    progress = save_load.load(folder, stepper, parallel)
+    live = live_tensors(training.model.stages)
+    equal = all(torch.equal(live[name], tensor) for name, tensor in weights[0].items())
+    changed = any(not torch.equal(live[name], tensor) for name, tensor in weights[1].items())
+    if dist.get_rank() == 0:
+        content = bytearray(target.objects.read("iter_0000001/__1_0.distcp"))
+        content[len(content) // 2] ^= 1
+        target.objects.write("iter_0000001/__1_0.distcp", bytes(content))
+    dist.barrier()
+    try:
+        save_load.load(folder, stepper, parallel)
+        refusal = ""
+    except IsthmusError as error:
+        refusal = f"{error.exit_code} {error}"
+    ranks = gather_objects((equal, changed, progress.step, refusal))
+    return {"ranks": ranks, "addresses": addresses, "latest": target.latest()}
+
+
+def stored_in_s3(*, environment: dict[str, str], **settings: Any) -> dict[str, Any]:
+    with patch.dict(os.environ, environment):
+        return stored_checkpoints(**settings)
 
 
 def index_readers(*, model: str, samples: str, root: str) -> list[dict[str, int]]:

@@ -240,6 +240,19 @@ def test_one_rank_of_a_machine_reads_the_index(
     assert ranks == [{"full_checks": n, "indices": 0, "step": 2, **sent} for n in (1, 0)]
 
 
+def test_checkpoints_in_a_store(two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
+    """In the background; a block that differs from its checksum is refused on both ranks."""
+    url = f"file://{tmp_path}/store/run"
+    result = two_ranks.run(
+        "ranks.tasks.stored_checkpoints", model=models["qwen3-tied"], samples=samples, root=tmp_path / "out", store=url
+    )
+    assert result["addresses"] == [f"{url}/iter_0000001", f"{url}/iter_0000002"] and result["latest"] == 2
+    for equal, changed, step, refusal in result["ranks"]:
+        assert equal and changed and step == 1
+        assert refusal.startswith("65 ") and "__1_0.distcp is damaged: bytes" in refusal
+    assert not [path for path in (tmp_path / "out").rglob("*.distcp")]
+
+
 def test_rng_state_is_restored(two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:
     drawn = two_ranks.run(
         "ranks.tasks.random_streams", model=models["qwen3-tied"], samples=samples, root=tmp_path, tp=2

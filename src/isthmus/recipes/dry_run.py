@@ -8,6 +8,7 @@ from typing import Literal
 
 from isthmus.config.presets import is_model_file
 from isthmus.config.schema import RunConfig
+from isthmus.engine.checkpoint.checkpoint_store import address_of
 from isthmus.engine.parallel.process_groups import FIRST_RANK
 from isthmus.errors import UsageError, counted
 from isthmus.files.checked_files import trusting
@@ -73,7 +74,7 @@ def dry_run(
                     context.tokenizer,
                     context.resume,
                 )
-            report(f"resumes from {context.resume}")
+            report(f"resumes from {address_of(context.resume)}")
         if (repo := config.checkpoint.push) is not None:
             check_access(repo)
         report(_size(context, report))

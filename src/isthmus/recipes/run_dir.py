@@ -127,8 +127,8 @@ class RunDir:
             )
         if newest is not None and resume == "never":
             raise OutputExists(
-                f"{self.root} contains a run with checkpoints and checkpoint.resume is 'never'. Choose another folder "
-                "with --out, or checkpoint.resume=auto to resume it."
+                f"{self.root if self.store is None else self.store.url} contains a run with checkpoints and "
+                "checkpoint.resume is 'never'. Choose another one, or checkpoint.resume=auto to resume it."
             )
         if resume in ("auto", "never"):
             return newest

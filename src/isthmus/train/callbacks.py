@@ -37,8 +37,8 @@ class Callback:
     def event(self, row: Mapping[str, Any]) -> None:
         """When something happened; ``row`` is that of ``events.jsonl``, with ``step``, ``event`` and ``text``."""
 
-    def save(self, step: int, checkpoint: Path) -> None:
-        """After a checkpoint is complete."""
+    def save(self, step: int, checkpoint: Path | str) -> None:
+        """After a checkpoint is complete, which is a URL if it is in ``checkpoint.store``."""
 
     def export(self, step: int, model: Path) -> None:
         """After a Hugging Face folder is complete."""
