@@ -51,6 +51,12 @@ def world_size() -> int:
     return _number(os.environ, "WORLD_SIZE", 1)
 
 
+def use_ranks(count: int) -> None:
+    """Reduce the run to its first ranks, of which this process is one."""
+    here = min(local_world_size(), count - (rank() - local_rank()))
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(here)}
+
+
 def local_rank() -> int:
     return _number(os.environ, "LOCAL_RANK", 0)
 
@@ -92,12 +98,19 @@ def run_token() -> str | None:
 
 def hosts_store() -> bool:
     """Whether this process hosts the rendezvous store: rank 0, unless the torch elastic agent does."""
-    return rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank() == 0 and _has_own_store()
+
+
+def _has_own_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def attempt() -> int:
-    """How often torch elastic has restarted the ranks."""
-    return _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    """How often torch elastic has restarted the ranks, if they all use the store of an agent.
+
+    Else each start has a store of its own, and an agent that joined later has counted fewer restarts than others.
+    """
+    return 0 if _has_own_store() else _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def error_file() -> Path | None:

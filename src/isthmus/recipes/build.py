@@ -38,6 +38,7 @@ from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.reference_logps import compute_reference
 from isthmus.recipes.registry import recipe_of
 from isthmus.recipes.rollout.build_rollouts import build_rollouts
+from isthmus.recipes.run_copies import RunCopies
 from isthmus.recipes.run_result import RunData
 from isthmus.recipes.trainer import Trainer
 from isthmus.train.early_stopping import EarlyStopping
@@ -53,6 +54,8 @@ from isthmus.train.stop import StopFlag
 
 def build_trainer(context: RunContext, position: Position, reporter: Reporter, stop: StopFlag) -> Trainer:
     """Load the data, build model and optimizer, resume; a collective. A failure removes a new run folder."""
+    copies = RunCopies.open(context, reporter, main=position.rank == 0)
+    context = copies.resumed(context, reporter)
     config, run_dir, main, recipe = context.config, context.run_dir, position.rank == 0, recipe_of(context.config)
     text, record = dump(config), dict[str, Any]()
     on_rank_0(lambda: record.update(_checked_record(context, reporter)), "run record")
@@ -81,12 +84,13 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
         rollouts = None
         if isinstance(data.train, PromptBatches):
             rollouts = build_rollouts(context, model, data.train, data.steps, stepper, grace, reporter)
-        progress = resume(context, stepper, data)
+        progress = resume(context, stepper, data, copies)
         if rollouts is not None and context.resume is not None:
             rollouts.load(context.resume)
+        copies.loaded()
         check_profiled_steps(config, data.steps)
         record |= {"data": data.fingerprint} if main else {}
-        agree(lambda: _begin(context, record) if main else None)
+        agree(lambda: _begin(context, record, copies) if main else None)
     saves = _saves(context, progress, reporter, main=main)
     explainer = StepExplainer(stepper, None if rollouts else data.train.store, reporter, config.logging.spike_factor)
     skipped_steps = SkippedSteps(stepper, reporter)
@@ -101,6 +105,7 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
         start=progress.step,
         record=record,
         saves=saves,
+        copies=copies,
         exports=Exports(context, position, model, data.train, reporter, grace),
         grace=grace,
         early_stopping=EarlyStopping(progress.best, config.train.early_stopping, reporter),
@@ -117,9 +122,10 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
     )
 
 
-def _begin(context: RunContext, record: dict[str, Any]) -> None:
+def _begin(context: RunContext, record: dict[str, Any], copies: RunCopies) -> None:
     environment = run_environment(context)
     context.run_dir.begin(dump(context.config), record, fresh=context.resume is None, environment=environment)
+    copies.begin(context)
 
 
 def _checked_record(context: RunContext, reporter: Reporter) -> dict[str, Any]:
@@ -200,12 +206,12 @@ def build_stepper(context: RunContext, model: RankModel, position: Position, ste
     return Stepper(model.stages, optimizer, schedule, recipe_of(config).objective(config), teacher)
 
 
-def resume(context: RunContext, stepper: Stepper, data: RunData) -> Progress:
+def resume(context: RunContext, stepper: Stepper, data: RunData, copies: RunCopies) -> Progress:
     """Load the checkpoint to resume from, if any; returns its progress, or step 0."""
     if context.resume is None:
         return Progress(step=0, data=data.fingerprint)
     with trace_region("loading the checkpoint"):
-        progress = save_load.load(context.resume, stepper, context.plan.parallel)
+        progress = save_load.load(context.resume, stepper, context.plan.parallel, copies.fetch)
     check_fingerprint(progress.data, data.fingerprint, context.resume)
     if progress.step > data.steps:
         raise UsageError(

@@ -16,6 +16,7 @@ from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
 from isthmus.platforms.deterministic import restored_algorithms
 from isthmus.recipes.build import build_trainer
+from isthmus.recipes.elastic import with_fitting_ranks
 from isthmus.recipes.plan.validation import RunContext, validate
 from isthmus.recipes.process_setup import leave_busy_cores, prepare_process
 from isthmus.recipes.run_dir import RunDir
@@ -77,8 +78,9 @@ def run_recipe(config: RunConfig) -> RunResult:
     """Train with the recipe of the config and export; a collective."""
     with trusting(config.checkpoint.skip_checksums), restored_algorithms(), StopFlag() as stop:
         try:
+            config, fitting = with_fitting_ranks(config)
             context = leave_busy_cores(validate(config, ranks_here=rank_env.local_world_size()))
-            messages = [*context.messages, *prepare_process(context)]
+            messages = [*context.messages, *fitting, *prepare_process(context)]
             limits = config.parallel
             with join_ranks(
                 context.platform,

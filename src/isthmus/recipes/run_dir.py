@@ -55,6 +55,13 @@ class RunDir:
         """The tokenized data."""
         self.reference = root / "reference.npz"
         """dpo: log-probabilities of the answers under the reference model."""
+        self.copies_id = root / "memory_copies.id"
+        """Identifies the copies of the state in the memory of machines."""
+
+    @property
+    def copies_name(self) -> str:
+        """Prefix of the folders with copies of the state of runs in this folder."""
+        return f"isthmus-{hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]}"
 
     @cached_property
     def store(self) -> CheckpointStore | None:

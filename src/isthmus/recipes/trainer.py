@@ -36,6 +36,7 @@ from isthmus.recipes.plan.validation import RunContext
 from isthmus.recipes.recipe import Recipe
 from isthmus.recipes.rollout.rollout_state import RolloutState
 from isthmus.recipes.rollout.rollouts import Rollouts
+from isthmus.recipes.run_copies import RunCopies
 from isthmus.recipes.run_dir import write_record
 from isthmus.recipes.run_result import RunData, RunResult, describe
 from isthmus.train.concurrent_save import ConcurrentSave
@@ -66,6 +67,7 @@ class Trainer:
     record: Mapping[str, Any]
     """The run record; empty on other ranks than the first."""
     saves: Saves
+    copies: RunCopies
     exports: Exports
     grace: GracePeriod
     early_stopping: EarlyStopping
@@ -89,7 +91,7 @@ class Trainer:
     def _continues(self) -> bool:
         """Whether a run of this folder is resumed."""
         resume = self.context.resume
-        return resume is not None and self.context.run_dir.is_own(resume)
+        return resume is not None and (self.context.run_dir.is_own(resume) or self.copies.contains(resume))
 
     def run(self) -> RunResult:
         """Train, save, export and upload."""
@@ -104,6 +106,7 @@ class Trainer:
             if self.rollouts is not None:
                 self.rollouts.close()
             self.saves.close(config.checkpoint.grace_s)
+            self.copies.close(config.checkpoint.grace_s)
         exported_step = self.done
         if config.checkpoint.keep_best and best.step is not None:
             valid_loss = best.loss
@@ -112,6 +115,7 @@ class Trainer:
                 exported_step = best.step
         if config.checkpoint.export_final:
             self._export_final(exported_step)
+        self.copies.remove()
         address = self.exports.push()
         first = first_valid_loss(run_dir.root / "metrics.jsonl")  # None on a machine without the run folder
         tokens, seconds = self._timed
@@ -168,6 +172,7 @@ class Trainer:
         self.reporter.stopped(done, part)
         if done:
             self.save(done, wait=True)
+            self.copies.remove()
         raise preempted(done, self.data.steps, part)
 
     def _train_steps(self) -> None:
@@ -217,7 +222,7 @@ class Trainer:
                 if concurrent_save is not None:
                     concurrent_save.before_update()
                 watched[:] = [watcher.host_numbers(step) for watcher in self.watchers]
-                saving = [float(self.grace.stop.requested), self.saves.ended()]
+                saving = [float(self.grace.stop.requested), self.saves.ended(), self.copies.ended()]
                 seconds = [time.monotonic() - started_s, self.saves.duration_s]
                 return [*self._counts(micro_batches), *saving, *seconds, *(n for numbers in watched for n in numbers)]
 
@@ -227,7 +232,7 @@ class Trainer:
                     result = self.stepper.train_step(micro_batches, host_numbers, check_stop)
             except NotFinite as error:
                 raise self.explainer.explained(step, micro_batches, error) from error
-            tokens, squares, positions, stops, saves_ended, step_s, save_s, *sums = result.host_sums
+            tokens, squares, positions, stops, saves_ended, copies_ended, step_s, save_s, *sums = result.host_sums
             elapsed_s = time.monotonic() - started_s
             reported: dict[str, float] = {}
             for watcher, numbers in zip(self.watchers, watched, strict=True):
@@ -241,6 +246,8 @@ class Trainer:
             ranks = self.context.plan.world_size
             if saves_ended >= ranks:
                 self.saves.conclude()
+            if copies_ended >= ranks:
+                self.copies.conclude()
             self.grace.step_s, self.grace.save_s = step_s / ranks, save_s / ranks
             self.done = step
         return metrics, stops > 0
@@ -304,6 +311,9 @@ class Trainer:
             raise Abandoned(self.done)
         if is_due(checkpoint.every, self.done) or (improved and checkpoint.keep_best):
             self.save(self.done)
+        elif is_due(checkpoint.memory_every, self.done):
+            with trace_region("copy in memory"):
+                self.copies.save(self.stepper, *self._saved(self.done, in_memory=True))
 
     def _export(self, done: int) -> None:
         try:
@@ -363,7 +373,7 @@ class Trainer:
         with trace_region("checkpoint"):
             self.saves.save(self.stepper, *self._saved(step), wait=wait)
 
-    def _saved(self, step: int) -> tuple[Progress, SaveOptions]:
+    def _saved(self, step: int, *, in_memory: bool = False) -> tuple[Progress, SaveOptions]:
         settings = self.config.checkpoint
         state = None if self.rollouts is None else self.rollouts.state(step)
         options = SaveOptions(
@@ -371,16 +381,19 @@ class Trainer:
             keep_best=settings.keep_best,
             args=checkpoint_args(self.model, step),
             more_state={} if self.rollouts is None or state is None else self.rollouts.planned_weights(state),
-            write_beside=partial(self._write_files, state),
+            write_beside=partial(self._write_resume_files if in_memory else self._write_files, state),
         )
         return Progress(step=step, data=self.data.fingerprint, best=self.early_stopping.best), options
 
     def _write_files(self, rollouts: RolloutState | None, folder: Path) -> None:
         """What a checkpoint has besides the state; the rows of its steps are on the disk before it is published."""
+        self._write_resume_files(rollouts, folder)
+        write_checkpoint_config(self.model, folder, self.context.tokenizer)
+
+    def _write_resume_files(self, rollouts: RolloutState | None, folder: Path) -> None:
         self.reporter.sync()
         if rollouts is not None:
             rollouts.write(folder)
-        write_checkpoint_config(self.model, folder, self.context.tokenizer)
         write_record(folder, self.record)
 
     def _concurrent_save(self, done: int) -> AbstractContextManager[ConcurrentSave | None]:

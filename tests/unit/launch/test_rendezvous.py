@@ -5,6 +5,7 @@ import time
 from typing import NoReturn
 
 import pytest
+import torch.distributed as dist
 
 from isthmus.errors import Hang, Preempted, UsageError
 from isthmus.launch import rendezvous
@@ -14,9 +15,9 @@ from isthmus.platforms.cpu import CpuPlatform
 
 def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent keeps its store, with the keys and the failure of the attempt before."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
 
     def register(attempt: int) -> list[Member]:

@@ -29,6 +29,7 @@ def test_a_value_has_the_seal_of_the_token_and_its_key(monkeypatch: pytest.Monke
             unsealed(key, wrong)
     with pytest.raises(UnsafeInput):
         unsealed("a", value.replace("[1]", "[2]"))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(UnsafeInput):  # of the attempt before
         unsealed("a", value)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from isthmus.errors import UsageError
+from isthmus.platforms import rank_env
 from isthmus.platforms.rank_env import first_node, is_one_of_several_ranks
 
 
@@ -38,3 +39,13 @@ def test_a_batch_script_of_slurm_is_no_task() -> None:
 )  # fmt: skip
 def test_first_node(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+def test_agents_that_joined_later_count_fewer_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the store of an agent, which outlives a restart, needs the count in its keys."""
+    for count in ("0", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+        assert rank_env.attempt() == 0
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert rank_env.attempt() == int(count)

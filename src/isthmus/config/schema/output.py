@@ -28,6 +28,11 @@ class CheckpointConfig(_WithAsync):
 
     every: Interval = None
     """Steps between checkpoints; null or 0: only at the end."""
+    memory_every: Interval = None
+    """Steps between copies of the state in host memory, on this machine and a peer machine, from which a run resumes
+    after the loss of processes or of a machine; null or 0: none."""
+    memory_dir: PathText = "/dev/shm"
+    """Folder of a tmpfs on each machine, for the copies of memory_every."""
     grace_s: Annotated[float, Field(gt=0)] = 25.0
     """Seconds between a stop signal and the end of the run. A step or evaluation that does not fit is abandoned, and
     the state after the step before is saved."""

@@ -42,6 +42,10 @@ class ParallelConfig(Section):
     """When fsdp reduces gradients: after each micro batch, or after the last one of a step, which communicates less and
     keeps the float32 gradients of the whole model on each rank: 4 bytes per parameter, divided by tp.
     """
+    elastic: bool = False
+    """Use as many ranks as a data parallel size that divides train.global_batch_size allows: a run continues with fewer
+    or more machines, with the same batches. Other ranks end, with exit code 0; micro batches may become smaller.
+    """
     join_timeout_s: Seconds = 600.0
     """Seconds that a rank waits for the others at the start."""
     timeout_s: Seconds = 600.0

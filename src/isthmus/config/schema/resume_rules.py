@@ -44,12 +44,13 @@ _TABLE: Mapping[ResumeRule, str] = {
     "free": """
         out platform callbacks model.trust_remote_code model.export_dtype data.length_buckets parallel.tp parallel.sp
         parallel.async_tp parallel.pp parallel.vpp parallel.cp parallel.ep parallel.etp parallel.fsdp
-        parallel.fsdp_reduce parallel.join_timeout_s parallel.timeout_s
+        parallel.fsdp_reduce parallel.elastic parallel.join_timeout_s parallel.timeout_s
         parallel.overlap_grad_reduce parallel.overlap_param_gather
         moe.dispatcher train.micro_batch_size train.gemm_tuning train.compile train.deterministic train.attention
         train.batch_invariant train.share_prefixes train.recompute train.recompute_modules train.recompute_layers
         train.eval_every train.early_stopping train.profile train.threads optim.offload eval.generate eval.prompts
         eval.max_new_tokens eval.temperature checkpoint.async checkpoint.every checkpoint.grace_s checkpoint.keep
+        checkpoint.memory_every checkpoint.memory_dir
         checkpoint.keep_best checkpoint.store checkpoint.resume checkpoint.accept_changes checkpoint.hf_every
         checkpoint.save_final checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public
         logging.to logging.project logging.name logging.every logging.style logging.progress logging.spike_factor

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,20 @@ from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.errors import IsthmusError, error_of, explain
 
+Completion: TypeAlias = Callable[[CheckpointWriter, dist.ProcessGroup | None], None]
+"""Writes a checkpoint and publishes it; a collective."""
+
+
+def _to_disk(writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
+    writer.complete(group)
+
 
 @dataclass(slots=True)
 class _Write:
     """A checkpoint that a thread writes."""
 
     writer: CheckpointWriter
+    complete: Completion
     started_s: float
     seconds: float = 0.0
     ended: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +45,7 @@ class _Write:
 
     def run(self, group: dist.ProcessGroup) -> None:
         try:
-            self.writer.complete(group)
+            self.complete(self.writer, group)
         except BaseException as error:  # reported by the training thread
             self.error = error if isinstance(error, IsthmusError) else error_of(*explain(error))
         finally:
@@ -86,11 +95,12 @@ class Saves:
         saved: Callable[[int, Path | str], None],
         log: Callable[[str], None],
         store: CheckpointStore | None = None,
+        complete: Completion = _to_disk,
     ) -> None:
         """``saved`` gets the step and the path or URL of a complete checkpoint; ``store`` is in place of ``root``."""
         self._store = store
         self._root, self._parallel, self._saved, self._log = root, parallel, saved, log
-        self._asynchronous = asynchronous
+        self._asynchronous, self._complete = asynchronous, complete
         self._host = HostBuffer()
         self._gathered = PartsGather()
         self._group: dist.ProcessGroup | None = None
@@ -119,13 +129,13 @@ class Saves:
         writer = take_state(self._root, stepper, progress, self._parallel, options, host, self._gathered, self._store)
         self.last_step = progress.step
         if not background:
-            writer.complete()
+            self._complete(writer, None)
             self.duration_s = time.monotonic() - started_s
             self._saved(progress.step, writer.address)
             return None
         if self._group is None:
             self._group = self._new_group()
-        self._write = _Write(writer, started_s)
+        self._write = _Write(writer, self._complete, started_s)
         # A daemon: a write that hangs does not keep the process alive.
         threading.Thread(target=self._write.run, args=(self._group,), name="checkpoint", daemon=True).start()
         return None
@@ -153,7 +163,7 @@ class Saves:
                 agree(self._write.result if writer is None else lambda: None, group)
             if writer is not None:
                 with copies_beside(device, ready):
-                    writer.complete(group)
+                    self._complete(writer, group)
 
         return group, save
 

@@ -108,10 +108,7 @@ class CheckpointWriter:
         """
         try:
             on_main(self._begin, self.staging, group)
-            parts: list[CheckpointIndex] = []
-            agree(lambda: parts.append(self._write()), group)
-            checksums = {name: checksums_of_stream(blocks) for name, blocks in self.written.parts().items()}
-            gathered = self.gathered.gather(parts[0], checksums, group)
+            gathered = self.write_state(group)
             on_main(lambda: self._publish(gathered), self.staging, group)
         except IsthmusError:
             if dist.get_rank() == 0:
@@ -123,6 +120,13 @@ class CheckpointWriter:
         self.staging.mkdir(parents=True)
         if self.store is not None:
             self.store.begin(self.progress.step)
+
+    def write_state(self, group: dist.ProcessGroup | None) -> GatheredParts:
+        """Write the file of each rank; a collective, whose result is complete on rank 0."""
+        parts: list[CheckpointIndex] = []
+        agree(lambda: parts.append(self._write()), group)
+        checksums = {name: checksums_of_stream(blocks) for name, blocks in self.written.parts().items()}
+        return self.gathered.gather(parts[0], checksums, group)
 
     def _write(self) -> CheckpointIndex:
         """Write the file of this rank, as ``dcp.save`` does, which gathers the plans of all ranks first."""
@@ -140,7 +144,8 @@ class CheckpointWriter:
     def _storage(self) -> dcp.FileSystemWriter:
         return dcp.FileSystemWriter(self.staging, thread_count=1, sync_files=self.store is None)
 
-    def _publish(self, gathered: GatheredParts) -> None:
+    def write_small_files(self, gathered: GatheredParts) -> CheckpointIndex:
+        """Write all other files, on rank 0; returns the index."""
         index = gathered.index()
         write_index(self.staging / INDEX, index, self._storage().storage_meta())
         torch.save(self.common, str(self.staging / COMMON_FILE))
@@ -148,6 +153,10 @@ class CheckpointWriter:
         if self.options.write_beside is not None:
             self.options.write_beside(self.staging)
         write_checksums(self.staging, listed=gathered.checksums)
+        return index
+
+    def _publish(self, gathered: GatheredParts) -> None:
+        index = self.write_small_files(gathered)
         keep, step = self.options.keep, self.progress.step
         if self.store is not None:
             sizes = {name: checksums.size for name, checksums in gathered.checksums.items()}

@@ -27,17 +27,27 @@ class EntryReader:
     _reads: dict[Place, list[tuple[str, _Target]]] = field(default_factory=dict)
     _objects: dict[str, Any] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Find all parts, and check their files and blocks.
+    def find(self) -> None:
+        """Find the parts of all entries.
 
         Raises:
-            DataError: a file is missing, truncated or damaged.
             ValueError: the checkpoint does not have an entry, or with another shape.
         """
         index = self.checkpoint.index
         for entry in nested_values(self.entries):
             for place, target in _reads_of(entry, index, self._objects):
                 self._reads.setdefault(place, []).append((entry.key, target))
+
+    def files(self) -> set[str]:
+        """Names of the files that have them."""
+        return {self.checkpoint.index.files[number] for number, _, _ in self._reads}
+
+    def check(self) -> None:
+        """Check their files and blocks.
+
+        Raises:
+            DataError: a file is missing, truncated or damaged.
+        """
         self.checkpoint.check((place, targets[0][0]) for place, targets in self._reads.items())
 
     def read(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
@@ -35,6 +36,9 @@ from isthmus.engine.parallel.process_groups import agree
 from isthmus.engine.step import Stepper
 from isthmus.errors import DataError, UsageError
 
+Fetch: TypeAlias = Callable[[Collection[str]], None]
+"""Gets the files of these names from other machines; a collective."""
+
 
 def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelConfig, options: SaveOptions) -> Path:
     """Write weights, optimizer, random state and data position; every rank calls it.
@@ -49,8 +53,10 @@ def save(root: Path, stepper: Stepper, progress: Progress, parallel: ParallelCon
     return writer.final
 
 
-def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
+def load(folder: Path, stepper: Stepper, parallel: ParallelConfig, fetch: Fetch = lambda _: None) -> Progress:
     """Load a checkpoint of any layout; every rank calls it.
+
+    ``fetch`` is called with the names of the files that this rank reads, before their content is needed.
 
     Raises:
         MissingInput, DataError: the checkpoint is missing, truncated or of another model.
@@ -58,10 +64,10 @@ def load(folder: Path, stepper: Stepper, parallel: ParallelConfig) -> Progress:
         UsageError: other tensors were trained, or by another optimizer.
     """
     with opened_checkpoint(folder) as checkpoint:
-        return _load(checkpoint, stepper, parallel)
+        return _load(checkpoint, stepper, parallel, fetch)
 
 
-def _load(checkpoint: OpenedCheckpoint, stepper: Stepper, parallel: ParallelConfig) -> Progress:
+def _load(checkpoint: OpenedCheckpoint, stepper: Stepper, parallel: ParallelConfig, fetch: Fetch) -> Progress:
     folder = checkpoint.folder
     with read_errors(folder):
         common = read_common_state(folder, checkpoint.index, checkpoint.verifier)
@@ -73,7 +79,7 @@ def _load(checkpoint: OpenedCheckpoint, stepper: Stepper, parallel: ParallelConf
         state = sharded_run_state(stepper, is_loading=True)
         if same_layout:
             state["rng_state"] = random_state(stepper.device)
-        loaded = load_entries(state, checkpoint)
+        loaded = load_entries(state, checkpoint, fetch)
         in_place = isinstance(stepper.model[0], FullyShardedDataParallel) or adapters_of(stepper) is not None
         for name, stage in () if in_place else stages_of(stepper).items():
             stage.load_state_dict(loaded[name])
@@ -93,7 +99,7 @@ def _load(checkpoint: OpenedCheckpoint, stepper: Stepper, parallel: ParallelConf
     return progress
 
 
-def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint, fetch: Fetch = lambda _: None) -> dict[str, Any]:
     """Load the sharded entries in ``state``; a collective.
 
     All ranks check the blocks that they read against their checksums, before any reads.
@@ -101,6 +107,10 @@ def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint) -> dict[st
     sharded, local, factories = load_preprocess(state)
     entries, _ = extract_sharded_base(sharded)
     reader = EntryReader(checkpoint, entries)
+
+    def find() -> None:
+        with read_errors(checkpoint.folder):
+            reader.find()
 
     def check() -> None:
         with read_errors(checkpoint.folder):
@@ -110,6 +120,8 @@ def load_entries(state: dict[str, Any], checkpoint: OpenedCheckpoint) -> dict[st
         with read_errors(checkpoint.folder):
             merge(local, reader.read())
 
+    agree(find)
+    fetch(reader.files())
     agree(check)
     agree(read)
     return apply_factory_merges(local, factories)

@@ -44,7 +44,11 @@ class MemoryEstimate:
     offloaded: int = 0
     """Optimizer state, and the copy of a checkpoint, in host memory beside that of a GPU; not in the other fields."""
     copied: int = 0
-    """The copy of a checkpoint that is written in the background, on a CPU."""
+    """The copies of checkpoints that are written in the background, on a CPU."""
+    saved_weights: int = 0
+    """Weights in a checkpoint, of a rank that writes them; not in memory besides the other fields."""
+    saved_state: int = 0
+    """What every rank writes into a checkpoint."""
     teacher: int = 0
     """Weights of the teacher of distillation."""
     reference: int = 0
@@ -197,6 +201,11 @@ def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCount
     return (_fsdp_state if plan.parallel.fsdp else _sharded_state)(plan, config, precision, counts)
 
 
+def _host_buffers(config: RunConfig) -> int:
+    """Copies of what a rank saves that it keeps in order to write in the background."""
+    return (1 + (config.checkpoint.memory_every is not None)) if config.checkpoint.asynchronous else 0
+
+
 def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:
     parallel, element = plan.parallel, DTYPES[precision].itemsize
     shards = parallel.shards(plan.world_size)
@@ -209,9 +218,9 @@ def _fsdp_state(plan: ModelPlan, config: RunConfig, precision: str, counts: Plan
     gathered = counts.all.fsdp_units(parallel)
     weights += (gathered.layer + gathered.shared) * element if shards > 1 or element < 4 else 0
     optimizer = math.ceil(MOMENT_BYTES[config.optim.optimizer] * shard) - 4 * muon.total() // shards
-    copied = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / shards)
-    copied = copied if config.checkpoint.asynchronous else 0
-    return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied)]
+    saved = math.ceil((element * num_weights + 12 * total - 4 * muon.total()) / shards)
+    copied = _host_buffers(config) * saved
+    return [MemoryEstimate(num_weights, weights, 4 * shard, optimizer, 0, copied=copied, saved_state=saved)]
 
 
 def _fsdp_buffers(
@@ -258,10 +267,8 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
         weights = element * (counted.total() - counted["float32"]) + 4 * counted["float32"]
         if config.lora.quantize is not None:
             weights -= math.floor((element - ELEMENT_BYTES[config.lora.quantize]) * frozen.total())
-        copied = 0
-        if config.checkpoint.asynchronous:  # of a rank that also writes weights
-            copied = element * (trained if plan.adapters else counted).total()
-            copied += sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
+        saved_weights = element * (trained if plan.adapters else counted).total()
+        saved_state = sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
         several = precision == "fp8" and micro_batches(plan, config) > 1
         expert_weights = counted["expert"] if config.train.fp8_experts else 0
         estimates.append(
@@ -271,7 +278,9 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
                 4 * trained.total(),
                 optimizer,
                 0,
-                copied=copied,
+                copied=_host_buffers(config) * (saved_weights + saved_state),
+                saved_weights=saved_weights,
+                saved_state=saved_state,
                 offloaded=sharded(8 * (ordinary + float32), 8 * expert) if config.optim.offload else 0,
                 quantized=2 * (counted["linear"] + expert_weights) if several else 0,
             )

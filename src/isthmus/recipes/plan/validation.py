@@ -25,6 +25,7 @@ from isthmus.recipes.data.default_batch import with_batch_size
 from isthmus.recipes.data.eval_prompts import EvalPrompt, check_end_tokens, eval_prompts
 from isthmus.recipes.model.model_source import run_tokenizer
 from isthmus.recipes.model.teacher_model import check_teacher, teacher_messages
+from isthmus.recipes.plan.copies_check import check_copies
 from isthmus.recipes.plan.layout_checks import check_async_layout, check_batch_invariant, check_offload
 from isthmus.recipes.plan.memory_estimate import check_memory
 from isthmus.recipes.plan.model_plan import (
@@ -92,7 +93,7 @@ def validate(
     """
     run_dir = RunDir(Path(config.out), config.checkpoint.store)
     resume = run_dir.checkpoint_to_resume(config.checkpoint.resume)
-    config = _with_recorded_batch_size(config, resume)
+    config = with_recorded_batch_size(config, resume)
     plan = plan_model(open_run_model(config), config, world_size=world_size)
     check_training(config, plan)
     check_files(config)
@@ -145,6 +146,9 @@ def validate(
     memory: list[str] = []
     with here():
         memory.append(check_memory(plan, config, platform, precision, ranks_here=ranks_here))
+    if machine is None:
+        with here():
+            memory += check_copies(plan, config, platform, precision, ranks_here=ranks_here)
     messages = (
         *tuned,
         *check_trackers(config.logging),
@@ -174,7 +178,7 @@ def learning_rate_message(config: RunConfig) -> str:
     return f"{text} (default of {kind}: {default.lr:g}, {100 * default.warmup_fraction:.3g}%)"
 
 
-def _with_recorded_batch_size(config: RunConfig, resume: Path | None) -> RunConfig:
+def with_recorded_batch_size(config: RunConfig, resume: Path | None) -> RunConfig:
     """A default batch size may depend on the data, and that of a resumed run is in its checkpoint."""
     if resume is None or "global_batch_size" in config.train.model_fields_set:
         return config

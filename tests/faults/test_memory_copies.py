@@ -1,0 +1,170 @@
+"""Copies of the state in memory: machines are killed, and runs continue bit for bit without a checkpoint on a disk."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.command import CompletedCommand, rows
+from faults.fork_server import ForkServer, RunningRanks
+from faults.hosts import rank_variables
+
+LAYOUTS = {
+    "dp4": [],
+    "tp2": ["parallel.tp=2"],
+    "fsdp": ["parallel.fsdp=true"],
+    "pp2": ["parallel.pp=2"],
+    "background": ["checkpoint.async=true", "train.precision=bf16"],
+}
+
+
+class Machines:
+    """Machines with a memory folder each, of two ranks or one."""
+
+    def __init__(
+        self, isthmus: ForkServer, args: Sequence[str], folder: Path, count: int = 2, ranks_here: int = 2
+    ) -> None:
+        self._ranks_here = ranks_here
+        self._isthmus, self._args = isthmus, [*args, "train.steps=6", "checkpoint.memory_every=1"]
+        self.memory = [folder / f"memory-{number}" for number in range(count)]
+        for path in self.memory:
+            path.mkdir()
+
+    def start(self, *more: str, blocked: int | None = None) -> RunningRanks:
+        """Start all ranks; those of the machine ``blocked`` block in step 3."""
+        here = self._ranks_here
+        variables = rank_variables(here * len(self.memory))
+        hosts = []
+        for number, path in enumerate(self.memory):
+            args = [*self._args, f"checkpoint.memory_dir={path}", *more]
+            fault = {"FAULT": "sleep"} if number == blocked else {}
+            local = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(here), **fault} for rank in range(here)]
+            hosts.append([(args, variables[here * number + rank] | local[rank]) for rank in range(here)])
+        return self._isthmus.start_ranks(hosts)
+
+    def wait_for_copy(self, step: int) -> None:
+        while not all(self.copies(number) == [f"iter_{step:07d}"] for number in range(len(self.memory))):
+            time.sleep(0.05)
+
+    def copies(self, number: int) -> list[str]:
+        return sorted(path.name for path in self.memory[number].glob("*/*"))
+
+    def lose(self, running: RunningRanks, *numbers: int) -> list[CompletedCommand]:
+        """Kill all processes of machines; others that replace them have empty memory."""
+        for number in numbers:
+            for rank in range(self._ranks_here):
+                running.send(self._ranks_here * number + rank, signal.SIGKILL)
+        completed = running.wait()
+        for number in numbers:
+            shutil.rmtree(self.memory[number])
+            self.memory[number].mkdir()
+        return completed
+
+
+def losses(out: Path) -> list[Any]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(out) if "loss" in row]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def undisturbed(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> Any:
+    def run(*more: str) -> Path:
+        out = tmp_path / "undisturbed"
+        args = [*sft_args, "--out", str(out), "train.steps=6", *more]
+        ranks = [(args, variables) for variables in rank_variables(4)]
+        completed = isthmus.start_ranks([ranks]).wait()
+        assert [item.returncode for item in completed] == [0] * 4, completed
+        return out
+
+    return run
+
+
+@pytest.mark.thorough_cases("tp2", "fsdp", "pp2", "background")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_lost_machine(
+    layout: list[str], isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    machines = Machines(isthmus, [*sft_args, *layout], tmp_path)
+    running = machines.start(blocked=1)
+    machines.wait_for_copy(2)
+    first, second, *killed = machines.lose(running, 1)
+    assert (first.returncode, second.returncode) == (76, 76) and len(killed) == 2, first
+    assert "copies in memory: every 1 step, on 2 machines, each also with those of a peer" in first.stderr
+    assert not list(out.glob("checkpoints/iter_*"))
+
+    completed = machines.start().wait()
+    assert [item.returncode for item in completed] == [0] * 4, completed
+    assert "resuming from the copy of step 2 in memory, which is newer than the start" in completed[0].stderr
+    expected = undisturbed(*layout)
+    assert losses(out) == losses(expected) and weights(out) == weights(expected)
+    assert not any(list(path.iterdir()) for path in machines.memory)  # the run has ended
+
+
+@pytest.mark.thorough
+def test_lost_pair_of_machines(isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path) -> None:
+    """Of four machines, two that keep each other's files are lost, then two that do not."""
+    out = tmp_path / "out"
+    machines = Machines(isthmus, sft_args, tmp_path, count=4, ranks_here=1)
+    running = machines.start(blocked=1)
+    machines.wait_for_copy(2)
+    machines.lose(running, 1, 3)
+    running = machines.start(blocked=1)
+    machines.wait_for_copy(2)
+    first = machines.lose(running, 1, 2)[0]
+    lacking = "the machines do not have all files of the copy of step 2 in memory: resuming from the start"
+    assert lacking in first.stderr, first
+    completed = machines.start().wait()
+    assert [item.returncode for item in completed] == [0] * 4, completed
+    assert "resuming from the copy of step 2 in memory" in completed[0].stderr
+    assert losses(out) == losses(undisturbed())
+
+
+@pytest.mark.parametrize("small_disk", ["1000k"], indirect=True)
+def test_full_memory(isthmus: ForkServer, sft_args: list[str], small_disk: Path) -> None:
+    """The estimate fits, and the files of so small a model, which are larger, do not."""
+    completed = isthmus(*sft_args, "checkpoint.memory_every=1", f"checkpoint.memory_dir={small_disk}")
+    assert completed.returncode == 73, completed
+    assert f"no room for the copy of step 2 in {small_disk}" in completed.errors[0]
+    assert "leave checkpoint.memory_every out; the copy before it is intact" in completed.errors[0]
+
+
+def test_a_run_continues_on_fewer_and_on_more_machines(
+    isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path
+) -> None:
+    """From copies in memory on 2 of 4 ranks, then from a checkpoint on 5 ranks, of which 1 ends."""
+    out, elastic = tmp_path / "out", "parallel.elastic=true"
+    machines = Machines(isthmus, [*sft_args, elastic], tmp_path)
+    running = machines.start(blocked=1)
+    machines.wait_for_copy(2)
+    machines.lose(running, 1)
+    machines.memory.pop()
+    running = machines.start("checkpoint.every=4", "checkpoint.save_final=false", "checkpoint.export_final=false")
+    completed = running.wait()
+    assert [item.returncode for item in completed] == [0, 0], completed
+    assert "elastic: 2 of 2 ranks, tp=1 pp=1 dp=2, train.micro_batch_size=1; train.global_batch_size=4 and" in (
+        completed[0].stderr
+    )
+    assert "resuming from the copy of step 2 in memory" in completed[0].stderr
+
+    variables = rank_variables(5)
+    again = [*sft_args, elastic, "train.steps=6"]
+    completed = isthmus.start_ranks([[(again, rank) for rank in variables]]).wait()
+    assert [item.returncode for item in completed] == [0] * 5, completed
+    assert "elastic: 4 of 5 ranks" in completed[0].stderr and "resumed from" in completed[0].stderr
+    assert completed[4].stderr.splitlines() == [
+        "rank 4 ends: train.global_batch_size=4 fits 4 of 5 ranks (parallel.elastic)"
+    ]
+    expected = losses(undisturbed())
+    assert [row[0] for row in losses(out)] == [row[0] for row in expected] == [1, 2, 3, 4, 5, 6]
+    for row, reference in zip(losses(out), expected, strict=True):
+        assert row[1:] == pytest.approx(reference[1:], rel=1e-5)
