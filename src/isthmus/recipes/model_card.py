@@ -12,7 +12,7 @@ from isthmus import __version__
 from isthmus.config.schema import RunConfig
 from isthmus.config.yaml_text import write_mapping
 from isthmus.data.batching.batches import Batches
-from isthmus.data.readers.data_names import HUB, hub_name
+from isthmus.data.readers.data_names import HUB, hub_name, is_hub_name
 from isthmus.errors import counted
 from isthmus.hf.card_header import inherited_metadata, render_card
 from isthmus.hf.hub import looks_like_id
@@ -93,9 +93,7 @@ def _linked(model: str) -> str:
 
 def _hub_datasets(config: RunConfig) -> list[str]:
     files = [*config.data.files, *(file for data_set in config.data.sets.values() for file in data_set.files)]
-    names = (
-        file.removeprefix(HUB).partition(":")[0].split("/") for file in map(hub_name, files) if file.startswith(HUB)
-    )
+    names = (file.removeprefix(HUB).partition(":")[0].split("/") for file in map(hub_name, files) if is_hub_name(file))
     return list(dict.fromkeys("/".join(parts[:2]) for parts in names))
 
 

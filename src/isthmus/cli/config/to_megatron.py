@@ -19,7 +19,7 @@ from isthmus.errors import UsageError
 def print_arguments(words: Sequence[str], *, as_json: bool) -> int:
     """Print the arguments, one flag per line, and on stderr what they do not express."""
     from isthmus.convert.legacy.megatron_args import model_args, unsupported_features
-    from isthmus.data.readers.arrow_reader import HUB
+    from isthmus.data.readers.data_names import is_hub_name
     from isthmus.data.readers.file_sources import is_data_file
     from isthmus.families.registry import family_for
     from isthmus.hf.model_folder import tokenizer_files
@@ -49,7 +49,7 @@ def print_arguments(words: Sequence[str], *, as_json: bool) -> int:
     data = config.data
     files = [*data.files, *data.valid_files, *data.test_files]
     files += [file for item in data.sets.values() for file in item.files]
-    if raw := [file for file in files if file.startswith(HUB) or is_data_file(Path(file))]:
+    if raw := [file for file in files if is_hub_name(file) or is_data_file(Path(file))]:
         written.remark(", ".join(raw), "unsupported", "Megatron-LM reads indexed files. isthmus prepare writes them.")
     if as_json:
         arguments = [word for words in written.words() for word in words]

@@ -21,8 +21,9 @@ from isthmus.data.readers.chunks import (
     expansion_limit,
     too_large,
 )
-from isthmus.data.readers.data_names import HUB
+from isthmus.data.readers.data_names import HUB, is_hub_name
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
+from isthmus.files.remote_files import file_bytes, is_url, open_binary
 
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of a dataset without records."""
@@ -60,11 +61,11 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
     """
     library = _pyarrow(path)
     try:
-        metadata = library.parquet.read_metadata(path)
+        metadata = library.parquet.read_metadata(_opened(path))
         groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
         limit, size = expansion_limit(path), sum(group.total_byte_size for group in groups)
         rows = rows_at_once(metadata.num_rows, size)
-        is_small = Path(path).stat().st_size <= _SMALL_FILE
+        is_small = file_bytes(path) <= _SMALL_FILE
         dictionaries: set[str] = set()
         prefixed: set[str] = set()
         for number in range(metadata.num_columns):
@@ -81,7 +82,7 @@ def parquet_chunks(path: str) -> Iterator[ArrowChunk]:
             raise expands_too_much(path)
         texts = sorted(dictionaries - prefixed)  # a dictionary is small until it is expanded
         options = {"buffer_size": _READ_BYTES, "pre_buffer": False, "read_dictionary": texts}
-        with library.parquet.ParquetFile(path, **options) as file:
+        with library.parquet.ParquetFile(_opened(path), **options) as file:
             # Arrow does not read lists from two dictionaries, which row groups have, into one batch.
             batches = (file.iter_batches(batch_size=rows, row_groups=[group]) for group in range(len(groups)))
             yield from row_chunks(path, _expanded(path, chain.from_iterable(batches), limit))
@@ -166,7 +167,12 @@ def count_rows(name: str) -> int:
     """Rows of a parquet file, or of a dataset on the disk."""
     if Path(name).is_dir():
         return len(_from_disk(_library(name), name))
-    return int(_pyarrow(name).parquet.read_metadata(name).num_rows)
+    return int(_pyarrow(name).parquet.read_metadata(_opened(name)).num_rows)
+
+
+def _opened(path: str) -> Any:
+    """What pyarrow reads: a path, or the file at a URL."""
+    return open_binary(path) if is_url(path) else path
 
 
 def rows_at_once(num_rows: int, num_bytes: int) -> int:
@@ -208,7 +214,7 @@ def check_name(name: str) -> None:
 def dataset_chunks(name: str) -> Iterator[ArrowChunk]:
     """The rows of a dataset; a Hub dataset is downloaded into the cache of ``datasets``."""
     library = _library(name)
-    dataset = _from_hub(library, name) if name.startswith(HUB) else _from_disk(library, name)
+    dataset = _from_hub(library, name) if is_hub_name(name) else _from_disk(library, name)
     try:
         dataset.data.table.validate()  # the sizes of buffers; row_chunks validates their content
         size = rows_at_once(len(dataset), dataset.data.nbytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 from isthmus.errors import DataError, UnsafeInput
+from isthmus.files.remote_files import file_bytes
 
 OnError = Literal["stop", "skip"]
 CHUNK_BYTES = 1 << 18
@@ -96,7 +97,7 @@ def too_large(where: str) -> UnsafeInput:
 
 def expansion_limit(path: Path | str) -> int:
     """Bytes that the content of a compressed file may have."""
-    return max(EXPANDED_BYTES, EXPANDED_RATIO * Path(path).stat().st_size)
+    return max(EXPANDED_BYTES, EXPANDED_RATIO * file_bytes(path))
 
 
 def expands_too_much(path: Path | str) -> UnsafeInput:

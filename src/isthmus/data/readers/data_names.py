@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 HUB = "hf:"
-"""Prefix of a data set on the Hub."""
+"""Prefix of a data set on the Hub; ``hf://`` is a URL of a file."""
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*(:[^/\s]+)?")
 FORMATS = {
     "JSON": (".json", ".jsonl", ".ndjson"),
@@ -38,6 +38,11 @@ def uncompressed_name(path: Path) -> str:
     return path.stem if path.suffix in COMPRESSED else path.name
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name is ``hf:`` with a data set on the Hub."""
+    return name.startswith(HUB) and not name.startswith(f"{HUB}//")
+
+
 def hub_name(name: str) -> str:
     """``hf:ORG/NAME`` for a bare ``ORG/NAME`` or ``ORG/NAME:SPLIT``; other names, and paths of files, are unchanged."""
     match = _HUB_ID.fullmatch(name)
@@ -61,6 +66,7 @@ def describe_sources() -> str:
     """All names that :func:`isthmus.data.readers.file_sources.find_sources` takes, for help texts."""
     formats = "; ".join(f"{name} {' '.join(suffixes)}" for name, suffixes in FORMATS.items())
     return (
-        f"files ({formats}; all but parquet also compressed: {' '.join(COMPRESSED)}), folders, patterns, datasets "
-        f"written by save_to_disk, or data sets of the Hub: ORG/NAME[:SPLIT] or {HUB}ORG/NAME[/CONFIGURATION][:SPLIT]"
+        f"files ({formats}; all but parquet also compressed: {' '.join(COMPRESSED)}), folders, patterns, URLs of them "
+        "(s3://, gs://, hf://, hdfs://), datasets written by save_to_disk, or data sets of the Hub: ORG/NAME[:SPLIT] "
+        f"or {HUB}ORG/NAME[/CONFIGURATION][:SPLIT]"
     )

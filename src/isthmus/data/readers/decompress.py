@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from isthmus.data.readers.chunks import expands_too_much, expansion_limit
 from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
+from isthmus.files.remote_files import open_binary
 
 _GZIP = (b"\x1f\x8b",)
 _ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + k]) + b"\x2a\x4d\x18" for k in range(16)))  # a frame, a skippable frame
@@ -35,7 +36,7 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
     """
     damaged: tuple[type[Exception], ...] = (gzip.BadGzipFile, zlib.error)
     try:
-        with Path(path).open("rb") as file:
+        with open_binary(path) as file:
             start = file.peek(8)[:8]
             for magic, name in _UNSUPPORTED.items():
                 if start.startswith(magic):
@@ -79,7 +80,7 @@ def _expanded(inner: Any, path: Path | str) -> BinaryIO:
 
 
 def is_compressed(path: Path | str) -> bool:
-    with Path(path).open("rb") as file:
+    with open_binary(path) as file:
         return file.read(4).startswith(_GZIP + _ZSTD)
 
 

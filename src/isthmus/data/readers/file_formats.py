@@ -14,7 +14,7 @@ from pathlib import Path
 from isthmus.data.readers.arrow_reader import dataset_chunks, parquet_chunks
 from isthmus.data.readers.chunks import OnError, Record, RecordChunk, SkippedRecords
 from isthmus.data.readers.csv_reader import table_chunks
-from isthmus.data.readers.data_names import FIELDS, HUB, uncompressed_name
+from isthmus.data.readers.data_names import FIELDS, is_hub_name, uncompressed_name
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.readers.json_chunks import array_chunks, decode_utf8, line_chunks, wraps_records
@@ -30,7 +30,7 @@ def read_chunks(files: Sequence[Path | str]) -> Iterator[RecordChunk]:
     Memory does not grow with file sizes; only a text file is read as a whole, when its chunk is parsed.
     """
     for name in find_sources(files).names:
-        if name.startswith(HUB) or Path(name).is_dir():
+        if is_hub_name(name) or Path(name).is_dir():
             yield from dataset_chunks(name)
         else:
             yield from _file_chunks(name)

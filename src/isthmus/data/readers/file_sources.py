@@ -11,9 +11,9 @@ from pathlib import Path
 from isthmus.data.readers.arrow_reader import METADATA, check_name, is_dataset
 from isthmus.data.readers.data_names import (
     FORMATS,
-    HUB,
     PARTIAL,
     hub_name,
+    is_hub_name,
     is_index_description,
     is_manifest,
     uncompressed_name,
@@ -21,6 +21,7 @@ from isthmus.data.readers.data_names import (
 from isthmus.errors import MissingInput, UsageError
 from isthmus.files.folder_links import check_links
 from isthmus.files.input_files import check_regular
+from isthmus.files.remote_files import file_system, is_url, remote_errors
 
 _SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 
@@ -28,7 +29,7 @@ _SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes
 @dataclass(slots=True)
 class DataFiles:
     names: list[str] = field(default_factory=list)
-    """Each a file, the folder of a dataset, or ``hf:`` with the name of a dataset on the Hub."""
+    """Each a file, a URL of one, the folder of a dataset, or ``hf:`` with the name of a dataset on the Hub."""
     ignored: list[str] = field(default_factory=list)
     """Files in the folders that are not data files by their names."""
 
@@ -50,9 +51,11 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
         raise UsageError("no data files given. Name at least one.")
     sources = DataFiles()
     for name in (hub_name(str(name)) for name in names):
-        if name.startswith(HUB):
+        if is_hub_name(name):
             check_name(name)
             sources.names.append(name)
+        elif is_url(name):
+            _find_remote(name, sources)
         elif os.path.isdir(name):
             _find_below(Path(name), sources)
         elif os.path.exists(name):
@@ -62,15 +65,20 @@ def find_sources(names: Sequence[Path | str]) -> DataFiles:
         else:
             raise MissingInput(f"{name}: no such data file.")
     for name in sources.names:
-        if not name.startswith(HUB):
+        if not (is_hub_name(name) or is_url(name)):
             check_regular(name)
     return sources
 
 
 def is_data_file(path: Path) -> bool:
     """Whether a file is data by its name, and neither a manifest, metadata of a dataset, nor a cache of Megatron-LM."""
-    has_data_name = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
-    return has_data_name and not (path.name in METADATA or is_manifest(path) or is_index_description(path))
+    return has_data_name(path) and not (is_manifest(path) or is_index_description(path))
+
+
+def has_data_name(path: Path) -> bool:
+    """Whether the suffix is that of a data format, and the name neither hidden nor that of metadata."""
+    is_data = uncompressed_name(path).endswith(_SUFFIXES) and not path.name.startswith((".", "_"))
+    return is_data and path.name not in METADATA
 
 
 def _find_matches(pattern: str, sources: DataFiles) -> None:
@@ -82,6 +90,26 @@ def _find_matches(pattern: str, sources: DataFiles) -> None:
     sources.names += files
     for folder in folders if not files else ():
         _find_below(Path(folder), sources)
+
+
+def _find_remote(url: str, sources: DataFiles) -> None:
+    """A file at a URL, the data files of a folder, or the matches of a pattern."""
+    system, path = file_system(url)
+    with remote_errors(url):
+        if glob.has_magic(path):
+            matches = sorted(system.glob(path))
+        elif system.isdir(path):
+            matches = sorted(system.find(path))
+            indices = {match.removesuffix(".idx") for match in matches if match.endswith(".idx")}
+            hidden = [match for match in matches if PARTIAL in match or match.removesuffix(".json") in indices]
+            matches = [match for match in matches if match not in hidden and has_data_name(Path(match))]
+        else:
+            matches = [path] if system.exists(path) else []
+    if not matches:
+        raise MissingInput(
+            f"{url}: no such data file. Prepared files (.bin, .idx) are mapped into memory: copy them to a disk."
+        )
+    sources.names += [system.unstrip_protocol(match) for match in matches]
 
 
 def _find_below(folder: Path, sources: DataFiles) -> None:

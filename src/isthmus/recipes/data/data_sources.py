@@ -18,12 +18,13 @@ from typing import Any, Literal
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.data import DOCUMENT_SETTINGS, DataConfig
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.readers.data_names import HUB, PARTIAL
+from isthmus.data.readers.data_names import PARTIAL, is_hub_name
 from isthmus.data.readers.file_sources import find_sources, is_data_file
 from isthmus.data.store.indexed_dataset import find_prefix
 from isthmus.data.store.manifest import SUFFIXES, indexed_file
 from isthmus.data.tokenize.stats import Overlong
 from isthmus.errors import DataError, MissingInput, UsageError
+from isthmus.files.remote_files import file_bytes, is_url, remote_version
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.recipe import Recipe
 from isthmus.recipes.registry import recipe_of
@@ -220,8 +221,10 @@ def known_digests(record: dict[str, Any]) -> dict[str, str]:
 
 def file_record(name: str, known: Mapping[str, str]) -> dict[str, Any]:
     """Path, size, time and digest of a file; digests in ``known`` are reused."""
-    if name.startswith(HUB):
+    if is_hub_name(name):
         return {"stat": [name], "digest": name}  # a resumed run needs no network and uses the cached data set
+    if is_url(name):
+        return {"stat": [name, file_bytes(name)], "digest": f"{name} {remote_version(name)}"}  # without reading it
     path = Path(name)
     stat = path.stat()
     seen = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

@@ -17,7 +17,7 @@ from isthmus.data.batching.bins import Bins
 from isthmus.data.readers.arrow_reader import ArrowChunk, count_rows
 from isthmus.data.readers.chunks import CHUNK_BYTES, Record, RecordChunk
 from isthmus.data.readers.csv_reader import CsvChunk
-from isthmus.data.readers.data_names import HUB
+from isthmus.data.readers.data_names import is_hub_name
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
 from isthmus.data.readers.file_formats import TextFileChunk, read_chunks
 from isthmus.data.readers.file_sources import find_sources
@@ -25,6 +25,7 @@ from isthmus.data.readers.json_chunks import JsonArrayChunk, JsonLinesChunk
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import DataError, counted
+from isthmus.files.remote_files import file_bytes
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.data.corpus import (
     Corpus,
@@ -131,7 +132,7 @@ def _raw_sources(config: RunConfig) -> list[DataSource]:
 
 def _local_names(source: DataSource) -> list[str]:
     """Data sets on the Hub are not opened: the run downloads them."""
-    return [name for name in find_sources(source.files).names if not name.startswith(HUB)]
+    return [name for name in find_sources(source.files).names if not is_hub_name(name)]
 
 
 def _prepared_size(config: RunConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[float, float]:
@@ -164,7 +165,7 @@ def _size(
         tokens += _num_tokens(config, inputs) * (chunks or 0)
         num_records += done.stats.records * (chunks or 0)
         seen_bytes += _num_bytes(name)
-    if not_opened := [name for name in find_sources(source.files).names if name.startswith(HUB)]:
+    if not_opened := [name for name in find_sources(source.files).names if is_hub_name(name)]:
         report(f"{source.name}: {', '.join(not_opened)} is not checked here: the run downloads it")
     if names:
         records = recipe_of(config).records
@@ -214,8 +215,8 @@ def _chunks(first: RecordChunk, name: str, records: int) -> float | None:
         read = sum(len(text.encode()) + 2 for _, text in first.texts)
     elif isinstance(first, CsvChunk):
         read = sum(len(",".join(row).encode()) + 1 for _, row in first.rows)
-    return max(1.0, Path(name).stat().st_size / read)
+    return max(1.0, file_bytes(name) / read)
 
 
 def _num_bytes(name: str) -> int:
-    return sum(Path(path).stat().st_size for path in files_below(name))
+    return sum(file_bytes(path) for path in files_below(name))

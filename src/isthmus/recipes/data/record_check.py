@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from isthmus.data.chat.chat_records import Kind, parse_document
-from isthmus.data.readers.data_names import HUB
+from isthmus.data.readers.data_names import is_hub_name
 from isthmus.data.readers.file_formats import TextFileChunk, check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.data.store.indexed_dataset import find_prefix
@@ -29,7 +29,7 @@ def check_records(sources: Iterable[Sequence[str]], kind: Kind, columns: Mapping
     for names in sources:
         if any(map(_is_prepared, names)):
             continue
-        files = [name for name in find_sources(names).names if not name.startswith(HUB) and not os.path.isdir(name)]
+        files = [name for name in find_sources(names).names if not is_hub_name(name) and not os.path.isdir(name)]
         for chunk in (chunk for name in files[:_MOST_FILES] for chunk in islice(read_chunks([name]), 1)):
             if isinstance(chunk, TextFileChunk):  # its only record is the whole file
                 continue
