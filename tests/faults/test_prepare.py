@@ -26,9 +26,9 @@ import os, signal, sys
 from isthmus.cli import prepare as command
 from isthmus.cli.main import main
 from isthmus.data.readers import json_chunks
-from isthmus.recipes.data import prepare_resume, prepare_workers
+from isthmus.recipes.data import prepare_shards, prepare_workers
 victim, at = sys.argv[1], int(sys.argv[2])
-json_chunks.CHUNK_BYTES, prepare_resume.PART_TOKENS = 300, 200
+json_chunks.CHUNK_BYTES, prepare_shards.PART_TOKENS = 300, 200
 tokenize = prepare_workers._tokenize
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -29,9 +29,9 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLock:
-    def __init__(self, path: Path, output: Path) -> None:
-        """``path`` is the file; ``output`` what it locks, for the message."""
-        self.path, self._output = path, output
+    def __init__(self, path: Path, output: Path, *, shared: bool = False) -> None:
+        """``path`` is the file; ``output`` what it locks, for the message. Holders of ``shared`` locks share it."""
+        self.path, self._output, self._shared = path, output, shared
         self._file: int | None = None
 
     def acquire(self) -> None:
@@ -67,22 +67,25 @@ class FolderLock:
                 os.pwrite(self._file, json.dumps(holder).encode(), 0)
 
     def release(self) -> None:
-        """Remove the file; does nothing without the lock."""
+        """Remove the file, unless others may share the lock; does nothing without the lock."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
-                self.path.unlink()
+                if not self._shared:
+                    self.path.unlink()
             os.close(file)
 
     def _lock(self, file: int) -> None:
         """Raises BlockingIOError if another process has the lock."""
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except PermissionError as error:  # EACCES, on some systems
             raise BlockingIOError from error
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
+            if self._shared:
+                return
             # Without locks, a living process on this machine is still found.
             holder = _holder(file)
             if holder.get("host") == socket.gethostname() and _is_running(holder.get("pid")):

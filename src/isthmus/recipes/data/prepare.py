@@ -5,11 +5,11 @@ The output depends only on records, tokenizer and options, not on the number of 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
 from isthmus.data.chat.chat_text import LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
-from isthmus.data.readers.chunks import OnError, first_records
+from isthmus.data.readers.chunks import OnError
 from isthmus.data.readers.file_formats import check_columns, chunk_records, read_chunks
 from isthmus.data.readers.file_sources import DataFiles, find_sources, first_names
 from isthmus.data.store.indexed_dataset import token_dtype
@@ -25,15 +25,23 @@ from isthmus.data.tokenize.record_kinds import RECORD_KINDS
 from isthmus.data.tokenize.stats import Overlong, TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizeOptions, notes_on
 from isthmus.errors import DataError, UsageError
+from isthmus.files.remote_files import is_url
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
+from isthmus.recipes.data.prepare_engines import Engine, EngineName, LocalEngine, OnProgress, RayEngine
 from isthmus.recipes.data.prepare_resume import PartialOutput
-from isthmus.recipes.data.prepare_workers import StartMethod, tokenize_chunks
+from isthmus.recipes.data.prepare_shards import plan_shards
+from isthmus.recipes.data.prepare_workers import StartMethod
 from isthmus.recipes.model.model_source import tokenizer_at
 
-OnProgress = Callable[[TokenizeStats], None]
-"""Called after each chunk with the counts so far."""
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Every ``count``-th shard, from number ``index`` on."""
+
+    index: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +84,14 @@ def prepare(
     trust_remote_code: bool = False,
     on_progress: OnProgress = lambda stats: None,
     start_method: StartMethod | None = None,
+    engine: EngineName = "local",
+    part: Part | None = None,
 ) -> PrepareResult:
     """Tokenize data into ``OUT.bin``, ``OUT.idx``, ``OUT.json``, and ``OUT.mask.bin`` unless every token has loss.
 
     Args:
         data: files, folders, patterns, or ``hf:`` names.
-        out: prefix of the output files; they must not exist.
+        out: prefix of the output files, or its URL; they must not exist.
         tokenizer: folder, sentencepiece file, or Hub id.
         tokenizer_type: Megatron-LM's name of the expected type; None accepts any.
         kind: of the records; None: the kind of the first record.
@@ -96,6 +106,9 @@ def prepare(
         trust_remote_code: whether a tokenizer may run code from its folder.
         on_progress: called after each chunk.
         start_method: of the processes; None: the fastest safe one.
+        engine: who tokenizes: processes of this machine, or tasks of a Ray cluster. ``slurm-array`` only records the
+            inputs in ``OUT.partial``, for processes that make parts.
+        part: make only the parts of these shards, and no output; None: all, and the output.
 
     Raises:
         MissingInput, UsageError, DataError, UnsafeInput: data or tokenizer are missing or invalid, or no sample is left
@@ -106,17 +119,24 @@ def prepare(
     columns = dict(columns or {})
     check_columns(columns)
     files = find_sources(data)
-    _check_prefix(Path(out))
-    _check_new(PartialOutput(Path(out).absolute()))
+    _check_prefix(out)
+    prefix = str(out) if is_url(out) else Path(out).absolute()
+    if part is None:
+        PartialOutput(prefix).refuse_existing()
     opened = tokenizer_at(str(tokenizer), tokenizer_type, trust_remote_code=trust_remote_code)
     kind = kind or kind_of_first(files.names, on_error, columns)
     if RECORD_KINDS[kind].is_text:
         check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
     opened.use_chat_template(chat_template)
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
-    stats = tokenize_files(
-        files, Path(out).absolute(), opened, options, workers=workers, method=start_method, on_progress=on_progress
-    )
+    made_by = RayEngine() if engine == "ray" else LocalEngine(workers, start_method)
+    if engine == "slurm-array":
+        record_inputs(files, prefix, opened, options)
+        stats = TokenizeStats()
+    elif part is not None:
+        stats = tokenize_part(files, prefix, opened, options, part, made_by, on_progress)
+    else:
+        stats = tokenize_files(files, prefix, opened, options, engine=made_by, on_progress=on_progress)
     return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
 
 
@@ -134,12 +154,13 @@ def check_text_options(seq_length: int | None, *, has_chat_options: bool) -> Non
 
 def tokenize_files(
     files: DataFiles,
-    prefix: Path,
+    prefix: Path | str,
     tokenizer: Tokenizer,
     options: TokenizeOptions,
     *,
     workers: int | None = None,
     method: StartMethod | None = None,
+    engine: Engine | None = None,
     known_digests: Mapping[str, str] | None = None,
     on_progress: OnProgress = lambda stats: None,
 ) -> TokenizeStats:
@@ -147,25 +168,24 @@ def tokenize_files(
 
     A text is a document of one sequence that ends with EOS; a conversation is a document of one sequence, or more if
     the chat template rewrites earlier turns; a preference pair is a document of two. Finished parts of an interrupted
-    call in ``PREFIX.partial`` are reused; an exception of ``on_progress`` keeps them.
+    call in ``PREFIX.partial`` are reused; an exception of ``on_progress`` keeps them. Without an ``engine``, processes
+    of this machine do the work.
     """
+    engine = engine or LocalEngine(workers, method)
     output, is_text = PartialOutput(prefix), options.record_kind.is_text
-    _check_new(output)
+    output.refuse_existing()
     record_tokenizer = RecordTokenizer(tokenizer, options)
-    inputs = _inputs(options, tokenizer, files.names, known_digests or {})
-    with output.opened(inputs) as complete:
-        if not complete:
-            limited = first_records(read_chunks(files.names), options.max_records)
-            chunks = islice(limited, output.chunks, None)
-            with closing(tokenize_chunks(record_tokenizer, chunks, workers or cores(), method)) as tokenized:
-                for chunk in tokenized:
-                    output.add(chunk)
-                    on_progress(output.stats)
-            output.flush()
+    inputs, digests = _inputs(options, tokenizer, files.names, {**output.known_digests(), **(known_digests or {})})
+    shards = plan_shards(files.names, options.max_records)
+    with output.opened(inputs, digests, shards) as complete, output.staging() as staging:
+        while not complete:
+            if incomplete := output.incomplete:
+                engine.complete(incomplete, record_tokenizer, _with_complete(output, on_progress))
             check_not_empty(output.stats, files.names, options)
             report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
-            output.assemble(token_dtype(tokenizer.vocab_size), not is_text, {**inputs, "report": report})
-        output.publish()
+            dtype = token_dtype(tokenizer.vocab_size)
+            complete = output.assemble(dtype, not is_text, {**inputs, "report": report}, staging)
+        output.publish(staging)
     stats = output.stats
     stats.notes = [*files.notes(), *notes_on(options, stats)]
     if not is_text and tokenizer.note is not None:
@@ -173,15 +193,58 @@ def tokenize_files(
     return stats
 
 
-def _check_new(output: PartialOutput) -> None:
-    if not output.folder.exists():  # with a folder, an interrupted call may have renamed some of the files
-        output.refuse_existing()
+def _with_complete(output: PartialOutput, on_progress: OnProgress) -> OnProgress:
+    """Add the counts of the complete shards."""
+    done = TokenizeStats()
+    for parts in output.shards:
+        if parts.complete:
+            done.add(parts.stats)
+
+    def show(stats: TokenizeStats) -> None:
+        total = TokenizeStats()
+        total.add(done)
+        total.add(stats)
+        on_progress(total)
+
+    return show
 
 
-def _check_prefix(out: Path) -> None:
+def record_inputs(files: DataFiles, prefix: Path | str, tokenizer: Tokenizer, options: TokenizeOptions) -> int:
+    """Prepare the folder of the parts for processes that call :func:`tokenize_part`; returns the number of shards."""
+    output = PartialOutput(prefix)
+    output.refuse_existing()
+    inputs, digests = _inputs(options, tokenizer, files.names, output.known_digests())
+    with output.opened(inputs, digests, plan_shards(files.names, options.max_records)):
+        return len(output.shards)
+
+
+def tokenize_part(
+    files: DataFiles,
+    prefix: Path | str,
+    tokenizer: Tokenizer,
+    options: TokenizeOptions,
+    part: Part,
+    engine: Engine,
+    on_progress: OnProgress = lambda stats: None,
+) -> TokenizeStats:
+    """Make the parts of the shards of ``part``, beside processes that make the others; returns their counts."""
+    output = PartialOutput(prefix)
+    inputs, _ = _inputs(options, tokenizer, files.names, output.known_digests())
+    with output.joined(inputs, plan_shards(files.names, options.max_records), str(part.index)):
+        shards = output.shards[part.index :: part.count]
+        if incomplete := [parts for parts in shards if not parts.complete]:
+            engine.complete(incomplete, RecordTokenizer(tokenizer, options), on_progress)
+        stats = TokenizeStats()
+        for parts in shards:
+            stats.add(parts.stats)
+    return stats
+
+
+def _check_prefix(name: Path | str) -> None:
+    out = Path(name)
     if out.name.endswith((".bin", ".idx", ".json")):
-        raise UsageError(f"{out} must be a prefix; .bin, .idx and .json are appended to it. Omit the suffix.")
-    if out.exists():
+        raise UsageError(f"{name} must be a prefix; .bin, .idx and .json are appended to it. Omit the suffix.")
+    if not is_url(name) and out.exists():
         hint = f"Name a prefix in it, such as {out}/text" if out.is_dir() else "Was the name of the output omitted"
         raise UsageError(
             f"{out} exists, but the last argument must be a prefix, to which .bin and .idx are appended. {hint}?"
@@ -202,14 +265,16 @@ def kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str,
 
 def _inputs(
     options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str], known_digests: Mapping[str, str]
-) -> dict[str, Any]:
-    """Everything that the output depends on; the first keys of the manifest."""
-    files = [(path, file_record(path, known_digests)) for name in names for path in files_below(name)]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(everything that the output depends on, the first keys of the manifest; digests by path, size and time)."""
+    paths = [path for name in names for path in files_below(name)]
+    with ThreadPoolExecutor(cores()) as pool:  # hashing is without the interpreter's lock
+        records = list(pool.map(lambda path: file_record(path, known_digests), paths))
     settings = asdict(options)
     for name, unchanged in (("chat", UNCHANGED), ("max_records", None)):
         if getattr(options, name) == unchanged:
             del settings[name]
-    return {
+    inputs = {
         "isthmus": isthmus.__version__,
         "kind": settings.pop("kind"),
         "seq_length": settings.pop("seq_length"),
@@ -218,9 +283,10 @@ def _inputs(
         "tokenizer": tokenizer_record(tokenizer),
         "files": [
             {"name": path, "bytes": record["stat"][1] if len(record["stat"]) > 1 else None, "digest": record["digest"]}
-            for path, record in files
+            for path, record in zip(paths, records, strict=True)
         ],
     }
+    return inputs, {json.dumps(record["stat"]): record["digest"] for record in records}
 
 
 def check_not_empty(stats: TokenizeStats, names: Sequence[str], options: TokenizeOptions) -> None:

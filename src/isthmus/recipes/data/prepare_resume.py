@@ -1,186 +1,217 @@
-"""The finished parts of an output, from which an interrupted run continues.
+"""The output of ``isthmus prepare`` while it is made: the parts of all shards, from which the indexed files are made.
 
-``OUT.partial/`` contains ``inputs.json`` (data, tokenizer and options) and ``00000.npz``, ``00001.npz``, ...: the
-tokens of some input chunks, the number of these chunks, and their stats. From all parts the indexed files are assembled
-in the same folder and renamed, the manifest last.
+``OUT.partial/`` contains ``inputs.json`` (data, tokenizer and options), the parts and records of the shards, and
+``digests.json``, with which other processes need not read the input again to see that it is the same. From all parts
+the indexed files are assembled in the same folder, or for an output at a URL in a temporary one, and get their final
+names, the manifest last.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from isthmus.data.readers.chunks import CHUNK_BYTES
 from isthmus.data.readers.data_names import PARTIAL
 from isthmus.data.store.indexed_dataset import IndexedWriter
 from isthmus.data.store.manifest import COLUMNS, MASK, VALUES, indexed_file, write_manifest
 from isthmus.data.tokenize.stats import TokenizeStats
-from isthmus.data.tokenize.tokenize_records import TokenizedChunk
-from isthmus.errors import DataError, OutputExists, disk_errors
-from isthmus.files.atomic_write import atomic_file, rename, write_atomic
+from isthmus.errors import DataError, OutputExists, UsageError, disk_errors
+from isthmus.files.atomic_write import rename
 from isthmus.files.folder_lock import LOCK, FolderLock
+from isthmus.files.remote_files import exists, is_url, open_folder, upload
+from isthmus.recipes.data.prepare_shards import SHARD_BYTES, DamagedParts, Shard, ShardParts
 
-PART_TOKENS = 1 << 21
-"""Tokens after which a part is written; memory contains one part."""
-PART_S = 10.0
-"""Seconds after which a smaller part is written."""
+_INPUTS, _DIGESTS = "inputs.json", "digests.json"
 _PUBLISHED = (MASK, VALUES, COLUMNS, ".bin", ".idx", ".json")
 """In the order of renaming: the manifest comes last."""
 
 
 class PartialOutput:
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = prefix
-        self.folder = Path(f"{prefix}{PARTIAL}")
-        self.stats = TokenizeStats()
-        self.chunks = 0
-        """Input chunks in the written parts."""
-        self._valued = False
-        """Whether a written part has values."""
-        self._with_columns = False
-        """Whether the parts have columns."""
-        self._parts = 0
-        self._buffer: list[TokenizedChunk] = []
-        self._written_s = time.monotonic()
+    def __init__(self, prefix: Path | str) -> None:
+        """``prefix`` is an absolute path or a URL."""
+        self.prefix, self.is_remote = str(prefix), is_url(prefix)
+        self.folder = f"{prefix}{PARTIAL}"
+        self.files = open_folder(self.folder)
+        self.shards: list[ShardParts] = []
+
+    @property
+    def stats(self) -> TokenizeStats:
+        """Counts of all shards."""
+        total = TokenizeStats()
+        for parts in self.shards:
+            total.add(parts.stats)
+        return total
+
+    @property
+    def incomplete(self) -> list[ShardParts]:
+        return [parts for parts in self.shards if not parts.complete]
 
     def refuse_existing(self) -> None:
-        """Raises OutputExists if a file of the output exists."""
-        for suffix in _PUBLISHED:
-            if (path := indexed_file(self.prefix, suffix)).exists():
-                raise OutputExists(f"{path} exists already. Remove it or name another output.")
+        """Raises OutputExists if a file of the output exists, unless an interrupted call may have published it."""
+        if not self.files.names():
+            self._refuse_published(_PUBLISHED)
+
+    def known_digests(self) -> dict[str, str]:
+        """Digests of input files by path, size and time."""
+        content = self.files.read(_DIGESTS)
+        return {} if content is None else dict(json.loads(content))
 
     @contextmanager
-    def opened(self, inputs: dict[str, Any]) -> Iterator[bool]:
-        """Load the parts of an earlier run with the same inputs, or remove other parts; locks the folder.
+    def opened(self, inputs: dict[str, Any], digests: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[bool]:
+        """Load the parts of an earlier call with the same inputs, or remove other parts; locks the folder.
 
         Yields whether the indexed files are complete and only need renaming. A DataError in the block removes all
         parts.
         """
-        content = json.dumps(inputs | {"chunk_bytes": CHUNK_BYTES}, indent=1)  # parts are counted in chunks
-        with FolderLock(self.folder / LOCK, self.prefix):
-            with disk_errors(self.folder):
-                record = self.folder / "inputs.json"
-                same = record.is_file() and record.read_bytes() == content.encode()
-                assembled = self._staged(".json").exists()
-                complete = same and assembled
-                if assembled and not same:
-                    for suffix in _PUBLISHED:  # the interrupted call has renamed the files that are missing here
-                        if not self._staged(suffix).exists():
-                            indexed_file(self.prefix, suffix).unlink(missing_ok=True)
-                if not complete:
-                    try:
-                        self.refuse_existing()
-                    except OutputExists:
-                        # Published by the process that had the lock before, or killed while it removed the parts.
-                        if not record.is_file() or indexed_file(self.prefix, ".json").exists():
-                            shutil.rmtree(self.folder)
-                        raise
-                if same:
-                    self._load_parts()
-                else:
-                    for path in self.folder.iterdir():
-                        if path.name != LOCK:
-                            path.unlink()
-                    write_atomic(record, content)
+        content = _inputs_content(inputs)
+        with self._lock():
+            with disk_errors(Path(self.prefix)):
+                same = self.files.read(_INPUTS) == content
+                complete = self._check_published(same)
+                if not same:
+                    self._clear()
+                    self.files.write(_DIGESTS, json.dumps(digests).encode())
+                    self.files.write(_INPUTS, content)
+                self._load(content, shards)
             try:
                 yield complete
             except DataError:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                self._remove()
                 raise
 
-    def _load_parts(self) -> None:
-        """Count the complete parts; remove those after the first missing or damaged one."""
-        paths = sorted(self.folder.glob("[0-9]*.npz"))
-        for number, path in enumerate(paths):
-            part = _read_part(path) if path == self._part(number) else None
-            if part is None:
-                for rest in paths[number:]:
-                    rest.unlink()
-                return
-            chunks, tokenized = part
-            self._parts, self.chunks = number + 1, self.chunks + chunks
-            self._valued |= tokenized.values is not None
-            self._with_columns |= tokenized.columns is not None
-            self.stats.add(tokenized.stats)
+    @contextmanager
+    def joined(self, inputs: dict[str, Any], shards: Sequence[Shard], part: str) -> Iterator[None]:
+        """Load the parts, beside other processes that make other shards; ``part`` is locked.
 
-    def add(self, chunk: TokenizedChunk) -> None:
-        """Append the next chunk; write a part if it is large or old enough."""
-        self._buffer.append(chunk)
-        self.stats.add(chunk.stats)
-        enough = sum(len(buffered.tokens) for buffered in self._buffer) >= PART_TOKENS
-        if enough or time.monotonic() - self._written_s > PART_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the buffered chunks as a part."""
-        if not self._buffer:
-            return
-        chunks, stats = self._buffer, TokenizeStats()
-        for chunk in chunks:
-            stats.add(chunk.stats)
-        arrays: dict[str, Any] = {
-            name: np.concatenate([getattr(chunk, name) for chunk in chunks])
-            for name in ("tokens", "mask", "lengths", "documents", "columns")
-            if getattr(chunks[0], name) is not None
-        }
-        header = json.dumps({"chunks": len(chunks), "stats": stats.as_dict()}).encode()
-        if any(chunk.values is not None for chunk in chunks):
-            self._valued = True
-            zeros = (np.zeros(len(chunk.lengths), np.float32) for chunk in chunks)
-            arrays["values"] = np.concatenate(
-                [zero if chunk.values is None else chunk.values for chunk, zero in zip(chunks, zeros, strict=True)]
+        UsageError if the folder is not that of a call with the same inputs.
+        """
+        content = _inputs_content(inputs)
+        if self.files.read(_INPUTS) != content:
+            raise UsageError(
+                f"{self.folder} is not of this data, tokenizer, options and version of isthmus, so this part of the "
+                "work does not belong to it. Submit all parts again: isthmus prepare --engine slurm-array."
             )
-        self._with_columns |= "columns" in arrays
-        arrays["header"] = np.frombuffer(header, dtype=np.uint8)
-        with atomic_file(self._part(self._parts)) as temporary, temporary.open("wb") as file:
-            np.savez(file, **arrays)
-        self._parts, self.chunks, self._buffer = self._parts + 1, self.chunks + len(chunks), []
-        self._written_s = time.monotonic()
+        with self._lock(shared=True), self._lock(name=f"part-{part}{LOCK}"):
+            self._load(content, shards)
+            yield
 
-    def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any]) -> None:
-        """Write the indexed files and the manifest from the parts."""
-        with IndexedWriter(self._staged(""), dtype, masked, self._valued, self._with_columns) as writer:
-            for number in range(self._parts):
-                part = _read_part(self._part(number))
-                assert part is not None
-                tokenized = part[1]
-                writer.extend(tokenized.tokens, tokenized.lengths, tokenized.mask, tokenized.values, tokenized.columns)
-                writer.end_documents(tokenized.documents)
-        write_manifest(self._staged(""), manifest | {"pair": writer.close()})
+    def _lock(self, name: str = LOCK, *, shared: bool = False) -> AbstractContextManager[Any]:
+        """Object stores have no locks."""
+        if self.is_remote:
+            return nullcontext()
+        return FolderLock(Path(self.folder, name), Path(self.prefix), shared=shared)
 
-    def publish(self) -> None:
-        """Rename the assembled files to their final names and remove the parts."""
-        with disk_errors(self.prefix):
+    def _check_published(self, same: bool) -> bool:
+        """Whether all indexed files are assembled; OutputExists if the output exists, which removes the parts."""
+        if self.is_remote:
+            names = _PUBLISHED if not same else (".json",)
+            self._refuse_published(names, remove_parts=True)
+            return False
+        assembled = self._staged(".json").exists()
+        if same and assembled:
+            return True
+        if assembled:
+            for suffix in _PUBLISHED:  # the interrupted call has renamed the files that are missing here
+                if not self._staged(suffix).exists():
+                    indexed_file(self.prefix, suffix).unlink(missing_ok=True)
+        # Published by the process that had the lock before, or killed while it removed the parts.
+        is_published = self.files.read(_INPUTS) is None or indexed_file(self.prefix, ".json").exists()
+        self._refuse_published(_PUBLISHED, remove_parts=is_published)
+        return False
+
+    def _refuse_published(self, suffixes: Sequence[str], *, remove_parts: bool = False) -> None:
+        for suffix in suffixes:
+            path = f"{self.prefix}{suffix}"
+            if exists(path) if self.is_remote else Path(path).exists():
+                if remove_parts:
+                    self._remove()
+                raise OutputExists(f"{path} exists already. Remove it or name another output.")
+
+    def _load(self, content: bytes, shards: Sequence[Shard]) -> None:
+        identity = xxhash.xxh3_128(content).hexdigest()
+        self.shards = [ShardParts(self.files, number, shard, identity) for number, shard in enumerate(shards)]
+        names = self.files.names()
+        by_shard: dict[str, list[str]] = {}
+        for name in names:
+            by_shard.setdefault(name[:5], []).append(name)
+        for parts in self.shards:
+            parts.load(by_shard.get(f"{parts.number:05d}", []))
+
+    def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any], folder: Path | None) -> bool:
+        """Write the indexed files and the manifest from the parts, into ``folder`` or that of the parts.
+
+        False if a part was damaged: its shard is incomplete again.
+        """
+        try:
+            self._assemble(dtype, masked, manifest, folder)
+        except DamagedParts as damaged:
+            old = self.shards[damaged.number]
+            self.shards[damaged.number] = parts = ShardParts(self.files, old.number, old.shard, old.inputs)
+            parts.load([name for name in self.files.names() if name.startswith(f"{old.number:05d}")])
+            return False
+        return True
+
+    def _assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any], folder: Path | None) -> None:
+        staged = self._staged("", folder)
+        has_values, has_columns = (
+            any(getattr(parts, name) for parts in self.shards) for name in ("has_values", "has_columns")
+        )
+        with IndexedWriter(staged, dtype, masked, has_values, has_columns) as writer:
+            for parts in self.shards:
+                for tokenized in parts.read():
+                    writer.extend(
+                        tokenized.tokens, tokenized.lengths, tokenized.mask, tokenized.values, tokenized.columns
+                    )
+                    writer.end_documents(tokenized.documents)
+        write_manifest(staged, manifest | {"pair": writer.close()})
+
+    @contextmanager
+    def staging(self) -> Iterator[Path | None]:
+        """The folder of the assembled files of an output at a URL; None for that of the parts."""
+        if not self.is_remote:
+            yield None
+            return
+        with TemporaryDirectory(prefix="isthmus-") as folder:
+            yield Path(folder)
+
+    def publish(self, folder: Path | None) -> None:
+        """Give the assembled files their final names and remove the parts."""
+        with disk_errors(Path(self.prefix)):
             for suffix in _PUBLISHED:
-                if self._staged(suffix).exists():
-                    rename(self._staged(suffix), indexed_file(self.prefix, suffix))
-            shutil.rmtree(self.folder)
+                staged = self._staged(suffix, folder)
+                if staged.exists() and self.is_remote:
+                    upload(staged, f"{self.prefix}{suffix}")
+                elif staged.exists():
+                    rename(staged, indexed_file(self.prefix, suffix))
+            self._remove()
 
-    def _part(self, number: int) -> Path:
-        return self.folder / f"{number:05d}.npz"
+    def _clear(self) -> None:
+        """Remove all but locks."""
+        for name in self.files.names():
+            if not self.is_remote and Path(self.folder, name).is_dir():
+                shutil.rmtree(Path(self.folder, name))
+            elif not name.endswith(LOCK):
+                self.files.remove(name)
 
-    def _staged(self, suffix: str) -> Path:
-        return indexed_file(self.folder / "pair", suffix)
+    def _remove(self) -> None:
+        if self.is_remote:
+            self._clear()
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _staged(self, suffix: str, folder: Path | None = None) -> Path:
+        return indexed_file((folder or Path(self.folder)) / "pair", suffix)
 
 
-def _read_part(path: Path) -> tuple[int, TokenizedChunk] | None:
-    """(number of input chunks, content) of a part; None if damaged."""
-    try:
-        with np.load(path) as stored:
-            header = json.loads(stored["header"].tobytes())
-            mask, values, columns = (stored[name] if name in stored else None for name in ("mask", "values", "columns"))
-            stats = TokenizeStats.from_dict(header["stats"])
-            tokens, lengths, documents = (stored[name] for name in ("tokens", "lengths", "documents"))
-            tokenized = TokenizedChunk(tokens, mask, lengths, documents, stats, values, columns)
-            return header["chunks"], tokenized
-    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
-        return None
+def _inputs_content(inputs: dict[str, Any]) -> bytes:
+    sizes = {"chunk_bytes": CHUNK_BYTES, "shard_bytes": SHARD_BYTES}  # parts are counted in chunks
+    return json.dumps(inputs | sizes, indent=1).encode()

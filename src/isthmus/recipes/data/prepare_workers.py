@@ -104,7 +104,12 @@ def _start_worker(tokenizer: RecordTokenizer) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     gc.freeze()  # excludes imported libraries from collections
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    limit_threads()
+
+
+def limit_threads() -> None:
+    """The processes are the parallelism."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 

@@ -18,7 +18,7 @@ from isthmus.errors import DataError, MissingInput, OutputExists, Preempted, Uns
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer import bounded_encoding
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
-from isthmus.recipes.data import prepare_resume, prepare_workers
+from isthmus.recipes.data import prepare_resume, prepare_shards, prepare_workers
 from isthmus.recipes.data.prepare import prepare, tokenize_files
 from isthmus.recipes.data.prepare_workers import tokenize_chunks
 
@@ -124,7 +124,7 @@ def test_preference_pairs_are_documents_of_two_samples(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("damage", [None, "truncated", "removed"])
 def test_interrupted_call_is_resumed(tmp_path, tokenizer, small_chunks, monkeypatch, damage):
-    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    monkeypatch.setattr(prepare_shards, "PART_TOKENS", 100)
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
     prepare([file], tmp_path / "whole", tokenizer, workers=2)
     seen: list[int] = []
@@ -151,7 +151,7 @@ def test_interrupted_call_is_resumed(tmp_path, tokenizer, small_chunks, monkeypa
 
 
 def test_other_data_starts_again_and_existing_output_is_an_error(tmp_path, tokenizer, small_chunks, monkeypatch):
-    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    monkeypatch.setattr(prepare_shards, "PART_TOKENS", 100)
     file, out = write(tmp_path / "a.jsonl", [chat(k) for k in range(30)]), tmp_path / "out"
 
     def ended(stats) -> None:
@@ -172,7 +172,7 @@ def test_other_data_starts_again_and_existing_output_is_an_error(tmp_path, token
 def test_parts_with_another_chunk_size_are_not_reused(tmp_path, tokenizer, small_chunks, monkeypatch):
     """Parts count chunks."""
     file = write(tmp_path / "a.jsonl", [chat(k) for k in range(60)])
-    monkeypatch.setattr(prepare_resume, "PART_TOKENS", 100)
+    monkeypatch.setattr(prepare_shards, "PART_TOKENS", 100)
     with monkeypatch.context() as ended, pytest.raises(KeyboardInterrupt):
         ended.setattr(prepare_resume.PartialOutput, "assemble", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare([file], tmp_path / "out", tokenizer, workers=1)
@@ -208,7 +208,7 @@ def test_call_that_was_killed_while_it_removed_the_parts(tmp_path, tokenizer, mo
     """The output is complete; what is left of the parts is removed when the same command runs again."""
     file, out = write(tmp_path / "a.jsonl", [chat(1)]), tmp_path / "out"
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr(prepare_resume.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(prepare_resume.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare([file], out, tokenizer, workers=1)
     before = Path(f"{out}.bin").read_bytes()
     assert Path(f"{out}.json").exists() and (Path(f"{out}.partial") / "00000.npz").exists()
