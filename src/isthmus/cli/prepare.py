@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isthmus.data.chat.conversation_settings import ChatSettings
     from isthmus.data.tokenize.stats import TokenizeStats
     from isthmus.recipes.data.prepare import PrepareResult
+    from isthmus.recipes.data.prepare_slurm import ArrayJobs
 
 TokenizerType = Annotated[
     str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
@@ -59,6 +60,20 @@ ColumnNames = Annotated[
         help="Names of fields in the files, as data.columns: text=body or '{text: body}'; may be repeated.",
     ),
 ]
+EngineChoice = Annotated[
+    str,
+    typer.Option(
+        metavar="ENGINE", help="Who tokenizes: local (this machine), ray (a cluster), slurm-array (an array of jobs)."
+    ),
+]
+PartChoice = Annotated[
+    str | None,
+    typer.Option(metavar="I/N", help="Make every N-th part of the work from number I on, and no output; see --engine."),
+]
+ArrayTasks = Annotated[
+    int | None, typer.Option(min=1, max=100_000, metavar="N", help="Array tasks of --engine slurm-array.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the scripts of --engine slurm-array; submit nothing.")]
 _SETTING = re.compile(r"(?<![\w/.])(?:data|chat)\.([a-z_]+)(?:=(\w+))?")
 _RENAMED = {"template": "chat_template"}
 TokenizerCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")]
@@ -69,7 +84,9 @@ class PrepareOptions:
     data: Annotated[
         list[str], typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False)
     ]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the output files: OUT.bin, OUT.idx, OUT.json.")]
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Prefix of the output files, or its URL: OUT.bin, OUT.idx, OUT.json.")
+    ]
     tokenizer: Annotated[
         str, typer.Option(metavar="TOKENIZER", help="Tokenizer or model folder; tokenizer.model; or an id on the Hub.")
     ]
@@ -86,6 +103,10 @@ class PrepareOptions:
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop"
     columns: ColumnNames = None
     workers: Workers = None
+    engine: EngineChoice = "local"
+    tasks: ArrayTasks = None
+    part: PartChoice = None
+    dry_run: DryRun = False
     trust_remote_code: TokenizerCode = False
     trust: Trust = False
     debug: Debug = False
@@ -101,6 +122,13 @@ def prepare(options: PrepareOptions) -> int:
     chosen["chat"] = parse_chat_settings(
         options.system, options.override_system, options.reasoning, options.split_turns
     )
+    part = _checked_engine(options)
+    chosen["engine"] = options.engine
+    jobs = _array_jobs(options) if options.engine == "slurm-array" else None
+    if jobs is not None and options.dry_run:
+        say(f"{jobs.parts}\n# sbatch --dependency=afterany:JOB_ID\n{jobs.merge}".rstrip())
+        return 0
+    from isthmus.recipes.data.prepare import Part
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line, _options_in_messages():
@@ -114,10 +142,57 @@ def prepare(options: PrepareOptions) -> int:
             chat_template=options.chat_template,
             trust_remote_code=options.trust_remote_code,
             on_progress=line.show,
+            part=None if part is None else Part(*part),
             **chosen,
         )
+    if jobs is not None:
+        parts, merge = jobs.submit()
+        text = f"{options.out}: submitted array job {parts} of {options.tasks} tasks, and job {merge}, which merges"
+        say(dumps({"array_job": parts, "merge_job": merge}) if options.json else text)
+        return 0
     _print(result, as_json=options.json)
     return 0
+
+
+def _checked_engine(options: PrepareOptions) -> tuple[int, int] | None:
+    """The part of ``--part``, if any; UsageError for options that exclude each other."""
+    from isthmus.recipes.data.prepare_engines import EngineName
+
+    _checked("--engine", options.engine, get_args(EngineName))
+    if options.engine == "slurm-array" and options.tasks is None:
+        raise UsageError("--engine slurm-array submits an array of jobs. Name their number, such as --tasks 16.")
+    for name, is_set in (("--tasks", options.tasks is not None), ("--dry-run", options.dry_run)):
+        if is_set and options.engine != "slurm-array":
+            raise UsageError(f"{name} is for --engine slurm-array. Omit it, or name that engine.")
+    if options.engine == "ray" and options.workers is not None:
+        raise UsageError("--workers is for processes of one machine; --engine ray uses the cluster. Omit it.")
+    if options.part is None:
+        return None
+    if options.engine != "local":
+        raise UsageError(f"--part is a part of the work on this machine. Omit --engine {options.engine}.")
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UsageError(f"--part {options.part}: expected I/N with I from 0 to N - 1, such as 0/16.")
+    return int(match[1]), int(match[2])
+
+
+def _array_jobs(options: PrepareOptions) -> ArrayJobs:
+    from isthmus.recipes.data.prepare_slurm import array_jobs
+
+    arguments: list[str] = []
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name in ("engine", "tasks", "part", "dry_run", "workers", "json", "data", "out"):
+            continue
+        name = f"--{option.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments += [] if value == option.default else [name if value else f"--no-{name.removeprefix('--')}"]
+        elif value != option.default:
+            for item in value if isinstance(value, list) else [value]:
+                arguments += [name, str(item)]
+    assert options.tasks is not None
+    files = [*options.data, str(options.out)]
+    return array_jobs([*files, *arguments], str(options.out), tasks=options.tasks, workers=options.workers)
 
 
 def _print(result: PrepareResult, *, as_json: bool) -> None:

@@ -68,6 +68,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "prepare": (
         "isthmus prepare text.jsonl prepared/text --tokenizer Qwen/Qwen3-0.6B",
         "isthmus prepare chats.jsonl prepared/chats --kind chat --tokenizer Qwen/Qwen3-0.6B",
+        "isthmus prepare s3://bucket/text prepared/text --tokenizer Qwen/Qwen3-0.6B --engine slurm-array --tasks 64",
     ),
     "chat": ("isthmus chat runs/a", "isthmus chat Qwen/Qwen3-0.6B --file prompts.jsonl --out answers.jsonl"),
     "eval": ("isthmus eval runs/a --tasks arc_easy", "isthmus eval Qwen/Qwen3-0.6B --tasks hellaswag --limit 100"),
@@ -96,7 +97,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "isthmus completion fish > ~/.config/fish/completions/isthmus.fish",
     ),
 }
-"""Two commands for each verb."""
+"""Two commands for each verb, or three."""
 SETTINGS: Mapping[str, str] = {
     "optim.lr": "peak learning rate",
     "train.epochs": "passes over the data; or train.steps",

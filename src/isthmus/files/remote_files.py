@@ -149,6 +149,11 @@ class RemoteFolder:
         with remote_errors(f"{self.url}/{name}"), suppress(FileNotFoundError):
             self._system.rm_file(f"{self._path}/{name}")
 
+    def remove_all(self) -> None:
+        """Remove the folder."""
+        with remote_errors(self.url), suppress(FileNotFoundError):
+            self._system.rm(self._path, recursive=True)
+
 
 def open_folder(name: str) -> Folder:
     return RemoteFolder(name) if is_url(name) else DiskFolder(Path(name))

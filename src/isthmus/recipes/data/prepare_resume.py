@@ -27,7 +27,7 @@ from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, OutputExists, UsageError, disk_errors
 from isthmus.files.atomic_write import rename
 from isthmus.files.folder_lock import LOCK, FolderLock
-from isthmus.files.remote_files import exists, is_url, open_folder, upload
+from isthmus.files.remote_files import RemoteFolder, exists, is_url, open_folder, upload
 from isthmus.recipes.data.prepare_shards import SHARD_BYTES, DamagedParts, Shard, ShardParts
 
 _INPUTS, _DIGESTS = "inputs.json", "digests.json"
@@ -203,8 +203,8 @@ class PartialOutput:
                 self.files.remove(name)
 
     def _remove(self) -> None:
-        if self.is_remote:
-            self._clear()
+        if isinstance(self.files, RemoteFolder):
+            self.files.remove_all()
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
 

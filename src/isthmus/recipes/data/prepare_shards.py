@@ -110,7 +110,7 @@ class ShardParts:
             content = self.folder.read(name) if name == self._part_name(index) else None
             part = None if content is None else _parse_part(content)
             # A process that was believed dead may have written parts of its own: only a sequence of chunks counts.
-            if content is None or part is None or part[0]["first"] != self.chunks or part[0]["inputs"] != self.inputs:
+            if content is None or part is None or part[0]["place"] != [self.inputs, self.number, self.chunks]:
                 for rest in parts[index:]:
                     self.folder.remove(rest)
                 return
@@ -173,7 +173,8 @@ class ShardParts:
             arrays["values"] = np.concatenate(
                 [zero if chunk.values is None else chunk.values for chunk, zero in zip(chunks, zeros, strict=True)]
             )
-        header = {"inputs": self.inputs, "first": self.chunks, "chunks": len(chunks), "stats": stats.as_dict()}
+        place = [self.inputs, self.number, self.chunks]
+        header = {"place": place, "chunks": len(chunks), "stats": stats.as_dict()}
         arrays["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         file = io.BytesIO()
         np.savez(file, **arrays)
@@ -223,7 +224,8 @@ def _parse_part(content: bytes) -> tuple[dict[str, Any], TokenizedChunk] | None:
             mask, values, columns = (stored[name] if name in stored else None for name in ("mask", "values", "columns"))
             stats = TokenizeStats.from_dict(header["stats"])
             tokens, lengths, documents = (stored[name] for name in ("tokens", "lengths", "documents"))
-            header["first"], header["inputs"], header["chunks"] = header["first"], header["inputs"], header["chunks"]
-            return header, TokenizedChunk(tokens, mask, lengths, documents, stats, values, columns)
+            return {name: header[name] for name in ("place", "chunks")}, TokenizedChunk(
+                tokens, mask, lengths, documents, stats, values, columns
+            )
     except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
         return None

@@ -211,7 +211,7 @@ def test_call_that_was_killed_while_it_removed_the_parts(tmp_path, tokenizer, mo
         killed.setattr(prepare_resume.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare([file], out, tokenizer, workers=1)
     before = Path(f"{out}.bin").read_bytes()
-    assert Path(f"{out}.json").exists() and (Path(f"{out}.partial") / "00000.npz").exists()
+    assert Path(f"{out}.json").exists() and (Path(f"{out}.partial") / "00000-00000.npz").exists()
     with pytest.raises(OutputExists, match="exists already"):
         prepare([file], out, tokenizer, workers=1)
     assert Path(f"{out}.bin").read_bytes() == before and not Path(f"{out}.partial").exists()
