@@ -60,6 +60,17 @@ ColumnNames = Annotated[
         help="Names of fields in the files, as data.columns: text=body or '{text: body}'; may be repeated.",
     ),
 ]
+FilterNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter",
+        metavar="NAME",
+        help="Leave out texts: gopher-quality, gopher-repetition, fineweb-quality; may be repeated.",
+    ),
+]
+DedupChoice = Annotated[
+    str | None, typer.Option(metavar="HOW", help="Leave out texts that others repeat: exact or minhash (nearly).")
+]
 EngineChoice = Annotated[
     str,
     typer.Option(
@@ -102,6 +113,8 @@ class PrepareOptions:
     split_turns: SplitTurns = True
     on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop"
     columns: ColumnNames = None
+    filters: FilterNames = None
+    dedup: DedupChoice = None
     workers: Workers = None
     engine: EngineChoice = "local"
     tasks: ArrayTasks = None
@@ -116,14 +129,18 @@ class PrepareOptions:
 def prepare(options: PrepareOptions) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
     chosen = checked_words(
-        kind=options.kind, overlong=options.overlong, loss_on=options.loss_on, on_error=options.on_error
+        kind=options.kind,
+        dedup=options.dedup,
+        overlong=options.overlong,
+        loss_on=options.loss_on,
+        on_error=options.on_error,
     )
     chosen["columns"] = parse_columns(options.columns or [])
     chosen["chat"] = parse_chat_settings(
         options.system, options.override_system, options.reasoning, options.split_turns
     )
     part = _checked_engine(options)
-    chosen["engine"] = options.engine
+    chosen["engine"], chosen["filters"] = options.engine, options.filters or []
     jobs = _array_jobs(options) if options.engine == "slurm-array" else None
     if jobs is not None and options.dry_run:
         say(f"{jobs.parts}\n# sbatch --dependency=afterany:JOB_ID\n{jobs.merge}".rstrip())
@@ -182,7 +199,7 @@ def _array_jobs(options: PrepareOptions) -> ArrayJobs:
     arguments: list[str] = []
     for option in fields(options):
         value = getattr(options, option.name)
-        if option.name in ("engine", "tasks", "part", "dry_run", "workers", "json", "data", "out"):
+        if option.name in ("engine", "filters", "tasks", "part", "dry_run", "workers", "json", "data", "out"):
             continue
         name = f"--{option.name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -238,8 +255,9 @@ def checked_words(**words: str | None) -> dict[str, Any]:
     from isthmus.data.chat.chat_text import LossOn
     from isthmus.data.readers.chunks import OnError
     from isthmus.data.tokenize.stats import Overlong
+    from isthmus.recipes.data.clean_documents import Dedup
 
-    known: dict[str, Any] = {"kind": Kind, "overlong": Overlong, "loss_on": LossOn, "on_error": OnError}
+    known: dict[str, Any] = {"kind": Kind, "dedup": Dedup, "overlong": Overlong, "loss_on": LossOn, "on_error": OnError}
     for name, value in words.items():
         if value is not None:
             _checked(f"--{name.replace('_', '-')}", value, get_args(known[name]))

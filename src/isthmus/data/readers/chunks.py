@@ -67,6 +67,22 @@ class FirstRecords:
         return islice(self.chunk.parse(), self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRecords:
+    """A chunk without some of its records."""
+
+    chunk: RecordChunk
+    dropped: frozenset[int]
+
+    def parse(self) -> Iterator[Record | DataError]:
+        return (item for number, item in enumerate(self.chunk.parse()) if number not in self.dropped)
+
+
+def kept_records(chunk: RecordChunk, dropped: frozenset[int] | None) -> RecordChunk:
+    """The chunk without the records with the numbers ``dropped``."""
+    return KeptRecords(chunk, dropped) if dropped else chunk
+
+
 def first_records(chunks: Iterable[RecordChunk], most: int | None) -> Iterator[RecordChunk]:
     """The chunks with the first ``most`` records, all for None."""
     if most is None:

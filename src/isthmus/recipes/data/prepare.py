@@ -28,6 +28,7 @@ from isthmus.errors import DataError, UsageError
 from isthmus.files.remote_files import is_url
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms.cpu_threads import cores
+from isthmus.recipes.data.clean_documents import CleanOptions, Dedup, clean_shards, cleaning_note
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_engines import Engine, EngineName, LocalEngine, OnProgress, RayEngine
 from isthmus.recipes.data.prepare_resume import PartialOutput
@@ -86,6 +87,8 @@ def prepare(
     start_method: StartMethod | None = None,
     engine: EngineName = "local",
     part: Part | None = None,
+    filters: Sequence[str] = (),
+    dedup: Dedup | None = None,
 ) -> PrepareResult:
     """Tokenize data into ``OUT.bin``, ``OUT.idx``, ``OUT.json``, and ``OUT.mask.bin`` unless every token has loss.
 
@@ -109,6 +112,8 @@ def prepare(
         engine: who tokenizes: processes of this machine, or tasks of a Ray cluster. ``slurm-array`` only records the
             inputs in ``OUT.partial``, for processes that make parts.
         part: make only the parts of these shards, and no output; None: all, and the output.
+        filters: names of filters of texts, by datatrove.
+        dedup: leave out texts that others repeat, exactly or nearly, by datatrove; None: keep them.
 
     Raises:
         MissingInput, UsageError, DataError, UnsafeInput: data or tokenizer are missing or invalid, or no sample is left
@@ -129,6 +134,14 @@ def prepare(
         check_text_options(seq_length, has_chat_options=chat_template is not None or chat != UNCHANGED)
     opened.use_chat_template(chat_template)
     options = TokenizeOptions(kind, seq_length, loss_on, overlong, on_error, columns, chat)
+    clean = CleanOptions(tuple(filters), dedup) if filters or dedup is not None else None
+    if clean is not None:
+        clean.check(options)
+        if engine == "slurm-array" or part is not None:
+            raise UsageError(
+                "--filter and --dedup compare all texts before any is tokenized, which tasks of an array cannot. Use "
+                "--engine ray or local."
+            )
     made_by = RayEngine() if engine == "ray" else LocalEngine(workers, start_method)
     if engine == "slurm-array":
         record_inputs(files, prefix, opened, options)
@@ -136,7 +149,7 @@ def prepare(
     elif part is not None:
         stats = tokenize_part(files, prefix, opened, options, part, made_by, on_progress)
     else:
-        stats = tokenize_files(files, prefix, opened, options, engine=made_by, on_progress=on_progress)
+        stats = tokenize_files(files, prefix, opened, options, engine=made_by, clean=clean, on_progress=on_progress)
     return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
 
 
@@ -161,6 +174,7 @@ def tokenize_files(
     workers: int | None = None,
     method: StartMethod | None = None,
     engine: Engine | None = None,
+    clean: CleanOptions | None = None,
     known_digests: Mapping[str, str] | None = None,
     on_progress: OnProgress = lambda stats: None,
 ) -> TokenizeStats:
@@ -176,18 +190,24 @@ def tokenize_files(
     output.refuse_existing()
     record_tokenizer = RecordTokenizer(tokenizer, options)
     inputs, digests = _inputs(options, tokenizer, files.names, {**output.known_digests(), **(known_digests or {})})
-    shards = plan_shards(files.names, options.max_records)
+    shards, cleaning = plan_shards(files.names, options.max_records), {}
+    if clean is not None:
+        inputs |= {"cleaning": clean.as_record()}
     with output.opened(inputs, digests, shards) as complete, output.staging() as staging:
+        if clean is not None and not complete:
+            cleaned, report = clean_shards(shards, clean, options, f"{output.folder}/clean", engine.each)
+            output.set_shards(cleaned)
+            cleaning = {"cleaning": report}
         while not complete:
             if incomplete := output.incomplete:
                 engine.complete(incomplete, record_tokenizer, _with_complete(output, on_progress))
             check_not_empty(output.stats, files.names, options)
-            report = output.stats.as_dict() | {"notes": notes_on(options, output.stats)}
+            report = {**output.stats.as_dict(), "notes": notes_on(options, output.stats), **cleaning}
             dtype = token_dtype(tokenizer.vocab_size)
             complete = output.assemble(dtype, not is_text, {**inputs, "report": report}, staging)
         output.publish(staging)
     stats = output.stats
-    stats.notes = [*files.notes(), *notes_on(options, stats)]
+    stats.notes = [*files.notes(), *map(cleaning_note, cleaning.values()), *notes_on(options, stats)]
     if not is_text and tokenizer.note is not None:
         stats.notes.append(tokenizer.note)
     return stats

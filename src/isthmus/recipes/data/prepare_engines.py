@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-from isthmus.data.readers.chunks import RecordChunk
+from isthmus.data.readers.chunks import RecordChunk, kept_records
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import Hang, IsthmusError, UsageError
 from isthmus.files.remote_files import Folder
 from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.prepare_shards import Shard, ShardParts
-from isthmus.recipes.data.prepare_workers import StartMethod, limit_threads, tokenize_chunks
+from isthmus.recipes.data.prepare_workers import StartMethod, call_each, limit_threads, tokenize_chunks
 
 EngineName = Literal["local", "ray", "slurm-array"]
 OnProgress = Callable[[TokenizeStats], None]
@@ -33,6 +33,9 @@ _MOST_DEATHS = 16
 class Engine(Protocol):
     def complete(self, shards: Sequence[ShardParts], tokenizer: RecordTokenizer, on_progress: OnProgress) -> None:
         """Make the parts of ``shards`` that are missing."""
+
+    def each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Call ``function`` for each item, in several processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class LocalEngine:
             if not parts.complete:
                 parts.finish()
 
+    def each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Call ``function`` for each item in a process of this machine."""
+        call_each(function, items, self.workers or cores(), self.method)
+
 
 def _stream(shards: Sequence[ShardParts], owners: deque[ShardParts]) -> Iterator[RecordChunk]:
     """The missing chunks of all shards, whose parts ``owners`` gets; a file of several shards is read once."""
@@ -76,13 +83,14 @@ def _stream(shards: Sequence[ShardParts], owners: deque[ShardParts]) -> Iterator
             reader, names, position = Shard(shard.names, max_records=shard.max_records).chunks(), shard.names, 0
         for _ in islice(reader, start - position):
             position += 1
+        dropped = shard.dropped_records()
         while shard.end is None or position < shard.end:
             chunk = next(reader, None)
             if chunk is None:
                 break
-            position += 1
             owners.append(parts)
-            yield chunk
+            yield kept_records(chunk, dropped.get(position - shard.first))
+            position += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +99,42 @@ class RayEngine:
 
     def complete(self, shards: Sequence[ShardParts], tokenizer: RecordTokenizer, on_progress: OnProgress) -> None:
         """Make the missing parts; a task whose worker ends is started again, and continues from its parts."""
-        ray = _ray()
-        if not ray.is_initialized():
-            ray.init(include_dashboard=False, logging_level="warning", log_to_driver=False)
-        total = TokenizeStats()
-        task = ray.remote(num_cpus=1, max_retries=_MOST_DEATHS)(complete_shard)
-        shared = ray.put(tokenizer)
-        running = {
-            task.remote(parts.folder, parts.number, parts.shard, parts.inputs, shared): parts for parts in shards
-        }
-        try:
-            while running:
-                (done,), _ = ray.wait(list(running))
-                parts = running.pop(done)
-                ray.get(done)
-                if not parts.load_record():
-                    raise Hang(f"{parts.folder}: a Ray task has ended, but its parts are not there. Is it shared?")
-                total.add(parts.stats)
-                on_progress(total)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, IsthmusError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayError as error:
-            raise Hang(
-                f"a Ray worker ended {_MOST_DEATHS + 1} times on the same part of the data, or the cluster is lost: "
-                f"{type(error).__name__}. Run the same command again to continue from the finished parts."
-            ) from error
-        finally:
-            for rest in running:
-                ray.cancel(rest, force=True)
+        ray = _started_ray()
+        shared, total = ray.put(tokenizer), TokenizeStats()
+        items = [(parts.folder, parts.number, parts.shard, parts.inputs, shared) for parts in shards]
+        for number in _finished_tasks(ray, complete_shard, items):
+            if not shards[number].load_record():
+                raise Hang("a Ray task has ended, but its parts are not there. Is the output on a shared file system?")
+            total.add(shards[number].stats)
+            on_progress(total)
+
+    def each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Call ``function`` for each item in a task."""
+        for _ in _finished_tasks(_started_ray(), function, [(item,) for item in items]):
+            pass
+
+
+def _finished_tasks(ray: Any, function: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> Iterator[int]:
+    """Numbers of the items whose task has ended; the first error ends all tasks."""
+    task = ray.remote(num_cpus=1, max_retries=_MOST_DEATHS)(function)
+    running = {task.remote(*item): number for number, item in enumerate(items)}
+    try:
+        while running:
+            (done,), _ = ray.wait(list(running))
+            ray.get(done)
+            yield running.pop(done)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, IsthmusError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise Hang(
+            f"a Ray worker ended {_MOST_DEATHS + 1} times on the same part of the data, or the cluster is lost: "
+            f"{type(error).__name__}. Run the same command again to continue from the finished parts."
+        ) from error
+    finally:
+        for rest in running:
+            ray.cancel(rest, force=True)
 
 
 def complete_shard(folder: Folder, number: int, shard: Shard, inputs: str, tokenizer: RecordTokenizer) -> None:
@@ -134,10 +148,12 @@ def complete_shard(folder: Folder, number: int, shard: Shard, inputs: str, token
         parts.finish()
 
 
-def _ray() -> Any:
+def _started_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # tasks without GPUs leave the variables alone
     try:
         import ray
     except ImportError as error:
         raise UsageError("--engine ray needs Ray: pip install 'isthmus[ray]'.") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, logging_level="warning", log_to_driver=False)
     return ray

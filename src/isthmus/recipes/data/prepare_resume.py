@@ -146,6 +146,11 @@ class PartialOutput:
         for parts in self.shards:
             parts.load(by_shard.get(f"{parts.number:05d}", []))
 
+    def set_shards(self, shards: Sequence[Shard]) -> None:
+        """Use these shards, with the same chunks, for the parts that are missing."""
+        for parts, shard in zip(self.shards, shards, strict=True):
+            parts.shard = shard
+
     def assemble(self, dtype: npt.DTypeLike, masked: bool, manifest: dict[str, Any], folder: Path | None) -> bool:
         """Write the indexed files and the manifest from the parts, into ``folder`` or that of the parts.
 
@@ -196,8 +201,10 @@ class PartialOutput:
 
     def _clear(self) -> None:
         """Remove all but locks."""
+        if isinstance(self.files, RemoteFolder):
+            self.files.remove_all()
         for name in self.files.names():
-            if not self.is_remote and Path(self.folder, name).is_dir():
+            if Path(self.folder, name).is_dir():
                 shutil.rmtree(Path(self.folder, name))
             elif not name.endswith(LOCK):
                 self.files.remove(name)

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from isthmus.data.readers.chunks import CHUNK_BYTES, RecordChunk, first_records
+from isthmus.data.readers.chunks import CHUNK_BYTES, RecordChunk, first_records, kept_records
 from isthmus.data.readers.data_names import is_hub_name
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizedChunk
-from isthmus.files.remote_files import Folder, file_bytes
+from isthmus.files.remote_files import Folder, file_bytes, open_folder
 
-SHARD_BYTES = 1 << 28
+SHARD_BYTES = 1 << 26
 """Input of a shard. Consecutive smaller files are one shard."""
 _MOST_SHARDS = 16
 """Of a file: a shard skips the chunks before it, so the file is read 8 times, 4 % of the time of tokenization."""
@@ -50,10 +50,24 @@ class Shard:
     """The chunk after its last; None: all the rest."""
     max_records: int | None = None
     """Only the first records; None: all."""
+    dropped: tuple[str, str] | None = None
+    """Folder and name of a file, [n, 2]: chunk, and record in it, of each record that is left out."""
 
     def chunks(self, start: int = 0) -> Iterator[RecordChunk]:
         """The chunks from number ``start`` of the shard on."""
-        return islice(first_records(read_chunks(self.names), self.max_records), self.first + start, self.end)
+        limited = first_records(read_chunks(self.names), self.max_records)
+        chunks, dropped = islice(limited, self.first + start, self.end), self.dropped_records()
+        return (kept_records(chunk, dropped.get(k)) for k, chunk in enumerate(chunks, start))
+
+    def dropped_records(self) -> dict[int, frozenset[int]]:
+        """Chunk of the shard -> records of it that are left out."""
+        if self.dropped is None:
+            return {}
+        folder, name = self.dropped
+        rows = np.load(io.BytesIO(open_folder(folder).read(name) or b""))
+        numbers, firsts = np.unique(rows[np.argsort(rows[:, 0], kind="stable"), 0], return_index=True)
+        groups = np.split(rows[np.argsort(rows[:, 0], kind="stable"), 1], firsts[1:])
+        return {int(k): frozenset(group.tolist()) for k, group in zip(numbers, groups, strict=False)}
 
 
 def plan_shards(names: Sequence[str], max_records: int | None = None) -> list[Shard]:

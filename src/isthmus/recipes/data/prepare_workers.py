@@ -10,12 +10,12 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -63,6 +63,26 @@ def tokenize_chunks(
         pool.shutdown(cancel_futures=True)
 
 
+def call_each(
+    function: Callable[[Any], None], items: Sequence[Any], workers: int, method: StartMethod | None = None
+) -> None:
+    """Call ``function`` for each item in one of ``workers`` processes; Hang if a process died."""
+    context = multiprocessing.get_context(method or start_method())
+    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    try:
+        with nullcontext() if context.get_start_method() == "fork" else _without_main_module():
+            running = [pool.submit(function, item) for item in items]
+        for result in running:
+            result.result()
+    except BrokenProcessPool as error:
+        raise Hang(
+            "a worker process ended before its result (killed, perhaps for lack of memory). Run the same command again "
+            "to continue; isthmus prepare --workers N starts fewer."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _in_order(
     pool: ProcessPoolExecutor, chunks: Iterator[RecordChunk], in_flight: int, method: StartMethod
 ) -> Iterator[TokenizedChunk]:
@@ -97,8 +117,8 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start_worker(tokenizer: RecordTokenizer) -> None:
-    _worker.append(tokenizer)
+def _start_worker(*tokenizer: RecordTokenizer) -> None:
+    _worker.extend(tokenizer)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends the workers

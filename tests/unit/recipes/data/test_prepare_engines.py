@@ -213,6 +213,7 @@ def test_missing_urls(memory, name: str, error: type[Exception], message: str) -
         find_sources([name])
 
 
+@pytest.mark.thorough
 def test_ray_engine(tmp_path: Path, tokenizer: Path, files: list[str], small_shards: None) -> None:
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'isthmus[ray]'")
     prepare(files, tmp_path / "local", tokenizer, workers=1)
