@@ -70,6 +70,14 @@ def test_lora(quantize: list[str], repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_prepare_engines(repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: pip install 'isthmus[ray]'")
+    result = run(repository, tmp_path / "engines.json", "prepare_engines.py")
+    assert result["kills"] == result["kills"] | {"kills": 1, "tokens_lost": 0, "same_bytes": True}
+    assert [row["engine"] for row in result["rows"]] == ["local", "ray"]
+
+
+@pytest.mark.benchmarks
 def test_loading(repository: Path, tmp_path: Path) -> None:
     arguments = ["--precision", "fp32", "--only", "isthmus-training,from-pretrained-own"]
     result = run(repository, tmp_path / "load.json", "load_weights.py", *arguments)
