@@ -70,6 +70,14 @@ def test_columns_are_those_of_the_setting(text: str) -> None:
         (["--columns", "text=a,text=b"], 2, "--columns text=a,text=b: expected KEY=NAME"),
         (["--columns", "text=body", "--columns", "text=a"], 2, "a key is repeated"),
         (["--seq-length", "5"], 2, "text is not cut when it is prepared"),
+        (["--engine", "spark"], 2, "--engine spark is not known. Use local, ray, slurm-array."),
+        (["--engine", "slurm-array"], 2, "Name their number, such as --tasks 16"),
+        (["--tasks", "3"], 2, "--tasks is for --engine slurm-array"),
+        (["--dry-run"], 2, "--dry-run is for --engine slurm-array"),
+        (["--engine", "ray", "--workers", "2"], 2, "--workers is for processes of one machine"),
+        (["--part", "3/3"], 2, "--part 3/3: expected I/N with I from 0 to N - 1"),
+        (["--engine", "ray", "--part", "0/3"], 2, "Omit --engine ray"),
+        (["--dedup", "near"], 2, "--dedup near is not known. Use exact, minhash."),
         (["--columns", "txt=body"], 2, "isthmus: --columns: txt is not a known field. Did you mean text"),
     ],
 )
@@ -93,3 +101,42 @@ def test_messages_name_options_in_place_of_settings():
         "chats/data.columns, data.valid_fraction": "chats/data.columns, data.valid_fraction",
     }
     assert {text: _with_options(text) for text in messages} == messages
+
+
+SBATCH = """#!/bin/bash
+n=$(cat $SBATCH_JOBS/count 2>/dev/null || echo 0); n=$((n + 1)); echo $n > $SBATCH_JOBS/count
+cat > $SBATCH_JOBS/$n.sh; echo "$@" > $SBATCH_JOBS/$n.options
+if grep -q array= $SBATCH_JOBS/$n.sh; then
+  export SLURM_ARRAY_TASK_ID=1; bash $SBATCH_JOBS/$n.sh > $SBATCH_JOBS/$n.log 2>&1  # task 0 fails
+else
+  bash $SBATCH_JOBS/$n.sh > $SBATCH_JOBS/$n.log 2>&1
+fi
+echo "$n;cluster"
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_array_of_slurm(files, tokenizer, capsys, monkeypatch, tmp_path):
+    """The scripts run as Slurm would run them, by a program in place of sbatch: one task of two, and the merge."""
+    from isthmus.recipes.data import prepare_shards
+
+    monkeypatch.setattr(prepare_shards, "SHARD_BYTES", 1)
+    out = f"{files[-1]} 2"
+    words = ["prepare", *files[:-1], out, "--tokenizer", tokenizer, "--on-error", "skip", "--engine", "slurm-array"]
+    assert main([*words, "--tasks", "2", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH --array=0-1" in printed and "--part $SLURM_ARRAY_TASK_ID/2" in printed
+    assert not list(tmp_path.glob("out*"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert main([*words, "--tasks", "2"]) == 2
+    assert "needs sbatch, which is not installed here" in capsys.readouterr().err
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("SBATCH_JOBS", str(tmp_path))
+    assert main([*words, "--tasks", "2", "--workers", "1"]) == 0
+    assert "submitted array job 1 of 2 tasks, and job 2, which merges" in capsys.readouterr().out
+    assert (tmp_path / "2.options").read_text().split() == ["--parsable", "--dependency=afterany:1"]
+    assert json.loads(Path(f"{out}.json").read_text())["report"]["records"] == 4

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from isthmus.data.readers.data_names import hub_name, is_hub_name
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.errors import MissingInput, OutputExists, OutputInUse, UsageError
@@ -198,6 +199,37 @@ def test_parquet_and_gzip_at_urls(tmp_path: Path, memory) -> None:
     memory.pipe_file("/t.jsonl.gz", gzip.compress(b'{"text": "c"}\n'))
     chunks = read_chunks(["memory://t.parquet", "memory://t.jsonl.gz"])
     assert [record.value["text"] for chunk in chunks for record in chunk.parse()] == ["a", "b", "c"]
+
+
+@pytest.mark.thorough
+def test_s3(tmp_path: Path, tokenizer: Path, files: list[str], small_shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a server of moto; workers are spawned, since fsspec has a thread."""
+    moto = pytest.importorskip("moto.server", reason="needs moto and s3fs: pip install 'moto[server]' s3fs")
+    s3fs = pytest.importorskip("s3fs", reason="needs moto and s3fs: pip install 'moto[server]' s3fs")
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        system = s3fs.S3FileSystem()
+        system.mkdir("bucket")
+        for file in files:
+            system.put_file(file, f"bucket/data/{Path(file).name}")
+        prepare(files, tmp_path / "local", tokenizer, workers=1)
+        prepare(["s3://bucket/data"], "s3://bucket/out/text", tokenizer, workers=1)
+        assert {path.rpartition("/")[2] for path in system.ls("bucket/out")} == {"text.bin", "text.idx", "text.json"}
+        for suffix in (".bin", ".idx"):
+            assert system.cat_file(f"bucket/out/text{suffix}") == (tmp_path / f"local{suffix}").read_bytes()
+        manifest = json.loads(system.cat_file("bucket/out/text.json"))
+        assert all(entry["digest"].startswith(f"{entry['name']} ETag ") for entry in manifest["files"])
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("name", "is_hub"), [("hf:a/b", True), ("hf://datasets/a/b/c.jsonl", False), ("a/b", False)])
+def test_names_of_the_hub(name: str, is_hub: bool) -> None:
+    assert (is_hub_name(name), hub_name(name)) == (is_hub, "hf:a/b" if name == "a/b" else name)
 
 
 @pytest.mark.parametrize(
