@@ -29,6 +29,8 @@ OnProgress = Callable[[TokenizeStats], None]
 _MOST_DEATHS = 16
 """Of the workers of one shard: then the shard itself is likely to end them, for lack of memory."""
 
+_tokenizers: dict[str, RecordTokenizer] = {}  # in a worker of Ray: that of the last call, by its reference
+
 
 class Engine(Protocol):
     def complete(self, shards: Sequence[ShardParts], tokenizer: RecordTokenizer, on_progress: OnProgress) -> None:
@@ -100,9 +102,9 @@ class RayEngine:
     def complete(self, shards: Sequence[ShardParts], tokenizer: RecordTokenizer, on_progress: OnProgress) -> None:
         """Make the missing parts; a task whose worker ends is started again, and continues from its parts."""
         ray = _started_ray()
-        shared, total = ray.put(tokenizer), TokenizeStats()
+        shared, total = [ray.put(tokenizer)], TokenizeStats()  # in a list, Ray passes the reference
         items = [(parts.folder, parts.number, parts.shard, parts.inputs, shared) for parts in shards]
-        for number in _finished_tasks(ray, complete_shard, items):
+        for number in _finished_tasks(ray, complete_shard_in_task, items):
             if not shards[number].load_record():
                 raise Hang("a Ray task has ended, but its parts are not there. Is the output on a shared file system?")
             total.add(shards[number].stats)
@@ -146,6 +148,17 @@ def complete_shard(folder: Folder, number: int, shard: Shard, inputs: str, token
         for chunk in parts.remaining_chunks():
             parts.add(tokenizer(chunk))
         parts.finish()
+
+
+def complete_shard_in_task(folder: Folder, number: int, shard: Shard, inputs: str, reference: Sequence[Any]) -> None:
+    """:func:`complete_shard` with a tokenizer that the process has loaded once."""
+    import ray
+
+    key = reference[0].hex()
+    if key not in _tokenizers:
+        _tokenizers.clear()
+        _tokenizers[key] = ray.get(reference[0])
+    complete_shard(folder, number, shard, inputs, _tokenizers[key])
 
 
 def _started_ray() -> Any:

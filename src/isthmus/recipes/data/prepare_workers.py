@@ -17,8 +17,6 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from isthmus.data.readers.chunks import RecordChunk
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer, TokenizedChunk
 from isthmus.errors import Hang, IsthmusError
@@ -36,7 +34,9 @@ def start_method() -> StartMethod:
 
     Process groups of torch.distributed have threads that Python does not count.
     """
-    has_one_thread = threading.active_count() == 1 and not (dist.is_available() and dist.is_initialized())
+    dist = sys.modules.get("torch.distributed")  # a worker of Ray need not import torch
+    in_group = dist is not None and dist.is_available() and dist.is_initialized()
+    has_one_thread = threading.active_count() == 1 and not in_group
     return "fork" if sys.platform == "linux" and has_one_thread else "spawn"
 
 
