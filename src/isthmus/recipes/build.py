@@ -193,7 +193,7 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
         report(f"epochs of each set in {counted(steps, 'step')}: {epochs}")
     for note in data_notes(config, plan.architecture, train, steps):
         report(f"note: {note}")
-    return RunData(train, valid, test, steps, corpus.fingerprint(config))
+    return RunData(train, valid, test, steps, corpus.fingerprint(config) + train.order_version)
 
 
 def build_stepper(context: RunContext, model: RankModel, position: Position, steps: int) -> Stepper:
@@ -212,7 +212,11 @@ def resume(context: RunContext, stepper: Stepper, data: RunData, copies: RunCopi
         return Progress(step=0, data=data.fingerprint)
     with trace_region("loading the checkpoint"):
         progress = save_load.load(context.resume, stepper, context.plan.parallel, copies.fetch)
-    check_fingerprint(progress.data, data.fingerprint, context.resume)
+    now = data.fingerprint
+    if now.removesuffix(data.train.order_version) == progress.data:  # of a version that had all orders in memory
+        data.train.use_order_of(progress.data)
+        now = progress.data
+    check_fingerprint(progress.data, now, context.resume)
     if progress.step > data.steps:
         raise UsageError(
             f"{context.resume} is at step {progress.step}, beyond this run's {data.steps} steps. Raise train.steps."

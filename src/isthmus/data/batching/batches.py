@@ -27,6 +27,7 @@ from isthmus.data.tokenize.record_kinds import PREFERENCE
 from isthmus.errors import DataError, UsageError
 
 Item = TypeVar("Item")
+_COMPUTED_ORDER = "-order2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,9 @@ class BatchShard:
 
 
 class Batches:
+    _computes_order = True
+    """Whether the order of a large set may be computed."""
+
     def __init__(
         self,
         store: Samples,
@@ -113,8 +117,23 @@ class Batches:
         self._sets = [self._sequences(end - share.samples, end) for share, end in zip(self.shares, ends, strict=True)]
         counts = [len(sequences) for sequences in self._sets]
         self._ends = np.cumsum(counts).tolist()
+        self._counts = counts
+        self._order = self._sequence_order(computed=self._computes_order)
+
+    def _sequence_order(self, *, computed: bool) -> SequenceOrder:
         weights = [share.weight for share in self.shares]
-        self._order = SequenceOrder(counts, weights, seed=settings.seed, shuffle=settings.shuffle)
+        settings = self.settings
+        return SequenceOrder(self._counts, weights, seed=settings.seed, shuffle=settings.shuffle, computed=computed)
+
+    @property
+    def order_version(self) -> str:
+        """A suffix of the fingerprint of the data if the order of a set is computed; empty for orders in memory."""
+        return _COMPUTED_ORDER if any(self._order.computed) else ""
+
+    def use_order_of(self, fingerprint: str) -> None:
+        """Use the order of a checkpoint with this fingerprint of its data."""
+        if not fingerprint.endswith(_COMPUTED_ORDER):
+            self._order = self._sequence_order(computed=False)
 
     def role(self, batch: PackedBatch, sample: int) -> str:
         """Role of a sample of a micro batch, such as ``chosen``; empty if all have the same."""
@@ -286,6 +305,8 @@ class AnswerBatches(Batches):
 
 class UnpairedBatches(AnswerBatches):
     """Answers with labels; the samples of ``mismatched`` have the prompts of these and other answers."""
+
+    _computes_order = False  # the answers before and after each are read from the whole order
 
     def __init__(
         self,

@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
 _BLOCK = 4096
+COMPUTED_FROM = 1 << 26
+"""Sequences of a set from which its order is computed for each position; below, it is an array in memory."""
+_ROUNDS = 8
+_MIX = tuple(np.uint64(number) for number in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31))
+"""Shifts and odd factors of the finalizer of splitmix64, which changes half of the bits for each bit of the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +79,71 @@ class MixtureSchedule:
 class SequenceOrder:
     """The sequence at each position; the sequences of all sets are numbered consecutively."""
 
-    def __init__(self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool, computed: bool = True
+    ) -> None:
+        """Without ``computed`` the order of a set of any size is an array, as in versions before the computed one."""
         self.counts, self.seed, self.shuffle = list(counts), seed, shuffle
+        self.computed = [computed and shuffle and count >= COMPUTED_FROM for count in counts]
         self.schedule = MixtureSchedule(weights)
         self._starts = np.cumsum([0, *counts]).tolist()
-        self._orders: dict[int, tuple[int, Int64]] = {}
+        self._orders: dict[int, tuple[tuple[int, int], Int64]] = {}
 
     def at(self, position: int) -> int:
         chosen, number = self.schedule.at(position)
         epoch, within = divmod(number, self.counts[chosen])
         if self.shuffle:
+            block, place = divmod(within, _BLOCK) if self.computed[chosen] else (0, within)
             known = self._orders.get(chosen)
-            if known is None or known[0] != epoch:
-                known = self._orders[chosen] = epoch, self.permutation(chosen, epoch)
-            within = int(known[1][within])
+            if known is None or known[0] != (epoch, block):
+                known = self._orders[chosen] = (epoch, block), self._order(chosen, epoch, block)
+            within = int(known[1][place])
         return int(self._starts[chosen]) + within
 
     def permutation(self, chosen: int, epoch: int) -> Int64:
         """The sequences of a set in the order of an epoch, numbered from 0 in the set."""
         if not self.shuffle:
             return np.arange(self.counts[chosen], dtype=np.int64)
-        # Raw bits of a counter-based generator, sorted: numpy's shuffles may change with its version.
+        if self.computed[chosen]:
+            blocks = range(-(-self.counts[chosen] // _BLOCK))
+            return np.concatenate([self._order(chosen, epoch, block) for block in blocks])
+        return self._order(chosen, epoch, 0)
+
+    def _order(self, chosen: int, epoch: int, block: int) -> Int64:
+        """The order of a set, or of one block of its positions if it is computed."""
+        count = self.counts[chosen]
+        # Raw bits of a counter-based generator: numpy's shuffles may change with its version.
         bits = np.random.Philox(key=np.array([self.seed % 2**64, (chosen << 40) + epoch], dtype=np.uint64))
-        return np.argsort(bits.random_raw(self.counts[chosen]), kind="stable")
+        if not self.computed[chosen]:
+            return np.argsort(bits.random_raw(count), kind="stable")
+        positions = np.arange(block * _BLOCK, min(count, (block + 1) * _BLOCK), dtype=np.uint64)
+        return permuted(positions, count, bits.random_raw(_ROUNDS)).astype(np.int64)
 
     def epochs(self, positions: int) -> list[float]:
         """The number of epochs of each set in the first ``positions``."""
         return [used / count for used, count in zip(self.schedule.consumed(positions), self.counts, strict=True)]
+
+
+def permuted(positions: UInt64, count: int, keys: UInt64) -> UInt64:
+    """The images of ``positions`` under a pseudo-random permutation of ``count`` numbers.
+
+    A Feistel network permutes the numbers of an even number of bits; a result of ``count`` or more is permuted again,
+    until it is below.
+    """
+    half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    first, factor, second, other_factor, third = _MIX
+
+    def permute(numbers: UInt64) -> UInt64:
+        left, right = numbers >> half, numbers & mask
+        for key in keys:
+            mixed = right + key
+            mixed = (mixed ^ (mixed >> first)) * factor
+            mixed = (mixed ^ (mixed >> second)) * other_factor
+            left, right = right, left ^ ((mixed ^ (mixed >> third)) & mask)
+        return (left << half) | right
+
+    result = permute(positions)
+    while bool((outside := result >= count).any()):
+        result[outside] = permute(result[outside])
+    return result
