@@ -78,6 +78,13 @@ def test_prepare_engines(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_large_index(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "index.json", "large_index.py")
+    assert [row["step"] for row in result["rows"]] == ["open", "windows", "split", "pack"]
+    assert [claim["holds"] for claim in result["claims"][:2]] == [True, True]
+
+
+@pytest.mark.benchmarks
 def test_loading(repository: Path, tmp_path: Path) -> None:
     arguments = ["--precision", "fp32", "--only", "isthmus-training,from-pretrained-own"]
     result = run(repository, tmp_path / "load.json", "load_weights.py", *arguments)

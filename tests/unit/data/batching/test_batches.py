@@ -12,6 +12,7 @@ import torch
 
 from isthmus.data.batching.batches import Batches, BatchSettings, BatchShard, DocumentEnds
 from isthmus.data.batching.packed_batch import PackedBatch
+from isthmus.data.store import mixture
 from isthmus.data.store.indexed_dataset import IndexedWriter, open_indexed, write_manifest
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import MockSamples, SampleStore
@@ -304,3 +305,18 @@ def test_document_ends_do_what_they_do_in_megatron_core(
         assert torch.equal(~masked[0], seen)
         start = span.stop
     assert start == mb.num_tokens
+
+
+def test_order_of_a_checkpoint_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a large set continues in the order of the version that wrote its checkpoint."""
+    in_memory = [seen(make(store()).step(k)) for k in range(6)]
+    monkeypatch.setattr(mixture, "COMPUTED_FROM", 20)
+    batches = make(store())
+    computed = [seen(batches.step(k)) for k in range(6)]
+    assert computed != in_memory and len({sample for step in computed[:5] for sample in step}) == 20
+    assert (batches.order_version, make(store(19)).order_version) == ("-order2", "")
+    batches.use_order_of("hash-order2")
+    assert [seen(batches.step(k)) for k in range(6)] == computed
+    batches.use_order_of("hash")
+    assert [seen(batches.step(k)) for k in range(6)] == in_memory
+    assert batches.order_version == ""
