@@ -145,7 +145,7 @@ def prepare(options: PrepareOptions) -> int:
     if jobs is not None and options.dry_run:
         say(f"{jobs.parts}\n# sbatch --dependency=afterany:JOB_ID\n{jobs.merge}".rstrip())
         return 0
-    from isthmus.recipes.data.prepare import Part
+    from isthmus.recipes.data.prepare import InputPart
     from isthmus.recipes.data.prepare import prepare as run
 
     with _ProgressLine() as line, _options_in_messages():
@@ -159,7 +159,7 @@ def prepare(options: PrepareOptions) -> int:
             chat_template=options.chat_template,
             trust_remote_code=options.trust_remote_code,
             on_progress=line.show,
-            part=None if part is None else Part(*part),
+            part=None if part is None else InputPart(*part),
             **chosen,
         )
     if jobs is not None:

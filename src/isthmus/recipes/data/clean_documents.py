@@ -22,7 +22,7 @@ from isthmus.data.readers.file_formats import rename_fields
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.errors import DataError, UsageError, counted
 from isthmus.files.remote_files import open_folder
-from isthmus.recipes.data.prepare_shards import Shard
+from isthmus.recipes.data.prepare_shards import InputShard
 
 Dedup = Literal["exact", "minhash"]
 FILTERS: Mapping[str, str] = {
@@ -65,7 +65,7 @@ class _CleanShard:
     folder: str
     columns: Mapping[str, str]
 
-    def __call__(self, item: tuple[int, Shard]) -> None:
+    def __call__(self, item: tuple[int, InputShard]) -> None:
         number, shard = item
         files, name = open_folder(self.folder), f"{number:05d}.npz"
         if files.read(name) is not None:
@@ -82,7 +82,7 @@ class _CleanShard:
 class _Documents:
     """The documents of a shard that pass the filters, and where they are."""
 
-    def __init__(self, options: CleanOptions, shard: Shard, columns: Mapping[str, str]) -> None:
+    def __init__(self, options: CleanOptions, shard: InputShard, columns: Mapping[str, str]) -> None:
         filters = _datatrove().pipeline.filters
         self._filters = [(name, getattr(filters, FILTERS[name])()) for name in options.filters]
         self._shard, self._columns = shard, columns
@@ -124,8 +124,8 @@ def _passes(step: Any, document: Any) -> bool:
 
 
 def clean_shards(
-    shards: Sequence[Shard], options: CleanOptions, tokenize: TokenizeOptions, folder: str, each: EachItem
-) -> tuple[list[Shard], dict[str, Any]]:
+    shards: Sequence[InputShard], options: CleanOptions, tokenize: TokenizeOptions, folder: str, each: EachItem
+) -> tuple[list[InputShard], dict[str, Any]]:
     """(the shards without the records that are left out, counts for the report). ``each`` runs the first step."""
     files = open_folder(folder)
     each(_CleanShard(options, folder, tokenize.columns), list(enumerate(shards)))
@@ -157,7 +157,7 @@ def cleaning_note(report: Mapping[str, Any]) -> str:
 
 
 def _duplicates(dedup: Dedup, folder: str) -> dict[int, Any]:
-    """Shard -> documents that are duplicates of others, [n] ascending."""
+    """InputShard -> documents that are duplicates of others, [n] ascending."""
     with redirect_stderr(io.StringIO()):  # progress bars
         pattern = _find_duplicates(dedup, folder)
     duplicates: dict[int, list[Any]] = defaultdict(list)

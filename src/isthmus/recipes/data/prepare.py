@@ -38,7 +38,7 @@ from isthmus.recipes.model.model_source import tokenizer_at
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InputPart:
     """Every ``count``-th shard, from number ``index`` on."""
 
     index: int
@@ -86,7 +86,7 @@ def prepare(
     on_progress: OnProgress = lambda stats: None,
     start_method: StartMethod | None = None,
     engine: EngineName = "local",
-    part: Part | None = None,
+    part: InputPart | None = None,
     filters: Sequence[str] = (),
     dedup: Dedup | None = None,
 ) -> PrepareResult:
@@ -243,7 +243,7 @@ def tokenize_part(
     prefix: Path | str,
     tokenizer: Tokenizer,
     options: TokenizeOptions,
-    part: Part,
+    part: InputPart,
     engine: Engine,
     on_progress: OnProgress = lambda stats: None,
 ) -> TokenizeStats:

@@ -20,7 +20,7 @@ from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import Hang, IsthmusError, UsageError
 from isthmus.files.remote_files import Folder
 from isthmus.platforms.cpu_threads import cores
-from isthmus.recipes.data.prepare_shards import Shard, ShardParts
+from isthmus.recipes.data.prepare_shards import InputShard, ShardParts
 from isthmus.recipes.data.prepare_workers import StartMethod, call_each, limit_threads, tokenize_chunks
 
 EngineName = Literal["local", "ray", "slurm-array"]
@@ -82,7 +82,7 @@ def _stream(shards: Sequence[ShardParts], owners: deque[ShardParts]) -> Iterator
         shard = parts.shard
         start = shard.first + parts.chunks
         if names != shard.names or position > start:
-            reader, names, position = Shard(shard.names, max_records=shard.max_records).chunks(), shard.names, 0
+            reader, names, position = InputShard(shard.names, max_records=shard.max_records).chunks(), shard.names, 0
         for _ in islice(reader, start - position):
             position += 1
         dropped = shard.dropped_records()
@@ -139,7 +139,7 @@ def _finished_tasks(ray: Any, function: Callable[..., None], items: Sequence[tup
             ray.cancel(rest, force=True)
 
 
-def complete_shard(folder: Folder, number: int, shard: Shard, inputs: str, tokenizer: RecordTokenizer) -> None:
+def complete_shard(folder: Folder, number: int, shard: InputShard, inputs: str, tokenizer: RecordTokenizer) -> None:
     """Make the missing parts of a shard in this process."""
     limit_threads()
     parts = ShardParts(folder, number, shard, inputs)
@@ -150,7 +150,9 @@ def complete_shard(folder: Folder, number: int, shard: Shard, inputs: str, token
         parts.finish()
 
 
-def complete_shard_in_task(folder: Folder, number: int, shard: Shard, inputs: str, reference: Sequence[Any]) -> None:
+def complete_shard_in_task(
+    folder: Folder, number: int, shard: InputShard, inputs: str, reference: Sequence[Any]
+) -> None:
     """:func:`complete_shard` with a tokenizer that the process has loaded once."""
     import ray
 

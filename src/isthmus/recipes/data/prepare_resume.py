@@ -28,7 +28,7 @@ from isthmus.errors import DataError, OutputExists, UsageError, disk_errors
 from isthmus.files.atomic_write import rename
 from isthmus.files.folder_lock import LOCK, FolderLock
 from isthmus.files.remote_files import RemoteFolder, exists, is_url, open_folder, upload
-from isthmus.recipes.data.prepare_shards import SHARD_BYTES, DamagedParts, Shard, ShardParts
+from isthmus.recipes.data.prepare_shards import SHARD_BYTES, DamagedParts, InputShard, ShardParts
 
 _INPUTS, _DIGESTS = "inputs.json", "digests.json"
 _PUBLISHED = (MASK, VALUES, COLUMNS, ".bin", ".idx", ".json")
@@ -66,7 +66,9 @@ class PartialOutput:
         return {} if content is None else dict(json.loads(content))
 
     @contextmanager
-    def opened(self, inputs: dict[str, Any], digests: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[bool]:
+    def opened(
+        self, inputs: dict[str, Any], digests: Mapping[str, str], shards: Sequence[InputShard]
+    ) -> Iterator[bool]:
         """Load the parts of an earlier call with the same inputs, or remove other parts; locks the folder.
 
         Yields whether the indexed files are complete and only need renaming. A DataError in the block removes all
@@ -89,7 +91,7 @@ class PartialOutput:
                 raise
 
     @contextmanager
-    def joined(self, inputs: dict[str, Any], shards: Sequence[Shard], part: str) -> Iterator[None]:
+    def joined(self, inputs: dict[str, Any], shards: Sequence[InputShard], part: str) -> Iterator[None]:
         """Load the parts, beside other processes that make other shards; ``part`` is locked.
 
         UsageError if the folder is not that of a call with the same inputs.
@@ -136,7 +138,7 @@ class PartialOutput:
                     self._remove()
                 raise OutputExists(f"{path} exists already. Remove it or name another output.")
 
-    def _load(self, content: bytes, shards: Sequence[Shard]) -> None:
+    def _load(self, content: bytes, shards: Sequence[InputShard]) -> None:
         identity = xxhash.xxh3_128(content).hexdigest()
         self.shards = [ShardParts(self.files, number, shard, identity) for number, shard in enumerate(shards)]
         names = self.files.names()
@@ -146,7 +148,7 @@ class PartialOutput:
         for parts in self.shards:
             parts.load(by_shard.get(f"{parts.number:05d}", []))
 
-    def set_shards(self, shards: Sequence[Shard]) -> None:
+    def set_shards(self, shards: Sequence[InputShard]) -> None:
         """Use these shards, with the same chunks, for the parts that are missing."""
         for parts, shard in zip(self.shards, shards, strict=True):
             parts.shard = shard

@@ -42,7 +42,7 @@ _ARRAYS = ("tokens", "mask", "lengths", "documents", "columns")
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class InputShard:
     names: tuple[str, ...]
     first: int = 0
     """Its first chunk of the chunks of ``names``."""
@@ -70,33 +70,33 @@ class Shard:
         return {int(k): frozenset(group.tolist()) for k, group in zip(numbers, groups, strict=False)}
 
 
-def plan_shards(names: Sequence[str], max_records: int | None = None) -> list[Shard]:
+def plan_shards(names: Sequence[str], max_records: int | None = None) -> list[InputShard]:
     """Shards of about ``SHARD_BYTES`` in the order of the files; a single one with ``max_records``, which count on."""
     if max_records is not None:
-        return [Shard(tuple(names), max_records=max_records)]
-    shards: list[Shard] = []
+        return [InputShard(tuple(names), max_records=max_records)]
+    shards: list[InputShard] = []
     small: list[str] = []
     small_bytes = 0
     for name in names:
         size = SHARD_BYTES if is_hub_name(name) or Path(name).is_dir() else file_bytes(name)
         if small and small_bytes + size > SHARD_BYTES:
-            shards.append(Shard(tuple(small)))
+            shards.append(InputShard(tuple(small)))
             small, small_bytes = [], 0
         count = min(-(-size // SHARD_BYTES), _MOST_SHARDS) if name.endswith(_SPLIT) else 1
         if count > 1:
             chunks = -(-size // (count * CHUNK_BYTES))
             firsts = [chunks * k for k in range(count)]
-            shards += [Shard((name,), first, end) for first, end in zip(firsts, [*firsts[1:], None], strict=True)]
+            shards += [InputShard((name,), first, end) for first, end in zip(firsts, [*firsts[1:], None], strict=True)]
         else:
             small.append(name)
             small_bytes += size
-    return [*shards, Shard(tuple(small))] if small else shards
+    return [*shards, InputShard(tuple(small))] if small else shards
 
 
 class ShardParts:
     """The parts of a shard that are written, and the tokenized chunks that are not."""
 
-    def __init__(self, folder: Folder, number: int, shard: Shard, inputs: str) -> None:
+    def __init__(self, folder: Folder, number: int, shard: InputShard, inputs: str) -> None:
         """``inputs`` identifies data and settings: parts of others are not used."""
         self.folder, self.number, self.shard, self.inputs = folder, number, shard, inputs
         self.stats = TokenizeStats()

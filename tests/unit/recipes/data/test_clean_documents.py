@@ -14,7 +14,7 @@ from isthmus.errors import UsageError
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import prepare_shards
-from isthmus.recipes.data.prepare import Part, prepare
+from isthmus.recipes.data.prepare import InputPart, prepare
 
 PROSE = "The ship sailed to the island with all of its crew, and they had to be careful of the rocks number {k}. "
 
@@ -97,4 +97,4 @@ def test_left_out_records(tmp_path: Path, tokenizer: Path, monkeypatch, options,
     all_texts = [text for part in texts for text in part]
     assert len(kept) == len(set(kept)) and set(kept) <= set(all_texts) and long[1] in kept
     with pytest.raises(UsageError, match="which tasks of an array cannot"):
-        prepare(files, tmp_path / "b", tokenizer, part=Part(0, 2), **settings, **options)
+        prepare(files, tmp_path / "b", tokenizer, part=InputPart(0, 2), **settings, **options)

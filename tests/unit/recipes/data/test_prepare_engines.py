@@ -21,8 +21,8 @@ from isthmus.files.folder_lock import FolderLock
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.data import prepare_resume, prepare_shards
-from isthmus.recipes.data.prepare import Part, prepare
-from isthmus.recipes.data.prepare_shards import Shard, plan_shards
+from isthmus.recipes.data.prepare import InputPart, prepare
+from isthmus.recipes.data.prepare_shards import InputShard, plan_shards
 
 pytestmark = pytest.mark.processes
 
@@ -58,11 +58,11 @@ def outputs(prefix: Path) -> dict[str, bytes]:
 
 def test_shards_cover_all_chunks_once(small_shards: None, files: list[str]) -> None:
     shards = plan_shards(files)
-    assert len(shards) > 5 and Shard(tuple(files[1:3])) in shards
+    assert len(shards) > 5 and InputShard(tuple(files[1:3])) in shards
     assert [shard.first for shard in shards if shard.names == (files[0],)][:2] == [0, 5]
     chunks = [chunk for shard in shards for chunk in shard.chunks()]
     assert chunks == list(read_chunks(files))
-    assert plan_shards(files, max_records=7) == [Shard(tuple(files), max_records=7)]
+    assert plan_shards(files, max_records=7) == [InputShard(tuple(files), max_records=7)]
 
 
 def test_large_files_have_few_shards(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
@@ -83,13 +83,13 @@ def test_parts_of_several_processes(tmp_path: Path, tokenizer: Path, files: list
     prepare(files, tmp_path / "whole", tokenizer, workers=1)
     out = tmp_path / "out"
     with pytest.raises(UsageError, match=r"out\.partial is not of this data"):
-        prepare(files, out, tokenizer, workers=1, part=Part(0, 3))
+        prepare(files, out, tokenizer, workers=1, part=InputPart(0, 3))
     prepare(files, out, tokenizer, engine="slurm-array")
     folder = tmp_path / "out.partial"
     assert {path.name for path in folder.iterdir()} == {"inputs.json", "digests.json"}
-    records = [prepare(files, out, tokenizer, workers=1, part=Part(k, 3)).stats.records for k in (0, 2)]
+    records = [prepare(files, out, tokenizer, workers=1, part=InputPart(k, 3)).stats.records for k in (0, 2)]
     with pytest.raises(UsageError, match=r"out\.partial is not of this data"):
-        prepare(files[:2], out, tokenizer, workers=1, part=Part(1, 3))
+        prepare(files[:2], out, tokenizer, workers=1, part=InputPart(1, 3))
     assert not outputs(out) and 0 < sum(records) < 105
     (folder / "00003-00001.npz").write_bytes(b"half")
     other = (folder / "00000-00000.npz").read_bytes()
@@ -104,7 +104,7 @@ def test_parts_of_other_inputs_are_not_used(tmp_path: Path, tokenizer: Path, fil
     """A process that was believed dead may write parts of an earlier call."""
     out = tmp_path / "out"
     prepare(files[:2], out, tokenizer, engine="slurm-array")
-    prepare(files[:2], out, tokenizer, workers=1, part=Part(0, 2))
+    prepare(files[:2], out, tokenizer, workers=1, part=InputPart(0, 2))
     stale = {path.name: path.read_bytes() for path in (tmp_path / "out.partial").glob("0*")}
     prepare(files, out, tokenizer, engine="slurm-array")
     for name, content in stale.items():
@@ -126,7 +126,7 @@ def test_parts_exclude_the_merge(tmp_path: Path, tokenizer: Path, files: list[st
         return FolderLock(path, output, shared=shared)
 
     monkeypatch.setattr(prepare_resume, "FolderLock", lock)
-    prepare(files, out, tokenizer, workers=1, part=Part(1, 2))
+    prepare(files, out, tokenizer, workers=1, part=InputPart(1, 2))
     assert held == [".lock True", "part-1.lock False"]
 
 
