@@ -157,7 +157,7 @@ def cleaning_note(report: Mapping[str, Any]) -> str:
 
 
 def _duplicates(dedup: Dedup, folder: str) -> dict[int, Any]:
-    """InputShard -> documents that are duplicates of others, [n] ascending."""
+    """Shard -> documents that are duplicates of others, [n] ascending."""
     with redirect_stderr(io.StringIO()):  # progress bars
         pattern = _find_duplicates(dedup, folder)
     duplicates: dict[int, list[Any]] = defaultdict(list)
