@@ -57,6 +57,8 @@ def render(job: Job) -> str:
     if fixed := [name for name in machines.options if name in ("nodes", "ntasks-per-node", "gpus-per-node", "chdir")]:
         raise UsageError(f"launch.options has {fixed[0]}, which launch.nodes, --nproc, --gpus or launch.workdir sets.")
     srun = [f"--nodes={machines.nodes}", f"--ntasks={machines.nodes * job.ranks_per_node}", "--kill-on-bad-exit=1"]
+    if machines.spares:  # the step of a lost machine keeps its cores on the others
+        srun.append("--overlap")
     if cores := machines.options.get("cpus-per-task"):  # which srun does not inherit since Slurm 22.05
         srun.append(f"--cpus-per-task={cores}")
     if machines.image:
