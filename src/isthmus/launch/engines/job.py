@@ -147,6 +147,13 @@ def torchrun_words(job: Job, host: str, *, local_address: str | None = None) -> 
     )
 
 
+def torchrun_environment(job: Job) -> dict[str, tuple[str, str]]:
+    """Value and reason of each variable of torchrun and its ranks."""
+    timeout_s = str(job.stop_s - SAVE_MARGIN_S // 2)
+    why = "torchrun kills ranks so long after a signal: checkpoint.grace_s and time to end; older torch: 30 s"
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (timeout_s, why), **job.environment}
+
+
 def run_program(words: Sequence[str], text: str, install: str) -> int:
     """Run the program of a scheduler with ``text`` as its input; what it prints is for the user.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from isthmus.config.yaml_text import write_mapping
 from isthmus.errors import UsageError
-from isthmus.launch.engines.job import Job, run_program, torchrun_words
+from isthmus.launch.engines.job import Job, run_program, torchrun_environment, torchrun_words
 
 _CONTAINER = "node"
 """Name of the replicated job and of its container, as in the runtime torch-distributed of Kubeflow Trainer."""
@@ -117,7 +117,7 @@ def _environment(job: Job) -> list[dict[str, Any]]:
         {"name": name, "valueFrom": {"secretKeyRef": {"name": job.machines.secret, "key": name}}}
         for name in job.machines.secrets
     ]
-    values = {name: value.replace("$(", "$$(") for name, (value, _) in job.environment.items()}
+    values = {name: value.replace("$(", "$$(") for name, (value, _) in torchrun_environment(job).items()}
     return [*({"name": name, "value": value} for name, value in values.items()), *secrets]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from isthmus.launch.engines.job import Job, run_program, torchrun_words
+from isthmus.launch.engines.job import Job, run_program, torchrun_environment, torchrun_words
 
 FIRST_MACHINE, THIS_MACHINE = "{first}", "{machine}"
 """Replaced by the driver with addresses: of the first machine of the job, and of that of the agent."""
@@ -27,7 +27,7 @@ def _words(job: Job) -> list[str]:
         "machines": job.nodes,
         "resources": {"CPU" if job.platform.device_type == "cpu" else "GPU": job.ranks_per_node},
         "workdir": job.workdir,
-        "environment": {name: value for name, (value, _) in job.environment.items()},
+        "environment": {name: value for name, (value, _) in torchrun_environment(job).items()},
         "secrets": job.machines.secrets,
         "words": [torchrun_words(job, FIRST_MACHINE, local_address=name) for name in (FIRST_MACHINE, THIS_MACHINE)],
         "spares": job.machines.spares,

@@ -12,7 +12,7 @@ import time
 from types import FrameType
 
 from isthmus.errors import IOFailure, MissingInput, Preempted, UsageError
-from isthmus.launch.engines.job import Job, check_secrets, torchrun_words
+from isthmus.launch.engines.job import Job, check_secrets, torchrun_environment, torchrun_words
 from isthmus.platforms.rank_env import RUN_TOKEN
 
 _SCRIPT = """\
@@ -125,7 +125,9 @@ def _script(job: Job, host: str) -> str:
     names = (RUN_TOKEN, *job.machines.secrets)
     return _SCRIPT.format(
         workdir=shlex.quote(job.workdir),
-        environment="\n".join(f"export {k}={shlex.quote(v)}  # {why}" for k, (v, why) in job.environment.items()),
+        environment="\n".join(
+            f"export {k}={shlex.quote(v)}  # {why}" for k, (v, why) in torchrun_environment(job).items()
+        ),
         secrets="\n".join(f"IFS= read -r {name} && export {name} || exit 2" for name in names),
         command=shlex.join(torchrun_words(job, first, local_address=address)),
     )
