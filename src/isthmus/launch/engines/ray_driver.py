@@ -79,7 +79,7 @@ def run(request: dict[str, Any]) -> None:
         words = [word.replace(FIRST_MACHINE, addresses[0]).replace(THIS_MACHINE, address) for word in words]
         running[agent.run.remote(words, environment, request["workdir"])] = agent, address
     failed = _wait(running, stop_requests, request["spares"])
-    if stop_requests:
+    if stop_requests and failed:
         raise Preempted("stopped, as requested. The same command resumes from the last checkpoint, if there is one.")
     if len(failed) > request["spares"]:
         machines = ", ".join(f"{address} ({reason})" for address, reason in failed.items())

@@ -68,7 +68,7 @@ def submit(job: Job) -> int:
         _end_input(agents)
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if stopped.is_set():
+    if stopped.is_set() and failed:
         raise Preempted("stopped, as requested. The same command resumes from the last checkpoint, if there is one.")
     if len(failed) > job.machines.spares:
         hosts = ", ".join(f"{host} (exit code {code})" for host, code in failed.items())
