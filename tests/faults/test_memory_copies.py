@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -28,10 +29,16 @@ class Machines:
     """Machines with a memory folder each, of two ranks or one."""
 
     def __init__(
-        self, isthmus: ForkServer, args: Sequence[str], folder: Path, count: int = 2, ranks_here: int = 2
+        self,
+        isthmus: ForkServer,
+        args: Sequence[str],
+        folder: Path,
+        count: int = 2,
+        ranks_here: int = 2,
+        steps: int = 6,
     ) -> None:
         self._ranks_here = ranks_here
-        self._isthmus, self._args = isthmus, [*args, "train.steps=6", "checkpoint.memory_every=1"]
+        self._isthmus, self._args = isthmus, [*args, f"train.steps={steps}", "checkpoint.memory_every=1"]
         self.memory = [folder / f"memory-{number}" for number in range(count)]
         for path in self.memory:
             path.mkdir()
@@ -48,8 +55,9 @@ class Machines:
             hosts.append([(args, variables[here * number + rank] | local[rank]) for rank in range(here)])
         return self._isthmus.start_ranks(hosts)
 
-    def wait_for_copy(self, step: int) -> None:
+    def wait_for_copy(self, running: RunningRanks, step: int) -> None:
         while not all(self.copies(number) == [f"iter_{step:07d}"] for number in range(len(self.memory))):
+            assert running.running()
             time.sleep(0.05)
 
     def copies(self, number: int) -> list[str]:
@@ -96,7 +104,7 @@ def test_lost_machine(
     out = tmp_path / "out"
     machines = Machines(isthmus, [*sft_args, *layout], tmp_path)
     running = machines.start(blocked=1)
-    machines.wait_for_copy(2)
+    machines.wait_for_copy(running, 2)
     first, second, *killed = machines.lose(running, 1)
     assert (first.returncode, second.returncode) == (76, 76) and len(killed) == 2, first
     assert "copies in memory: every 1 step, on 2 machines, each also with those of a peer" in first.stderr
@@ -116,10 +124,10 @@ def test_lost_pair_of_machines(isthmus: ForkServer, sft_args: list[str], undistu
     out = tmp_path / "out"
     machines = Machines(isthmus, sft_args, tmp_path, count=4, ranks_here=1)
     running = machines.start(blocked=1)
-    machines.wait_for_copy(2)
+    machines.wait_for_copy(running, 2)
     machines.lose(running, 1, 3)
     running = machines.start(blocked=1)
-    machines.wait_for_copy(2)
+    machines.wait_for_copy(running, 2)
     first = machines.lose(running, 1, 2)[0]
     lacking = "the machines do not have all files of the copy of step 2 in memory: resuming from the start"
     assert lacking in first.stderr, first
@@ -127,6 +135,33 @@ def test_lost_pair_of_machines(isthmus: ForkServer, sft_args: list[str], undistu
     assert [item.returncode for item in completed] == [0] * 4, completed
     assert "resuming from the copy of step 2 in memory" in completed[0].stderr
     assert losses(out) == losses(undisturbed())
+
+
+@pytest.mark.thorough
+def test_rollouts_of_a_copy(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
+    """Copies of a run with answers that earlier weights generate are fetched whole."""
+    reward = "def parity(completion_ids, **_):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say the number {number}."}) + "\n" for number in range(20)))
+    args = ["grpo", "--model", str(model), "--data", str(prompts), "--json", "train.precision=fp32", "train.steps=12"]
+    args += ["data.seq_length=64", "train.global_batch_size=4", "rollout.group_size=4", "rollout.max_new_tokens=6"]
+    args += ["rollout.ahead=1", "grpo.correction=token", f"rollout.reward={tmp_path / 'rewards.py'}:parity"]
+    machines = Machines(isthmus, [*args, "--out", str(tmp_path / "out")], tmp_path, ranks_here=1, steps=12)
+    running = machines.start()
+    while not all(any(name.startswith("iter_") for name in machines.copies(number)) for number in range(2)):
+        assert running.running()
+        time.sleep(0.01)
+    running.send(0, signal.SIGKILL)
+    machines.lose(running, 1)
+    completed = machines.start().wait()
+    assert [item.returncode for item in completed] == [0, 0], completed
+    assert "resuming from the copy of step" in completed[0].stderr
+
+    expected = tmp_path / "undisturbed"
+    ranks = [([*args, "--out", str(expected)], variables) for variables in rank_variables(2)]
+    assert [item.returncode for item in isthmus.start_ranks([ranks]).wait()] == [0, 0]
+    assert losses(tmp_path / "out") == losses(expected)
 
 
 @pytest.mark.parametrize("small_disk", ["1000k"], indirect=True)
@@ -145,7 +180,7 @@ def test_a_run_continues_on_fewer_and_on_more_machines(
     out, elastic = tmp_path / "out", "parallel.elastic=true"
     machines = Machines(isthmus, [*sft_args, elastic], tmp_path)
     running = machines.start(blocked=1)
-    machines.wait_for_copy(2)
+    machines.wait_for_copy(running, 2)
     machines.lose(running, 1)
     machines.memory.pop()
     running = machines.start("checkpoint.every=4", "checkpoint.save_final=false", "checkpoint.export_final=false")
