@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint_at_scale.py --record
 
-The parts of all ranks are computed from traced ranks of the first two and the last pipeline stage (tests/fake_cuda), and
-compared with those of two other traced ranks. A process then is rank 0: it joins what the ranks send and writes the index;
-another one reads the index and takes the parts of a rank. The baseline is what torch's writer does on rank 0: the plans
-of all ranks, and its Metadata. No tensor data is written.
+The parts of all ranks are computed from traced ranks of the first two and the last pipeline stage (tests/fake_cuda),
+and compared with those of two other traced ranks. A process then is rank 0: it joins what the ranks send and writes the
+index; another one reads the index and takes the parts of a rank. The baseline is what torch's writer does on rank 0:
+plans of all ranks, and its Metadata. No tensor data is written.
 """
 
 from __future__ import annotations
