@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MEMBERS = "rendezvous/members"
 """Store key that ranks wait for during the rendezvous; a failure sets it too."""
+ALARM = "alarm"
+"""Store key with a number above 0 once a rank has failed or a collective was lost."""
 _FAILURE = "failure"
 _SECONDARY = (IsthmusError.exit_code, IOFailure.exit_code, Hang.exit_code)
 """Exit codes that the failure of another rank may cause."""
@@ -79,6 +81,7 @@ class Failure:
         """Post it to the store; returns the first failure of the run."""
         first = store.compare_set(_FAILURE, "", sealed(_FAILURE, json.dumps(asdict(self))))
         store.compare_set(MEMBERS, "", sealed(MEMBERS, "[]"))
+        store.add(ALARM, 1)
         with suppress(UnsafeInput):  # that is no failure of a rank
             return Failure(**json.loads(unsealed(_FAILURE, first)))
         return self

@@ -1,9 +1,9 @@
 """The heartbeat of the ranks, which detects ranks that failed or hang.
 
-Each rank writes a heartbeat to the rendezvous store about once a second and reads that of the next rank. If it stops
-for ``LOST_S``, if any rank posts a failure, or if the store does not answer, the rank exits with a message that names
-the cause. The heartbeat has its own threads and uses no collective, so it works in every phase of a run and while
-collectives hang.
+Each rank writes a heartbeat to the folder of its machine about once a second. The machine agent reads those of its
+machine, and the other ranks that of the agent. If one stops for ``LOST_S`` or its process ends, if any rank posts a
+failure, or if the rendezvous store does not answer, the rank exits with a message that names the cause. The heartbeat
+has its own threads and uses no collective, so it works in every phase of a run and while collectives hang.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from isthmus.engine.local_store import local_store
 from isthmus.engine.trace_region import current_region, trace_region
-from isthmus.errors import Hang, IsthmusError, Preempted, UnsafeInput, explain, is_lost_rank, printable
-from isthmus.launch.first_failure import Failure, posted_failure, this_machine
+from isthmus.errors import Hang, IsthmusError, Preempted, UsageError, explain, is_lost_rank, printable
+from isthmus.launch.first_failure import Failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
-from isthmus.launch.run_token import sealed, unsealed
+from isthmus.launch.machine_agent import ADVICE, RANKS, Machine, MachineAgent, no_heartbeat, no_store
+from isthmus.launch.machine_folder import FINISHED, LEAVING, MachineFolder, described
 from isthmus.platforms import rank_env
 from isthmus.platforms.network_interfaces import GLOO, NCCL, named_by
 
@@ -39,8 +39,8 @@ GRACE_S = 3.0
 LOST_S = 90.0
 """A rank or a store without an answer for this long is lost; collectives may wait longer, for a slow rank."""
 _PERIOD_S = 1.0
-_LEAVING, _FINISHED = "leaving, because another rank does not answer", "finished"
-_ADVICE = "See its log and its machine; the same command resumes from the last checkpoint."
+_OTHER_FILES = 512
+"""Open files of a rank besides connections to its store."""
 
 
 def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
@@ -50,6 +50,8 @@ def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
     store: dist.Store | None = local_store()
     if store is None:
         address, port = rank_env.master()
+        if serves:
+            _allow_connections(rank_env.world_size(), rank_env.local_world_size())
         listener = _listener(address, port) if serves else None
         store = dist.TCPStore(
             address,
@@ -62,6 +64,19 @@ def open_store(timeout_s: float, *, serves: bool) -> dist.PrefixStore:
             timeout=timedelta(seconds=timeout_s),
         )
     return dist.PrefixStore(f"attempt_{rank_env.attempt()}", store)
+
+
+def _allow_connections(ranks: int, local_ranks: int) -> None:
+    """Let this process have an open file for the connection of each rank and of each machine agent."""
+    needed = ranks + math.ceil(ranks / local_ranks) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard not in (resource.RLIM_INFINITY, max(hard, needed)):
+        raise UsageError(
+            f"rank 0 serves the rendezvous store to {ranks} ranks and needs {needed} open files; its limit is {hard} "
+            f"(ulimit -Hn). Set it to {needed} or more, such as LimitNOFILE of the service that starts the ranks."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
@@ -85,35 +100,46 @@ class Heartbeat:
 
     first: Failure | None = None
     """The first failure of the run, after this process left the block because of a failure."""
+    current: Heartbeat | None = None
+    """That of this process, in its block."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, folder: MachineFolder) -> None:
         """``timeout_s`` is the limit of collectives; if it is below ``LOST_S``, it is that of heartbeats too."""
         self._timeout_s, self._lost_s = timeout_s, min(timeout_s, LOST_S)
-        self._rank, self._world_size = rank_env.rank(), rank_env.world_size()
-        self._lock = threading.Lock()
+        self._rank, self._folder = rank_env.rank(), folder
         self._ended, self._closed = threading.Event(), threading.Event()
-        self._count = self._answers = 0
+        self._watched: list[int] = []
         self._seen: dict[int, tuple[int, float]] = {}
-        self._first: Failure | None = None
+        self._answers, self._waited_s = -1, 0.0
         self._signals = socket.socketpair()
         """Python's handler of C signals writes their numbers to the second one."""
         self._signals[1].setblocking(False)
         self._wakeup_fd: int | None = None
         """That of the program before."""
-        # Its own connection, since that of the main thread blocks while it waits for a key.
-        self._store = open_store(min(30.0, timeout_s), serves=False)
+        self._agent: MachineAgent | None = None
+        if folder.is_agent:  # its own connection, since that of the main thread blocks while it waits for a key
+            store = open_store(min(30.0, timeout_s), serves=False)
+            limits = {"period_s": _PERIOD_S, "grace_s": GRACE_S, "lost_s": self._lost_s}
+            self._agent = MachineAgent(store, folder, **limits)
 
-    def start(self) -> None:
+    def start(self, machine: Machine) -> None:
         """Send and watch heartbeats until the block ends."""
-        self._send(current_region())
-        for name, target in (("heartbeat", self._run), ("store watchdog", self._watch_store)):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        self._folder.beat(current_region())
+        self._watched = [rank for rank in machine.ranks if rank != self._rank]
+        if self._agent is not None:
+            self._agent.machine = machine
+        else:
+            self._watched = [self._folder.agent]
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
         if rank_env.stop_file() is None:  # else the launcher kills the ranks
             with suppress(ValueError):  # outside the main thread, where Python forbids it
                 self._wakeup_fd = signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
                 threading.Thread(target=self._watch_interrupts, name="second Ctrl-C", daemon=True).start()
 
     def __enter__(self) -> Heartbeat:
+        Heartbeat.current = self
+        if self._agent is not None:
+            self._agent.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
@@ -124,33 +150,45 @@ class Heartbeat:
         if self._wakeup_fd is not None:
             signal.set_wakeup_fd(self._wakeup_fd)
         if error is None or isinstance(error, Preempted):
-            with suppress(RuntimeError):
-                self._send(_FINISHED)
+            self._folder.beat(FINISHED)
+            # The agent passes failures on to ranks that have not finished.
+            deadline_s = time.monotonic() + (GRACE_S if self._agent is not None else 0.0)
+            while time.monotonic() < deadline_s and not self._folder.have_left(self._watched):
+                time.sleep(_PERIOD_S / 10)
         else:
             if cause is None:
                 code, message = explain(error)
                 cause = Failure(exit_code=code, message=message)
             Heartbeat.first = self._post(cause)
-        self._closed.set()
+        self.leave()
         if error is not None and rank_env.hosts_store():
-            time.sleep(2 * _PERIOD_S)  # the other ranks read the failure from this process
+            time.sleep(2 * _PERIOD_S)  # the agents of other machines read the failure from this process
         if lost and Heartbeat.first is not None:
             raise Heartbeat.first.error from error
 
+    def leave(self) -> None:
+        """End the heartbeat; the others do not expect one any more."""
+        self._closed.set()
+        if self._agent is not None:
+            self._agent.close()
+        self._folder.leave()
+        Heartbeat.current = None
+
     def _cause(self, error: BaseException) -> Failure:
         """The failure of another rank that made a collective of this rank fail with ``error``."""
-        with trace_region(_LEAVING):
-            deadline = time.monotonic() + GRACE_S + 2 * _PERIOD_S
+        with trace_region(LEAVING):
+            self._folder.beat(current_region())
+            # The agents need the grace time to detect a silent machine, and once more to name all of them.
+            deadline = time.monotonic() + 2 * GRACE_S + 2 * _PERIOD_S
             while time.monotonic() < deadline:
-                if (failure := self._failure(range(self._world_size), GRACE_S)) is not None:
+                if (failure := self._folder.failure()) is not None:
                     return failure
-                time.sleep(_PERIOD_S / 2)
+                time.sleep(_PERIOD_S / 4)
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        ranks = "; ".join(self._described(rank) for rank in range(self._world_size))
         return Failure(
             exit_code=Hang.exit_code,
             message=f"rank {self._rank} waited for another rank and got no answer (parallel.timeout_s="
-            f"{self._timeout_s:g}): {first_line}. The ranks: {ranks}. Find out which of them hangs and why, or raise "
+            f"{self._timeout_s:g}): {first_line}. The ranks: {RANKS}. Find out which of them hangs and why, or raise "
             "parallel.timeout_s.",
         )
 
@@ -161,23 +199,44 @@ class Heartbeat:
             if now_s - before_s > 10 * _PERIOD_S:
                 self._seen.clear()  # this process was stopped, and the others may have been too
             before_s = now_s
-            with suppress(RuntimeError):
-                self._send(current_region())
-            if (failure := self._failure([(self._rank + 1) % self._world_size], self._lost_s)) is not None:
+            self._folder.beat(current_region())
+            if (failure := self._failure()) is not None:
                 # The main thread may raise the actual error, or the run has just ended.
                 if not self._ended.wait(GRACE_S):
                     _leave(failure)
                 return
-            self._answers += 1
 
-    def _watch_store(self) -> None:
-        """Leave if the store keeps the other threads waiting: a request to a machine that is down has no time limit."""
-        answers, waited_s = -1, 0.0
-        while not self._closed.wait(_PERIOD_S):
-            # Counted in periods, since this process may have been stopped too.
-            answers, waited_s = self._answers, waited_s + _PERIOD_S if answers == self._answers else 0.0
-            if waited_s > self._lost_s:
-                _leave(Failure(exit_code=Hang.exit_code, message=f"{self._no_store()} {_ADVICE}"))
+    def _failure(self) -> Failure | None:
+        """The first failure of the run, or that a rank has sent no heartbeat or the store does not answer."""
+        silent = [rank for rank in self._watched if self._is_silent(rank)]  # before the failures that explain it
+        if (failure := self._folder.failure()) is not None:
+            return failure
+        if self._hangs():
+            return self._folder.post(Failure(exit_code=Hang.exit_code, message=f"{no_store()} {ADVICE}"))
+        if not silent:
+            return None
+        if 0 in silent and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank_env.store_file() is None:
+            return self._folder.post(Failure(exit_code=Hang.exit_code, message=f"{no_store()} {ADVICE}"))
+        return self._post(no_heartbeat(described(map(self._folder.heartbeat, silent))))
+
+    def _hangs(self) -> bool:
+        """Whether the store keeps the agent waiting: a request to a machine that is down has no time limit."""
+        if self._agent is None:
+            return False
+        # Counted in periods, since this process may have been stopped too.
+        answers, self._answers = self._answers, self._agent.answers
+        self._waited_s = self._waited_s + _PERIOD_S if answers == self._answers else 0.0
+        return self._waited_s > self._lost_s
+
+    def _is_silent(self, rank: int) -> bool:
+        has_ended = not self._folder.is_alive(rank)
+        beat = self._folder.heartbeat(rank)  # after its lock: a rank sends its last heartbeat before it ends
+        now_s = time.monotonic()
+        count, since_s = self._seen.get(rank, (-2, now_s))
+        if beat.count != count:
+            self._seen[rank] = (beat.count, now_s)
+        limit_s = self._lost_s if self._agent is None else self._agent.limit_s
+        return not beat.has_left and (has_ended or (beat.count == count and now_s - since_s > limit_s))
 
     def _watch_interrupts(self) -> None:
         """Leave at a second Ctrl-C: the main thread handles no signal while it waits in a collective."""
@@ -193,82 +252,20 @@ class Heartbeat:
             if number[0] == signal.SIGINT:
                 first_s = min(first_s, now_s)
 
-    def _no_store(self) -> str:
-        address, port = rank_env.master()
-        return f"rank 0 or its launcher has ended, or its machine is down: {address}:{port} does not answer any more."
-
-    def _failure(self, ranks: Iterable[int], timeout_s: float) -> Failure | None:
-        """The posted failure, or that one of ``ranks`` has sent no heartbeat for ``timeout_s``."""
-        if self._first is not None:
-            return self._first
-        try:
-            with self._lock:
-                self._first = posted_failure(self._store)
-            if self._first is not None:
-                return self._first
-            silent = [
-                self._described(rank) for rank in ranks if rank != self._rank and self._is_silent(rank, timeout_s)
-            ]
-            if not silent:
-                return None
-            reason = f"no heartbeat any more of {'; '.join(silent)}. Its process was killed or stopped, or its machine "
-            reason += "is down."
-        except UnsafeInput as error:
-            return self._post(Failure(exit_code=error.exit_code, message=str(error)))
-        except RuntimeError:
-            reason = self._no_store()
-        return self._post(Failure(exit_code=Hang.exit_code, message=f"{reason} {_ADVICE}"))
-
-    def _is_silent(self, rank: int, timeout_s: float) -> bool:
-        _, count, region = self._read(rank)
-        now_s = time.monotonic()
-        seen, since_s = self._seen.get(rank, (-1, now_s))
-        if count != seen:
-            self._seen[rank] = (count, now_s)
-        has_left = region == _FINISHED or _LEAVING in region
-        return count == seen and not has_left and now_s - since_s > timeout_s
-
-    def _described(self, rank: int) -> str:
-        host, _, region = self._read(rank)
-        return f"rank {rank} on {host}, last in {region or 'between steps'}"
-
-    def _read(self, rank: int) -> tuple[str, int, str]:
-        """Host, count and trace region of a rank's last heartbeat."""
-        key = f"heartbeat/{rank}"
-        if (path := _heartbeat_file(rank)) is not None:
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-        else:
-            with self._lock:
-                text = unsealed(key, self._store.get(key)) if self._store.check([key]) else ""
-        return tuple(json.loads(text)) if text else ("", -1, _FINISHED)
-
-    def _send(self, region: str) -> None:
-        self._count += 1
-        text = json.dumps([socket.gethostname(), self._count, region])
-        if (path := _heartbeat_file(self._rank)) is not None:
-            with suppress(OSError):  # the launcher removes its folder at the end, or the disk is full
-                new = path.with_suffix(".new")
-                new.write_text(text, encoding="utf-8")
-                new.replace(path)
-            return
-        with self._lock:
-            key = f"heartbeat/{self._rank}"
-            self._store.set(key, sealed(key, text))
-
     def _post(self, failure: Failure) -> Failure:
-        with self._lock:
-            if self._first is None:
-                try:
-                    self._first = failure.post(self._store)
-                except RuntimeError:
-                    self._first = failure
-            return self._first
-
-
-def _heartbeat_file(rank: int) -> Path | None:
-    """Where a rank of ``--nproc`` writes its heartbeat: a file store never removes old values, and would grow."""
-    store = rank_env.store_file()
-    return None if store is None else store.with_name(f"heartbeat-{rank}")
+        """Post a failure, through the agent if it answers; returns the first one of the run."""
+        if self._agent is None or self._agent.is_running:
+            self._folder.write(f"posted-{self._rank}", json.dumps(asdict(failure)))
+            deadline_s = time.monotonic() + GRACE_S + 2 * _PERIOD_S
+            while time.monotonic() < deadline_s and self._folder.is_alive(self._folder.agent):
+                if (first := self._folder.failure()) is not None:
+                    return first
+                time.sleep(_PERIOD_S / 20)
+        failure = replace(failure, message=failure.message.replace(RANKS, "unknown"))
+        if self._agent is None and self._folder.failure() is None:  # the agent has ended, or does not answer
+            with suppress(RuntimeError):
+                failure = failure.post(open_store(GRACE_S, serves=False))
+        return self._folder.post(failure)
 
 
 def leave(error: IsthmusError) -> NoReturn:
@@ -278,6 +275,8 @@ def leave(error: IsthmusError) -> NoReturn:
 
 def _leave(failure: Failure) -> NoReturn:
     """End this process without its main thread, which may hang in a collective."""
+    if Heartbeat.current is not None:
+        Heartbeat.current.leave()
     # The launcher finds the cause among the error files of all ranks, by time.
     replace(failure, rank=rank_env.rank(), machine=this_machine(), time_s=time.time()).write()
     if rank_env.stop_file() is None and (line := failure.line()):

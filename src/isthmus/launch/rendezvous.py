@@ -1,8 +1,8 @@
 """The rendezvous of the ranks, with a time limit and errors that name the missing or unreachable rank.
 
 torch's own rendezvous does not name the missing rank, and a collective over an unreachable address hangs until its
-timeout. Here every rank first registers in the store of rank 0 with the addresses of its collectives, then every
-machine connects to the next one.
+timeout. Here every rank first registers with the addresses of its collectives in the folder of its machine, whose agent
+publishes them in the store of rank 0. Then every machine connects to the next one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import pairwise
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,6 +25,8 @@ from isthmus.engine.parallel.process_groups import init_process_group
 from isthmus.errors import Hang, IsthmusError, Preempted, UsageError
 from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_machine
 from isthmus.launch.heartbeat import Heartbeat, open_store
+from isthmus.launch.machine_agent import ALL_CONNECTED, JOINED, RECORDS, Machine, machine_key, post_heartbeat
+from isthmus.launch.machine_folder import Beat, MachineFolder, open_machine_folder, rank_ranges
 from isthmus.launch.run_token import check_ranks, sealed, unsealed
 from isthmus.platforms import rank_env
 from isthmus.platforms.base import Platform
@@ -36,7 +40,6 @@ _SLACK_S = 10.0
 """Extra time that the other ranks wait for the decision of rank 0."""
 _POLL_S = 0.05
 _STOPPED = "stopped before training began, as requested."
-_JOINED, _CONNECTED = "rendezvous/joined", "rendezvous/connected"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,8 @@ class Member:
     """Host name, and the address with which it reaches rank 0; equal on ranks of the same machine."""
     listeners: list[tuple[str, str, int]]
     """(reason for the choice, address, port), one for each interface of its collectives."""
+    agent: int
+    """The rank of the agent of its machine."""
     device: str = ""
     """Identifies its GPU on its machine; empty on a CPU."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -66,7 +71,7 @@ def join_ranks(
 
     Between machines, ``GLOO_SOCKET_IFNAME`` defaults to the interface of the route to rank 0. ``timeout_s`` is for
     collectives; once ``stopped``, rank 0 no longer waits for missing ranks, and raises Preempted. Yields the ranks of
-    each machine, for the log; empty on one machine.
+    each machine, for the log of rank 0; empty on the others and on one machine.
     """
     if rank_env.world_size() <= 1 or dist.is_initialized():
         init_process_group(platform, timeout_s=timeout_s)
@@ -96,20 +101,18 @@ def rendezvous(
     chosen = {f"{name}={os.environ[name]}": interface for name in variables if (interface := named_by(name))}
     store = _join_store(join_timeout_s)
     route = route_to(rank_env.master()[0])
-    with Heartbeat(timeout_s) as heartbeat:
-        machines = ""
+    folder = open_machine_folder(store)
+    with Heartbeat(timeout_s, folder) as heartbeat:
         with _listening(chosen or ({"the route to rank 0": route} if route else {})) as listeners:
-            me = Member(listeners=listeners, device=platform.device_id())
-            members = _register(store, me, deadline, join_timeout_s, stopped)
-            heartbeat.start()
-            if len({member.machine[1] for member in members}) > 1:
+            me = Member(listeners=listeners, device=platform.device_id(), agent=folder.agent)
+            machine, machines = _register(store, folder, me, deadline, join_timeout_s, stopped)
+            heartbeat.start(machine)
+            if machine.agents > 1:
                 if route:
                     os.environ.setdefault(GLOO, route.name)
-                _connect_to_next(members)
-                store.add(_CONNECTED, 1)
-                while store.add(_CONNECTED, 0) < len(members):  # the heartbeat ends this rank if one cannot
-                    time.sleep(_POLL_S)
-                machines = f"{len(members)} ranks: {by_machine(members)}"
+                _connect_to_next(me, machine)
+                folder.write(f"connected-{me.rank}")
+                store.wait([ALL_CONNECTED], timedelta(days=1))  # the heartbeat ends this rank if one cannot
         store.set_timeout(timedelta(seconds=timeout_s))
         yield store, machines
 
@@ -129,9 +132,9 @@ def _post_before_rendezvous(failure: Failure) -> Failure:
     with suppress(IsthmusError, RuntimeError):
         store = _join_store(_REPORT_S)
         first = failure.post(store)
-        store.add(_JOINED, 1)
+        store.add(JOINED, 1)
         if rank_env.hosts_store():
-            _wait_until(lambda: store.add(_JOINED, 0) >= rank_env.world_size(), time.monotonic() + _REPORT_S)
+            _wait_until(lambda: store.add(JOINED, 0) >= rank_env.world_size(), time.monotonic() + _REPORT_S)
             time.sleep(2 * _POLL_S)
         return first
     return failure
@@ -173,52 +176,82 @@ def _listening(chosen: dict[str, Interface]) -> Iterator[list[tuple[str, str, in
 
 
 def _register(
-    store: dist.Store, me: Member, deadline: float, timeout_s: float, stopped: Callable[[], bool] = lambda: False
-) -> list[Member]:
-    """Register this rank, wait for the others, and return all members by rank."""
-    if store.add(f"rendezvous/rank/{me.rank}", 1) > 1:
-        raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
-    key = _member_key(me.rank)
-    store.set(key, sealed(key, json.dumps(asdict(me))))
-    store.add(_JOINED, 1)
-
-    def joined() -> bool:
-        return store.add(_JOINED, 0) >= me.world_size
-
+    store: dist.Store,
+    folder: MachineFolder,
+    me: Member,
+    deadline: float,
+    timeout_s: float,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[Machine, str]:
+    """Register this rank and wait for the others; returns this machine, and on rank 0 the ranks of each machine."""
+    folder.write(f"member-{me.rank}", json.dumps(asdict(me)))  # the agent publishes it
+    machines = ""
     try:
         if me.rank == 0:
-            _wait_until(lambda: joined() or posted_failure(store) is not None or stopped(), deadline)
-        else:
-            store.wait([MEMBERS], timedelta(seconds=max(0.1, deadline - time.monotonic()) + _SLACK_S))
-        if failure := posted_failure(store):
-            raise failure.error
-        if me.rank == 0 and stopped() and not joined():
-            raise Preempted(_STOPPED)
-        if me.rank == 0:
-            members = _all_members(store, me.world_size, timeout_s)
-            store.set(MEMBERS, sealed(MEMBERS, json.dumps([asdict(member) for member in members])))
-        return [Member(**member) for member in json.loads(unsealed(MEMBERS, store.get(MEMBERS)))]
+            machines = _assemble(store, me, deadline, timeout_s, stopped)
+        wait_s = max(0.1, deadline - time.monotonic()) + _SLACK_S
+        if folder.is_agent:
+            store.wait([MEMBERS], timedelta(seconds=wait_s))
+            if failure := posted_failure(store):
+                raise folder.post(failure).error
+            key = machine_key(me.rank)
+            folder.write("machine", unsealed(key, store.get(key)))
     except RuntimeError as error:  # a DistError of a TCPStore
-        raise Hang(
-            f"{me} lost its connection to rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous."
-        ) from error
+        raise Hang(f"{me} {_lost()}") from error
+    while not folder.read("machine") and not folder.failure() and wait_s > 0 and folder.is_alive(folder.agent):
+        time.sleep(_POLL_S)
+        wait_s -= _POLL_S
+    if failure := folder.failure():
+        raise failure.error
+    if (text := folder.read("machine")) is None:
+        raise Hang(f"{me} {_lost()}")
+    machine = Machine(**json.loads(text))
+    if machine.nonces.get(str(me.rank)) != me.nonce:
+        raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
+    return machine, machines
+
+
+def _lost() -> str:
+    return f"lost its connection to rank 0 ({':'.join(map(str, rank_env.master()))}) during the rendezvous."
+
+
+def _assemble(store: dist.Store, me: Member, deadline: float, timeout_s: float, stopped: Callable[[], bool]) -> str:
+    """On rank 0: wait for all members, and publish what each machine needs to know; returns the text for the log."""
+
+    def joined() -> bool:
+        return store.add(JOINED, 0) >= me.world_size
+
+    _wait_until(lambda: joined() or posted_failure(store) is not None or stopped(), deadline)
+    if failure := posted_failure(store):
+        raise failure.error
+    if stopped() and not joined():
+        raise Preempted(_STOPPED)
+    members = _all_members(store, me.world_size, timeout_s)
+    machines = _machines(members)
+    for agent, machine in machines.items():
+        store.set(machine_key(agent), sealed(machine_key(agent), machine.dumps()))
+        beat = Beat(members[agent].machine[0], 0, {"the rendezvous": machine.ranks})
+        post_heartbeat(store, machine.index, beat)  # the agent replaces it
+    store.set(MEMBERS, sealed(MEMBERS, secrets.token_hex(16)))
+    return f"{len(members)} ranks: {by_machine(members)}" if len(machines) > 1 else ""
 
 
 def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[Member]:
     """On rank 0: all members by rank; raises for a missing rank, another world size or a GPU with two ranks."""
-    keys = {rank: _member_key(rank) for rank in range(world_size)}
-    present = [rank for rank, key in keys.items() if store.check([key])]
-    members = [Member(**json.loads(unsealed(keys[rank], store.get(keys[rank])))) for rank in present]
+    lines = store.get(RECORDS).decode("utf-8", "replace").splitlines() if store.check([RECORDS]) else []
+    members = sorted((Member(**json.loads(unsealed(RECORDS, line))) for line in lines), key=lambda member: member.rank)
     other = next((member for member in members if member.world_size != world_size), None)
     if other:
         raise UsageError(
             f"rank 0 was started with WORLD_SIZE={world_size}, {other} with WORLD_SIZE={other.world_size}. Set the "
             "same WORLD_SIZE on every rank."
         )
-    missing = [rank for rank in range(world_size) if rank not in present]
-    if missing:
+    ranks = [member.rank for member in members]
+    if (twice := next((rank for rank, following in pairwise(ranks) if rank == following), None)) is not None:
+        raise UsageError(f"two processes have RANK={twice}. Give every process its own RANK.")
+    if missing := sorted(set(range(world_size)) - set(ranks)):
         raise Hang(
-            f"{len(present)} of {world_size} ranks have joined in {timeout_s:g} s (parallel.join_timeout_s). Missing: "
+            f"{len(members)} of {world_size} ranks have joined in {timeout_s:g} s (parallel.join_timeout_s). Missing: "
             f"{rank_ranges(missing)}. Joined: {by_machine(members)}. The rendezvous is at "
             f"{':'.join(map(str, rank_env.master()))}. See in the logs of the missing ranks why they did not start, or "
             "whether their machines reach that address."
@@ -227,8 +260,19 @@ def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[M
     return members
 
 
-def _member_key(rank: int) -> str:
-    return f"rendezvous/member/{rank}"
+def _machines(members: Sequence[Member]) -> dict[int, Machine]:
+    """What each machine needs to know, by the rank of its agent."""
+    nonces: dict[int, dict[str, str]] = {}
+    others: dict[int, dict[str, Any]] = {}
+    for member in members:
+        nonces.setdefault(member.agent, {})[str(member.rank)] = member.nonce
+        other = members[(member.rank + 1) % len(members)]
+        if other.machine[1] != member.machine[1]:
+            others.setdefault(member.agent, {})[str(member.rank)] = asdict(other)
+    return {
+        agent: Machine(agents=len(nonces), index=index, nonces=nonces[agent], others=others.get(agent, {}))
+        for index, agent in enumerate(sorted(nonces))
+    }
 
 
 def _check_devices(members: Sequence[Member]) -> None:
@@ -245,11 +289,10 @@ def _check_devices(members: Sequence[Member]) -> None:
             )
 
 
-def _connect_to_next(members: Sequence[Member]) -> None:
+def _connect_to_next(me: Member, machine: Machine) -> None:
     """Connect to every listener of the next rank, if it is on another machine."""
-    me = members[rank_env.rank()]
-    other = members[(me.rank + 1) % len(members)]
-    for reason, address, port in other.listeners if other.machine[1] != me.machine[1] else ():
+    other = Member(**machine.others[str(me.rank)]) if str(me.rank) in machine.others else None
+    for reason, address, port in other.listeners if other else ():
         if reason_failed := _connect(address, port):
             raise Hang(
                 f"{me} cannot reach {other} at {address}:{port} ({reason}): {reason_failed}. Name the interface that "
@@ -278,14 +321,3 @@ def by_machine(members: Sequence[Member]) -> str:
     for member in members:
         machines.setdefault(tuple(member.machine), []).append(member.rank)
     return ", ".join(f"{rank_ranges(ranks)} on {host} ({address})" for (host, address), ranks in machines.items())
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
-    ranges: list[str] = []
-    for rank in ranks:
-        if ranges and rank - 1 == int(ranges[-1].rpartition("-")[2]):
-            ranges[-1] = f"{ranges[-1].partition('-')[0]}-{rank}"
-        else:
-            ranges.append(str(rank))
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranges)}"

@@ -2,46 +2,54 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from isthmus.errors import Hang, Preempted, UsageError
-from isthmus.launch import rendezvous
-from isthmus.launch.rendezvous import Member, by_machine, rank_ranges
+from isthmus.launch import heartbeat, rendezvous
+from isthmus.launch.machine_folder import MachineFolder, open_machine_folder, rank_ranges
+from isthmus.launch.rendezvous import Member, by_machine
 from isthmus.platforms.cpu import CpuPlatform
 
 
 def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent keeps its store, with the keys and the failure of the attempt before."""
+    monkeypatch.setattr(heartbeat, "_PERIOD_S", 0.05)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
     for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
 
-    def register(attempt: int) -> list[Member]:
+    def register(attempt: int) -> list[int]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        return rendezvous._register(stores[attempt], Member(listeners=[]), time.monotonic() + 5.0, 5.0)
+        with heartbeat.Heartbeat(5.0, folder := open_machine_folder(stores[attempt])):
+            me = Member(listeners=[], agent=folder.agent)
+            machine, _ = rendezvous._register(stores[attempt], folder, me, time.monotonic() + 5.0, 5.0)
+        return machine.ranks
 
     stores = []
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         stores.append(rendezvous._join_store(5.0))
-    assert [member.rank for member in register(0)] == [0]
+    assert register(0) == [0]
     with pytest.raises(UsageError, match="another process has RANK=0"):
         register(0)
-    assert [member.rank for member in register(1)] == [0]
+    assert register(1) == [0]
 
 
-def test_a_stop_request_does_not_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_does_not_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
+    store, folder = rendezvous._join_store(5.0), MachineFolder(tmp_path, agent=0)
     with pytest.raises(Preempted, match="stopped before training began"):
-        rendezvous._register(rendezvous._join_store(5.0), Member(listeners=[]), started_s + 60.0, 60.0, lambda: True)
+        me = Member(listeners=[], agent=0)
+        rendezvous._register(store, folder, me, started_s + 60.0, 60.0, lambda: True)
     assert time.monotonic() - started_s < 30.0
 
 
@@ -67,7 +75,7 @@ def test_consecutive_ranks_are_named_as_a_range() -> None:
 
 def test_ranks_are_listed_by_machine() -> None:
     members = [
-        Member(rank=rank, world_size=4, machine=[f"node{rank // 2}", f"10.0.0.{rank // 2}"], listeners=[])
+        Member(rank=rank, world_size=4, machine=[f"node{rank // 2}", f"10.0.0.{rank // 2}"], listeners=[], agent=0)
         for rank in range(4)
     ]
     assert by_machine(members) == "ranks 0-1 on node0 (10.0.0.0), ranks 2-3 on node1 (10.0.0.1)"
@@ -75,7 +83,7 @@ def test_ranks_are_listed_by_machine() -> None:
 
 def test_ranks_with_the_same_gpu_are_refused() -> None:
     def members(*devices: str) -> list[Member]:
-        place = {"world_size": 3, "machine": ["node0", "10.0.0.1"], "listeners": []}
+        place = {"world_size": 3, "machine": ["node0", "10.0.0.1"], "listeners": [], "agent": 0}
         return [Member(rank=rank, device=device, **place) for rank, device in enumerate(devices)]
 
     rendezvous._check_devices(members("", "", ""))  # CPUs
