@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "This command": ("completion", "version"),
 }
 """The verbs of ``isthmus --help`` by group."""
-EXAMPLES: Mapping[str, tuple[str, str]] = {
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "demo": ("isthmus demo", "isthmus demo --out demo --nproc 1"),
     "doctor": ("isthmus doctor", "isthmus doctor --json"),
     "init": (

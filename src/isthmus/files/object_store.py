@@ -11,12 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from isthmus.errors import IOFailure, IsthmusError, UsageError
-
-
-def is_url(text: str) -> bool:
-    """Whether the text is the URL of a store, and no path."""
-    return "://" in text
+from isthmus.errors import IOFailure, IsthmusError
+from isthmus.files.remote_files import file_system
 
 
 class ObjectStore:
@@ -24,17 +20,9 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         """Raises UsageError if the kind of URL is unknown, or its package is missing."""
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # torch and huggingface_hub need it
-
         self.url = url.rstrip("/")
-        try:
-            # Listings are those of the moment: other processes write and remove objects.
-            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise UsageError(
-                f"{url} cannot be opened: {error}. Install the package of fsspec for it (s3fs for s3://, gcsfs for "
-                "gs://, adlfs for az://), or correct the URL."
-            ) from error
+        # Listings are those of the moment: other processes write and remove objects.
+        self._fs, self._root = file_system(self.url, use_listings_cache=False)
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:

@@ -23,14 +23,17 @@ def is_url(name: Path | str) -> bool:
     return _URL.match(str(name)) is not None
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """(file system, path in it); UsageError for an unknown scheme or a missing library."""
+def file_system(url: str, **options: Any) -> tuple[Any, str]:
+    """(file system, path in it), with options of fsspec; UsageError for an unknown scheme or a missing library."""
     import fsspec
 
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # fsspec names the library that opens the scheme
-        raise UsageError(f"{url} cannot be opened: {error}. Install the library that fsspec needs for it.") from error
+        raise UsageError(
+            f"{url} cannot be opened: {error}. Install the library that fsspec needs for it (s3fs for s3://, gcsfs for "
+            "gs://, adlfs for az://), or correct the URL."
+        ) from error
     except Exception as error:  # of the library, for missing credentials or an unknown server
         raise IOFailure(f"{url} cannot be opened: {type(error).__name__}: {error}.") from error
     return system, str(path)

@@ -27,7 +27,7 @@ from isthmus.errors import (
 from isthmus.files.atomic_write import TEMPORARY, write_atomic
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.folder_lock import LOCK, locked_folder
-from isthmus.files.object_store import is_url
+from isthmus.files.remote_files import is_url
 from isthmus.hf.model_folder import ADAPTER_FILE, read_json
 
 if TYPE_CHECKING:

@@ -43,7 +43,9 @@ def test_a_save_beside_a_step_waits_for_the_gather_of_weights(monkeypatch: pytes
     for name, value in changed.items():
         monkeypatch.setattr(torch.cuda, name, value)
     writer = SimpleNamespace(complete=lambda _group: calls.append("written"))
-    monkeypatch.setattr(background_saves, "take_state", lambda *_arguments, **_options: calls.append("gather") or writer)
+    monkeypatch.setattr(
+        background_saves, "take_state", lambda *_arguments, **_options: calls.append("gather") or writer
+    )
     monkeypatch.setattr(Saves, "_new_group", lambda _saves: None)
     saves = Saves(Path(), ParallelConfig(), asynchronous=False, saved=lambda *_: None, log=lambda _: None)
     stepper: Any = SimpleNamespace(device=torch.device("cuda"))
