@@ -16,13 +16,15 @@ from faults.command import CompletedCommand, rows
 from faults.fork_server import ForkServer, RunningRanks
 from faults.hosts import rank_variables
 
-LAYOUTS = {
-    "dp4": [],
-    "tp2": ["parallel.tp=2"],
-    "fsdp": ["parallel.fsdp=true"],
-    "pp2": ["parallel.pp=2"],
-    "background": ["checkpoint.async=true", "train.precision=bf16"],
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "dp2": (1, []),
+    "dp4": (2, []),
+    "tp2": (2, ["parallel.tp=2"]),
+    "fsdp": (2, ["parallel.fsdp=true"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "background": (2, ["checkpoint.async=true", "train.precision=bf16"]),
 }
+"""Ranks of each of two machines, and settings."""
 
 
 class Machines:
@@ -85,35 +87,34 @@ def weights(out: Path) -> bytes:
 
 @pytest.fixture
 def undisturbed(isthmus: ForkServer, sft_args: list[str], tmp_path: Path) -> Any:
-    def run(*more: str) -> Path:
+    def run(ranks: int, *more: str) -> Path:
         out = tmp_path / "undisturbed"
         args = [*sft_args, "--out", str(out), "train.steps=6", *more]
-        ranks = [(args, variables) for variables in rank_variables(4)]
-        completed = isthmus.start_ranks([ranks]).wait()
-        assert [item.returncode for item in completed] == [0] * 4, completed
+        completed = isthmus.start_ranks([[(args, variables) for variables in rank_variables(ranks)]]).wait()
+        assert [item.returncode for item in completed] == [0] * ranks, completed
         return out
 
     return run
 
 
-@pytest.mark.thorough_cases("tp2", "fsdp", "pp2", "background")
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.thorough_cases("dp4", "tp2", "fsdp", "pp2", "background")
+@pytest.mark.parametrize(("ranks_here", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_lost_machine(
-    layout: list[str], isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path
+    ranks_here: int, layout: list[str], isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    machines = Machines(isthmus, [*sft_args, *layout], tmp_path)
+    machines = Machines(isthmus, [*sft_args, *layout], tmp_path, ranks_here=ranks_here)
     running = machines.start(blocked=1)
     machines.wait_for_copy(running, 2)
-    first, second, *killed = machines.lose(running, 1)
-    assert (first.returncode, second.returncode) == (76, 76) and len(killed) == 2, first
+    first, *others = machines.lose(running, 1)
+    assert {item.returncode for item in [first, *others[: ranks_here - 1]]} == {76}, first
     assert "copies in memory: every 1 step, on 2 machines, each also with those of a peer" in first.stderr
     assert not list(out.glob("checkpoints/iter_*"))
 
     completed = machines.start().wait()
-    assert [item.returncode for item in completed] == [0] * 4, completed
+    assert {item.returncode for item in completed} == {0}, completed
     assert "resuming from the copy of step 2 in memory, which is newer than the start" in completed[0].stderr
-    expected = undisturbed(*layout)
+    expected = undisturbed(2 * ranks_here, *layout)
     assert losses(out) == losses(expected) and weights(out) == weights(expected)
     assert not any(list(path.iterdir()) for path in machines.memory)  # the run has ended
 
@@ -134,7 +135,7 @@ def test_lost_pair_of_machines(isthmus: ForkServer, sft_args: list[str], undistu
     completed = machines.start().wait()
     assert [item.returncode for item in completed] == [0] * 4, completed
     assert "resuming from the copy of step 2 in memory" in completed[0].stderr
-    assert losses(out) == losses(undisturbed())
+    assert losses(out) == losses(undisturbed(4))
 
 
 @pytest.mark.thorough
@@ -176,30 +177,30 @@ def test_full_memory(isthmus: ForkServer, sft_args: list[str], small_disk: Path)
 def test_a_run_continues_on_fewer_and_on_more_machines(
     isthmus: ForkServer, sft_args: list[str], undisturbed: Any, tmp_path: Path
 ) -> None:
-    """From copies in memory on 2 of 4 ranks, then from a checkpoint on 5 ranks, of which 1 ends."""
+    """From copies in memory on 1 of 2 ranks, then from a checkpoint on 3 ranks, of which 1 ends."""
     out, elastic = tmp_path / "out", "parallel.elastic=true"
-    machines = Machines(isthmus, [*sft_args, elastic], tmp_path)
+    machines = Machines(isthmus, [*sft_args, elastic], tmp_path, ranks_here=1)
     running = machines.start(blocked=1)
     machines.wait_for_copy(running, 2)
     machines.lose(running, 1)
     machines.memory.pop()
     running = machines.start("checkpoint.every=4", "checkpoint.save_final=false", "checkpoint.export_final=false")
     completed = running.wait()
-    assert [item.returncode for item in completed] == [0, 0], completed
-    assert "elastic: 2 of 2 ranks, tp=1 pp=1 dp=2, train.micro_batch_size=1; train.global_batch_size=4 and" in (
+    assert [item.returncode for item in completed] == [0], completed
+    assert "elastic: 1 of 1 ranks, tp=1 pp=1 dp=1, train.micro_batch_size=1; train.global_batch_size=4 and" in (
         completed[0].stderr
     )
     assert "resuming from the copy of step 2 in memory" in completed[0].stderr
 
-    variables = rank_variables(5)
+    variables = rank_variables(3)
     again = [*sft_args, elastic, "train.steps=6"]
     completed = isthmus.start_ranks([[(again, rank) for rank in variables]]).wait()
-    assert [item.returncode for item in completed] == [0] * 5, completed
-    assert "elastic: 4 of 5 ranks" in completed[0].stderr and "resumed from" in completed[0].stderr
-    assert completed[4].stderr.splitlines() == [
-        "rank 4 ends: train.global_batch_size=4 fits 4 of 5 ranks (parallel.elastic)"
+    assert [item.returncode for item in completed] == [0] * 3, completed
+    assert "elastic: 2 of 3 ranks" in completed[0].stderr and "resumed from" in completed[0].stderr
+    assert completed[2].stderr.splitlines() == [
+        "rank 2 ends: train.global_batch_size=4 fits 2 of 3 ranks (parallel.elastic)"
     ]
-    expected = losses(undisturbed())
+    expected = losses(undisturbed(1))
     assert [row[0] for row in losses(out)] == [row[0] for row in expected] == [1, 2, 3, 4, 5, 6]
     for row, reference in zip(losses(out), expected, strict=True):
         assert row[1:] == pytest.approx(reference[1:], rel=1e-5)
