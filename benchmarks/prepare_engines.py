@@ -32,7 +32,7 @@ from isthmus.recipes.data.prepare import prepare
 SHARE = 0.9
 """Least throughput of Ray, relative to the local engine."""
 TASK = "ray::complete_shard"
-KILL_S = (2.0, 7.0)
+KILL_S = (1.0, 4.0)
 """Least and most seconds between two kills."""
 
 
