@@ -29,7 +29,7 @@ from isthmus.engine.trace_region import current_region, trace_region
 from isthmus.errors import Hang, IsthmusError, Preempted, UsageError, explain, is_lost_rank, printable
 from isthmus.launch.first_failure import Failure, this_machine
 from isthmus.launch.local_launcher import SECOND_REQUEST_S
-from isthmus.launch.machine_agent import ADVICE, RANKS, Machine, MachineAgent, no_heartbeat, no_store
+from isthmus.launch.machine_agent import ADVICE, RANKS, MachineAgent, MachineMembers, no_heartbeat, no_store
 from isthmus.launch.machine_folder import FINISHED, LEAVING, MachineFolder, described
 from isthmus.platforms import rank_env
 from isthmus.platforms.network_interfaces import GLOO, NCCL, named_by
@@ -122,7 +122,7 @@ class Heartbeat:
             limits = {"period_s": _PERIOD_S, "grace_s": GRACE_S, "lost_s": self._lost_s}
             self._agent = MachineAgent(store, folder, **limits)
 
-    def start(self, machine: Machine) -> None:
+    def start(self, machine: MachineMembers) -> None:
         """Send and watch heartbeats until the block ends."""
         self._folder.beat(current_region())
         self._watched = [rank for rank in machine.ranks if rank != self._rank]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isthmus.errors import Hang, UnsafeInput
+from isthmus.errors import Hang, explain
 from isthmus.launch.first_failure import ALARM, MEMBERS, Failure, posted_failure
 from isthmus.launch.machine_folder import FINISHED, LEAVING, Beat, MachineFolder, described, loads
 from isthmus.launch.run_token import sealed, unsealed
@@ -36,7 +36,7 @@ _CONNECTED, ALL_CONNECTED, _DESCRIBED = "rendezvous/connected", "rendezvous/all 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineMembers:
     """What rank 0 decides about the members of a machine."""
 
     agents: int
@@ -57,7 +57,7 @@ class Machine:
 
 
 def machine_key(agent: int) -> str:
-    """Store key of the :class:`Machine` whose agent is rank ``agent``."""
+    """Store key of the :class:`MachineMembers` whose agent is rank ``agent``."""
     return f"{MEMBERS}/{agent}"
 
 
@@ -90,7 +90,7 @@ class MachineAgent:
         """Time without heartbeat after which a rank is lost."""
         self.answers = 0
         """Counts the passes of the thread, which hangs while the store does not answer."""
-        self.machine: Machine | None = None
+        self.machine: MachineMembers | None = None
         """Set when the run starts."""
         self._published: set[int] = set()
         self._first_s: float | None = None
@@ -125,11 +125,12 @@ class MachineAgent:
                 self.answers += 1
             if self.machine is not None and self.machine.agents > 1:
                 self._send({FINISHED: self.machine.ranks})
-        except UnsafeInput as error:
-            self._folder.post(Failure(exit_code=error.exit_code, message=str(error)))
         except RuntimeError:  # a DistError of a TCPStore
             if self.machine is not None:  # else the rendezvous raises it
                 self._folder.post(Failure(exit_code=Hang.exit_code, message=f"{no_store()} {ADVICE}"))
+        except Exception as error:  # such as UnsafeInput: a value of another process
+            code, message = explain(error)
+            self._folder.post(Failure(exit_code=code, message=message))
 
     def relay(self) -> None:
         """Pass on what is new; asks the store only if something is, and once in a period of the run."""
@@ -176,7 +177,7 @@ class MachineAgent:
             failure = replace(failure, message=failure.message.replace(RANKS, described(beats)))
         self._folder.post(failure.post(self._store))
 
-    def _count_connected(self, machine: Machine) -> None:
+    def _count_connected(self, machine: MachineMembers) -> None:
         """Count the ranks of this machine that reach the next machine; the last agent ends the wait of all."""
         if len(self._folder.ranks_with("connected")) < len(machine.ranks):
             return
@@ -184,7 +185,7 @@ class MachineAgent:
         if self._store.add(_CONNECTED, len(machine.ranks)) == rank_env.world_size():
             self._store.set(ALL_CONNECTED, "")
 
-    def _watch(self, machine: Machine) -> None:
+    def _watch(self, machine: MachineMembers) -> None:
         beats = self._local_beats()
         regions: dict[str, list[int]] = {}
         for beat in beats:
@@ -203,7 +204,7 @@ class MachineAgent:
         if machine.agents > 1:
             self._watch_next(machine)
 
-    def _watch_next(self, machine: Machine) -> None:
+    def _watch_next(self, machine: MachineMembers) -> None:
         """Watch the heartbeat of the next machine; if it is silent, name all silent ones."""
         now_s = time.monotonic()
         if self._before is not None:

@@ -199,16 +199,18 @@ def open_machine_folder(store: dist.Store) -> MachineFolder:
     Ranks in containers with the same address may have other temporary files: each is then a machine of its own.
     """
     if (file := rank_env.store_file()) is not None:
-        return MachineFolder(file.parent, agent=0, is_shared=True)
+        path = file.with_name(f"machine-{rank_env.attempt()}")
+        path.mkdir(mode=0o700, exist_ok=True)
+        return MachineFolder(path, agent=0, is_shared=True)
     key = f"rendezvous/folder/{'/'.join(this_machine())}"
-    path = tempfile.mkdtemp(prefix="isthmus-machine-")
-    answer = store.compare_set(key, "", sealed(key, json.dumps([rank_env.rank(), path])))
+    new = tempfile.mkdtemp(prefix="isthmus-machine-")
+    answer = store.compare_set(key, "", sealed(key, json.dumps([rank_env.rank(), new])))
     with suppress(UnsafeInput):  # of another process, which rank 0 refuses when it reads the members
         agent, announced = json.loads(unsealed(key, answer))
-        if announced != path and _is_private(Path(announced)):
-            os.rmdir(path)
+        if announced != new and _is_private(Path(announced)):
+            os.rmdir(new)
             return MachineFolder(Path(announced), agent=agent)
-    return MachineFolder(Path(path), agent=rank_env.rank())
+    return MachineFolder(Path(new), agent=rank_env.rank())
 
 
 def _is_private(folder: Path) -> bool:

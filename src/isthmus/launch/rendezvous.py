@@ -25,7 +25,7 @@ from isthmus.engine.parallel.process_groups import init_process_group
 from isthmus.errors import Hang, IsthmusError, Preempted, UsageError
 from isthmus.launch.first_failure import MEMBERS, Failure, posted_failure, this_machine
 from isthmus.launch.heartbeat import Heartbeat, open_store
-from isthmus.launch.machine_agent import ALL_CONNECTED, JOINED, RECORDS, Machine, machine_key, post_heartbeat
+from isthmus.launch.machine_agent import ALL_CONNECTED, JOINED, RECORDS, MachineMembers, machine_key, post_heartbeat
 from isthmus.launch.machine_folder import Beat, MachineFolder, open_machine_folder, rank_ranges
 from isthmus.launch.run_token import check_ranks, sealed, unsealed
 from isthmus.platforms import rank_env
@@ -182,7 +182,7 @@ def _register(
     deadline: float,
     timeout_s: float,
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[Machine, str]:
+) -> tuple[MachineMembers, str]:
     """Register this rank and wait for the others; returns this machine, and on rank 0 the ranks of each machine."""
     folder.write(f"member-{me.rank}", json.dumps(asdict(me)))  # the agent publishes it
     machines = ""
@@ -205,7 +205,7 @@ def _register(
         raise failure.error
     if (text := folder.read("machine")) is None:
         raise Hang(f"{me} {_lost()}")
-    machine = Machine(**json.loads(text))
+    machine = MachineMembers(**json.loads(text))
     if machine.nonces.get(str(me.rank)) != me.nonce:
         raise UsageError(f"another process has RANK={me.rank} already. Give every process its own RANK.")
     return machine, machines
@@ -260,7 +260,7 @@ def _all_members(store: dist.Store, world_size: int, timeout_s: float) -> list[M
     return members
 
 
-def _machines(members: Sequence[Member]) -> dict[int, Machine]:
+def _machines(members: Sequence[Member]) -> dict[int, MachineMembers]:
     """What each machine needs to know, by the rank of its agent."""
     nonces: dict[int, dict[str, str]] = {}
     others: dict[int, dict[str, Any]] = {}
@@ -270,7 +270,7 @@ def _machines(members: Sequence[Member]) -> dict[int, Machine]:
         if other.machine[1] != member.machine[1]:
             others.setdefault(member.agent, {})[str(member.rank)] = asdict(other)
     return {
-        agent: Machine(agents=len(nonces), index=index, nonces=nonces[agent], others=others.get(agent, {}))
+        agent: MachineMembers(agents=len(nonces), index=index, nonces=nonces[agent], others=others.get(agent, {}))
         for index, agent in enumerate(sorted(nonces))
     }
 
@@ -289,7 +289,7 @@ def _check_devices(members: Sequence[Member]) -> None:
             )
 
 
-def _connect_to_next(me: Member, machine: Machine) -> None:
+def _connect_to_next(me: Member, machine: MachineMembers) -> None:
     """Connect to every listener of the next rank, if it is on another machine."""
     other = Member(**machine.others[str(me.rank)]) if str(me.rank) in machine.others else None
     for reason, address, port in other.listeners if other else ():

@@ -15,14 +15,14 @@ from isthmus.errors import DataError, IsthmusError, UsageError
 from isthmus.launch import heartbeat, machine_agent
 from isthmus.launch.first_failure import Failure, first_failure, posted_failure, reported_failures
 from isthmus.launch.heartbeat import Heartbeat
-from isthmus.launch.machine_agent import Machine
+from isthmus.launch.machine_agent import MachineMembers
 from isthmus.launch.machine_folder import FINISHED, MachineFolder
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.cuda import CudaPlatform
 
 HOST = re.escape(socket.gethostname())
 
-TWO_RANKS = Machine(agents=1, index=0, nonces={"0": "", "1": ""})
+TWO_RANKS = MachineMembers(agents=1, index=0, nonces={"0": "", "1": ""})
 
 
 @pytest.fixture
