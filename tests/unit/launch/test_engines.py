@@ -67,6 +67,14 @@ def test_batch_script(rendered: Launch, tmp_path: Path) -> None:
     assert re.search(r"^export NCCL_CROSS_NIC=0  # \w+", text, re.MULTILINE)  # of ROCm with several nodes
 
 
+def test_an_elastic_run_uses_the_ranks_that_fit(rendered: Launch) -> None:
+    hosts = ["launch.spares=1", "launch.hosts=[a,b,c]"]
+    text = rendered("ssh", *MACHINES, *hosts, "parallel.pp=16", "parallel.elastic=true")
+    assert "--nnodes=2:3" in text and "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    without = rendered("ssh", *MACHINES, "launch.hosts=[a,b]")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in without
+
+
 @pytest.mark.processes
 def test_what_the_batch_script_does_with_exit_codes(rendered: Launch, tmp_path: Path) -> None:
     """With srun and scontrol that record their calls: 76 is tried again on a spare, 75 is queued again, 2 is final."""

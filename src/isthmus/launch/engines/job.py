@@ -32,6 +32,8 @@ _ONLY: Mapping[str, tuple[EngineName, ...]] = {
 """Settings that only some engines have."""
 _LOCAL = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 """Folders that each machine has for itself."""
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Each round of torchrun has a store of its own; else ranks of an agent that joins later do not find it (torch 2.13)."""
 SAVE_MARGIN_S = 60
 """Slurm sends the signal up to a minute early or late; elsewhere the time to end after the state is saved."""
 
@@ -82,8 +84,9 @@ class Job:
             async_tp=config.parallel.async_tp,
             deterministic=config.train.deterministic,
         )
+        joining = {_OWN_STORE: ("1", "with launch.spares: a machine may join later")} if self.machines.spares else {}
         user = {name: (value, "launch.env") for name, value in self.machines.env.items()}
-        return {**self.platform.env_defaults, **self.platform.env_of_run(shape), **user}
+        return {**self.platform.env_defaults, **self.platform.env_of_run(shape), **joining, **user}
 
     @property
     def stop_s(self) -> int:
@@ -123,10 +126,11 @@ def check_secrets(job: Job) -> None:
 def torchrun_words(job: Job, host: str, *, local_address: str | None = None) -> tuple[str, ...]:
     """The command of one machine, which has ``local_address``; ``host`` is the first one, which hosts the rendezvous.
 
-    With spares, torchrun trains on a varying number of machines, and each number must fit the layout.
+    With spares, torchrun trains on a varying number of machines, and each number must fit the layout, unless the run is
+    elastic and uses the ranks that fit.
     """
     fewest, most = job.machines.nodes, job.nodes
-    for nodes in range(fewest, most + 1):
+    for nodes in () if job.config.parallel.elastic else range(fewest, most + 1):
         job.config.parallel.check_world_size(nodes * job.ranks_per_node)
     is_host = str(local_address == host).lower()  # torchrun compares names otherwise
     local = [] if local_address is None else [f"--local-addr={local_address}", f"--rdzv-conf=is_host={is_host}"]
