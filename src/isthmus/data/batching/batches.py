@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isthmus.data.batching.bins import Bins, balance, check_fit
+from isthmus.data.batching.bins import Bins, SingleItems, balance, check_fit
 from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.data.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from isthmus.data.store.answer_views import MismatchedSamples, neighbors
@@ -109,7 +109,7 @@ class Batches:
         self.shares = tuple(shares) or (MixtureSet("data", len(store), 1.0),)
         if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
             raise DataError("there are no samples to make batches of, or a set has none.")
-        self._inputs = np.maximum(store.lengths - 1, 0)
+        self._inputs = _targets(store.lengths)
         if int(self._inputs.min()) < 1:
             raise DataError(f"sample {int(self._inputs.argmin())} has fewer than 2 tokens, so it has no label.")
         check_fit(self._inputs, settings.seq_length)
@@ -180,9 +180,10 @@ class Batches:
         for first in range(0, count, self.global_batch_size):
             yield self._distribute([self._samples(k) for k in range(first, min(first + self.global_batch_size, count))])
 
-    def _sequences(self, first: int, end: int) -> Bins | list[list[int]]:
-        if not self.settings.packing:
-            return Bins.single(first, end)
+    def _sequences(self, first: int, end: int) -> Bins | SingleItems | list[list[int]]:
+        is_full = self._inputs.strides == (0,) and int(self._inputs[0]) == self.settings.seq_length
+        if is_full or not self.settings.packing:
+            return SingleItems(first, end)
         return Bins.packed(self._inputs[first:end], self.settings.seq_length, first)
 
     def _samples(self, number: int) -> list[int]:
@@ -285,8 +286,8 @@ class AnswerBatches(Batches):
     def role(self, batch: PackedBatch, sample: int) -> str:
         return "desirable" if batch.values[sample] else "undesirable"
 
-    def _sequences(self, first: int, end: int) -> Bins | list[list[int]]:
-        return Bins.single(first, end)
+    def _sequences(self, first: int, end: int) -> Bins | SingleItems | list[list[int]]:
+        return SingleItems(first, end)
 
     def _distribute(self, sequences: list[list[int]]) -> list[PackedBatch]:
         if not self.settings.packing:
@@ -339,6 +340,13 @@ class PairBatches(AnswerBatches):
         if len(groups) % 2 or bool(np.any(groups[::2] != groups[1::2])):
             raise DataError("the samples are not pairs of answers, one after the other. Prepare them as preferences.")
         return [[chosen, chosen + 1] for chosen in range(first, end, 2)]
+
+
+def _targets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Labels of samples with so many tokens; of equal lengths that are a view of one number, such a view."""
+    if lengths.strides == (0,) and len(lengths):
+        return np.broadcast_to(np.maximum(lengths[0] - 1, 0), lengths.shape)
+    return np.maximum(lengths - 1, 0)
 
 
 def _check_sizes(settings: BatchSettings, dp_size: int) -> None:

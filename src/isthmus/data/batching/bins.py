@@ -74,17 +74,28 @@ class Bins:
         bounds = np.concatenate([np.arange(len(full) + 1), len(full) + np.cumsum(sizes)])
         return cls(np.concatenate([full, rest[order]]) + first, bounds)
 
-    @classmethod
-    def single(cls, first: int, end: int) -> Bins:
-        """One bin per item."""
-        return cls(np.arange(first, end), np.arange(end - first + 1))
-
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     def __getitem__(self, number: int) -> list[int]:
         items: list[int] = self.items[self.bounds[number] : self.bounds[number + 1]].tolist()
         return items
+
+
+@dataclass(frozen=True, slots=True)
+class SingleItems:
+    """One bin per item, from ``first`` to ``end``."""
+
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __getitem__(self, number: int) -> list[int]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return [self.first + number]
 
 
 def balance(sizes: Sequence[int], num_bins: int) -> list[list[int]]:

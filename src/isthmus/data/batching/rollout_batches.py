@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from isthmus.data.batching.batches import AnswerBatches, Batches, BatchSettings, BatchShard
-from isthmus.data.batching.bins import Bins
+from isthmus.data.batching.bins import SingleItems
 from isthmus.data.batching.packed_batch import PackedBatch, RolloutBatch
 from isthmus.data.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from isthmus.data.store.mixture import MixtureSet
@@ -59,8 +59,8 @@ class PromptBatches(Batches):
         prompts = -(-self.global_batch_size // self.group_size)
         return self._distribute([[self.prompt(step_index * prompts + k)] for k in range(prompts)])
 
-    def _sequences(self, first: int, end: int) -> Bins:
-        return Bins.single(first, end)
+    def _sequences(self, first: int, end: int) -> SingleItems:
+        return SingleItems(first, end)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

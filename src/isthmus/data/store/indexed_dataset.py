@@ -119,10 +119,10 @@ def open_indexed(prefix: Path | str, *, manifest: Path | str | None = None, veri
                 path, expected = indexed_file(prefix, suffix), record["pair"]["files"][suffix]["xxh3_128"]
                 if (got := file_hash(path)) != expected:
                     raise DataError(f"{path}: its hash is {got}, the manifest has {expected}. {HINT}")
-        tokens = _map(data, dtype)
-        mask = _map(masked, np.dtype(np.uint8)) if present[0] else None
-        values = _map(valued, np.dtype("<f4")) if present[1] else None
-        columns = _map(with_columns, np.dtype(np.uint8)) if present[2] else None
+        tokens = map_file(data, dtype)
+        mask = map_file(masked, np.dtype(np.uint8)) if present[0] else None
+        values = map_file(valued, np.dtype("<f4")) if present[1] else None
+        columns = map_file(with_columns, np.dtype(np.uint8)) if present[2] else None
     except OSError as error:
         raise IOFailure(f"{prefix}: cannot be read: {error.strerror or error}.") from error
     if mask is not None and len(mask) != len(tokens):
@@ -164,7 +164,7 @@ def _read_index(path: Path, bin_bytes: int) -> tuple[np.dtype[Any], npt.NDArray[
         raise DataError(
             f"{path}: {size} bytes, expected {expected} for {sequences} sequences and {bounds} document bounds. {HINT}"
         )
-    raw = _map(path, np.dtype(np.uint8))
+    raw = map_file(path, np.dtype(np.uint8))
     lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size).astype(np.int64)
     pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + sequences * 4)
     documents = np.frombuffer(raw, "<i8", bounds, HEADER.size + sequences * 12).astype(np.int64)
@@ -202,7 +202,7 @@ def scan_indexed(pair: IndexedDataset) -> dict[str, Any]:
     )
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     length = path.stat().st_size // dtype.itemsize
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype=dtype)
 

@@ -10,6 +10,7 @@ import numpy as np
 from isthmus.data.store.answer_views import ScoredSamples
 from isthmus.data.store.indexed_dataset import open_indexed
 from isthmus.data.store.sample_store import Samples, SampleStore
+from isthmus.data.store.token_windows import TokenWindows
 from isthmus.errors import IsthmusError
 
 
@@ -21,6 +22,9 @@ def sample_origin(store: Samples | None, index: int) -> dict[str, Any]:
     """
     if isinstance(store, ScoredSamples):
         store = store.store
+    if isinstance(store, TokenWindows):
+        source, window = store.place(index)
+        return {"file": str(source.file), "window": window}
     if not isinstance(store, SampleStore):
         return {}
     source = store.sources[int(store.which[index])]

@@ -94,6 +94,20 @@ class TokenSource:
         for listed, itemsize in self.checksums:
             listed.check(start * itemsize, stop * itemsize)
 
+    def read(self, start: int, stop: int) -> tuple[npt.NDArray[Any], UInt8]:
+        """(tokens, mask) as views; DataError if the file contains an invalid token."""
+        tokens = self.tokens[start:stop]
+        mask = np.broadcast_to(np.uint8(1), len(tokens)) if self.mask is None else self.mask[start:stop]
+        self.check(start, stop)
+        if self.file is not None and len(tokens):
+            # Checked on access, since a run does not read whole files; an invalid token may crash the embedding.
+            if not 0 <= tokens.min() <= tokens.max() <= self.max_token_id or mask.max() > 1:
+                raise DataError(
+                    f"{self.file}: tokens {start} to {stop} or their mask changed since the file was written (ids to "
+                    f"{self.max_token_id}). It is damaged; copy it again, or prepare it again."
+                )
+        return tokens, mask
+
     @classmethod
     def from_arrays(cls, tokens: npt.NDArray[Any], mask: UInt8 | None) -> TokenSource:
         content = xxhash.xxh3_128(np.ascontiguousarray(tokens).data)
@@ -187,19 +201,8 @@ class SampleStore:
         """(tokens, mask) of one sample, as views; DataError if the file contains an invalid token."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        source = self.sources[int(self.which[index])]
-        part = slice(int(self.starts[index]), int(self.starts[index] + self.lengths[index]))
-        tokens = source.tokens[part]
-        mask = np.broadcast_to(np.uint8(1), len(tokens)) if source.mask is None else source.mask[part]
-        source.check(part.start, part.stop)
-        if source.file is not None and len(tokens):
-            # Checked on access, since a run does not read whole files; an invalid token may crash the embedding.
-            if not 0 <= tokens.min() <= tokens.max() <= source.max_token_id or mask.max() > 1:
-                raise DataError(
-                    f"{source.file}: tokens {part.start} to {part.stop} or their mask changed since the file was "
-                    f"written (ids to {source.max_token_id}). It is damaged; copy it again, or prepare it again."
-                )
-        return tokens, mask
+        start = int(self.starts[index])
+        return self.sources[int(self.which[index])].read(start, start + int(self.lengths[index]))
 
     def columns(self, index: int) -> dict[str, Any]:
         """The fields of the record of a prompt; empty for other samples."""
@@ -294,15 +297,8 @@ def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> t
     A group is one conversation or one window of text. Each part with a fraction above 0 gets at least one group, and
     the rest keeps at least one.
     """
-    if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
-        raise UsageError(f"fractions {list(fractions)} cannot be split off. Expected 0 or more, and a sum below 1.")
     groups, group_of = np.unique(store.groups, return_inverse=True)
-    counts = [max(1, round(fraction * len(groups))) if fraction else 0 for fraction in fractions]
-    if sum(counts) >= len(groups):
-        raise UsageError(
-            f"cannot split off {' and '.join(map(str, counts))} of {len(groups)} samples: at least one must be left to "
-            "train on. Use more data, or set data.valid_fraction=0 and data.test_fraction=0."
-        )
+    counts = split_counts(len(groups), fractions)
     # Raw bits of a counter-based generator, sorted: unlike numpy's shuffles they never change with its version.
     bits = np.random.Philox(key=np.array([seed % 2**64, 1 << 63], dtype=np.uint64)).random_raw(len(groups))
     drawn = np.argsort(bits, kind="stable")
@@ -313,3 +309,20 @@ def split(store: SampleStore, fractions: Sequence[float], *, seed: int = 0) -> t
     return store.select(np.flatnonzero(parts < 0)), [
         store.select(np.flatnonzero(parts == part)) for part in range(len(counts))
     ]
+
+
+def split_counts(groups: int, fractions: Sequence[float]) -> list[int]:
+    """How many of ``groups`` each fraction is; at least one of them, and at least one is left.
+
+    Raises:
+        UsageError: that is not possible.
+    """
+    if min(fractions, default=0.0) < 0.0 or sum(fractions) >= 1.0:
+        raise UsageError(f"fractions {list(fractions)} cannot be split off. Expected 0 or more, and a sum below 1.")
+    counts = [max(1, round(fraction * groups)) if fraction else 0 for fraction in fractions]
+    if sum(counts) >= groups:
+        raise UsageError(
+            f"cannot split off {' and '.join(map(str, counts))} of {groups} samples: at least one must be left to "
+            "train on. Use more data, or set data.valid_fraction=0 and data.test_fraction=0."
+        )
+    return counts

@@ -33,7 +33,7 @@ _ONLY: Mapping[str, tuple[EngineName, ...]] = {
 _LOCAL = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 """Folders that each machine has for itself."""
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Each round of torchrun has a store of its own; else ranks of an agent that joins later do not find it (torch 2.13)."""
+"""Each round of torchrun has a store of its own; else ranks of an agent that joins later miss it (torch 2.13)."""
 SAVE_MARGIN_S = 60
 """Slurm sends the signal up to a minute early or late; elsewhere the time to end after the state is saved."""
 

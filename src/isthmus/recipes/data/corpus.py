@@ -21,6 +21,7 @@ from isthmus.data.store.answer_views import AnswerEnd, ScoredSamples
 from isthmus.data.store.indexed_dataset import indexed_file
 from isthmus.data.store.mixture import MixtureSet
 from isthmus.data.store.sample_store import MockSamples, Samples, SampleStore, split
+from isthmus.data.store.token_windows import TokenWindows
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.engine.parallel.process_groups import Position, agree, on_rank_0
@@ -99,7 +100,7 @@ class Corpus:
             seed=config.data.seed,
             shuffle=not config.data.mock,  # mock samples are random already
             length_buckets=config.data.length_buckets,
-            documents=_document_ends(config.data, eod),
+            documents=_document_ends(config.data, eod, crosses=isinstance(self.train, TokenWindows)),
             share_prefixes=share_prefixes,
         )
         shard = BatchShard(
@@ -144,10 +145,13 @@ def pads_to_one_length(config: RunConfig, device_type: str) -> bool:
     return pays and config.moe.capacity_factor is None
 
 
-def _document_ends(data: DataConfig, eod: int | None) -> DocumentEnds | None:
-    if not data.crosses_documents or data.mock:  # random tokens are no documents
+def _document_ends(data: DataConfig, eod: int | None, *, crosses: bool) -> DocumentEnds | None:
+    """What ends of documents in a sample do; ``crosses`` if samples have them whatever the settings are."""
+    if not (data.crosses_documents or crosses) or data.mock:  # random tokens are no documents
         return None
     settings = {name: getattr(data, name) for name in DOCUMENT_SETTINGS}
+    if eod is None and crosses:
+        raise UsageError("a set of this size needs an eos_token of the tokenizer, which ends documents. Set one.")
     if eod is None:
         off = ", ".join(f"data.{name}" for name, on in settings.items() if not on)
         raise UsageError(f"{off}=false: the tokenizer has no eos_token that ends documents. Set one, or leave it out.")
@@ -180,7 +184,7 @@ def load_corpus(
         lambda: tokenized.update(_tokenize_sources(settings, sources, folder, tokenizer, resume, stop, report)),
         "corpus",
     )
-    stores: list[SampleStore] = []
+    stores: list[SampleStore | TokenWindows] = []
     agree(lambda: stores.extend(open_sources(settings, sources, folder, tokenizer, vocab_size, report, tokenized)))
     return split_sources(settings.data, sources, stores)
 
@@ -270,27 +274,42 @@ def _tokenize_source(
         raise
 
 
-def split_sources(data: DataConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore]) -> Corpus:
+def split_sources(
+    data: DataConfig, sources: Sequence[DataSource], stores: Sequence[SampleStore | TokenWindows]
+) -> Corpus:
     """The parts of a run: validation and test samples are from their files, or split off from each training set."""
-    split_off: dict[Use, list[SampleStore]] = {"valid": [], "test": []}
+    split_off: dict[Use, list[SampleStore | TokenWindows]] = {"valid": [], "test": []}
     fractions: dict[Use, float] = {"valid": data.valid_fraction, "test": data.test_fraction}
     for source, store in zip(sources, stores, strict=True):
         if source.use != "train":
             split_off[source.use], fractions[source.use] = [store], 0.0
-    train: list[SampleStore] = []
+    train: list[SampleStore | TokenWindows] = []
     mixture: list[MixtureSet] = []
     for source, store in zip(sources, stores, strict=True):
         if source.use == "train":
             try:
-                rest, parts = split(store, list(fractions.values()), seed=data.seed)
+                rest, parts = _split(store, list(fractions.values()), seed=data.seed)
             except UsageError as error:
                 raise UsageError(f"{source.name}: {error}") from error
             for use, samples in zip(fractions, parts, strict=True):
                 split_off[use] += [samples] if len(samples) else []
             train.append(rest)
             mixture.append(MixtureSet(source.name, len(rest), source.weight))
-    valid, test = (SampleStore.concatenated(split_off[use]) if split_off[use] else None for use in fractions)
-    return Corpus(SampleStore.concatenated(train), valid, test, tuple(mixture) if data.sets else ())
+    valid, test = (_joined(split_off[use]) if split_off[use] else None for use in fractions)
+    return Corpus(_joined(train), valid, test, tuple(mixture) if data.sets else ())
+
+
+def _split(
+    store: SampleStore | TokenWindows, fractions: Sequence[float], *, seed: int
+) -> tuple[SampleStore | TokenWindows, Sequence[SampleStore | TokenWindows]]:
+    return store.split(fractions, seed=seed) if isinstance(store, TokenWindows) else split(store, fractions, seed=seed)
+
+
+def _joined(stores: Sequence[SampleStore | TokenWindows]) -> SampleStore | TokenWindows:
+    """The samples of sets of a kind: either all are windows of large sets, or none."""
+    if windows := [store for store in stores if isinstance(store, TokenWindows)]:
+        return TokenWindows.joined(windows)
+    return SampleStore.concatenated([store for store in stores if isinstance(store, SampleStore)])
 
 
 def check_fingerprint(saved: str, now: str, checkpoint: Path, files: Sequence[str] = ()) -> None:

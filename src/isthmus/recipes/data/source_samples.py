@@ -12,8 +12,10 @@ import numpy as np
 from isthmus.data.chat.conversation_settings import ChatSettings
 from isthmus.data.readers.file_sources import first_names
 from isthmus.data.store.indexed_dataset import IndexedDataset, indexed_file, open_indexed, scan_indexed, write_manifest
+from isthmus.data.store.manifest import MASK
 from isthmus.data.store.sample_store import SampleStore
 from isthmus.data.store.sample_views import chat_samples, preference_samples, text_samples
+from isthmus.data.store.token_windows import TokenWindows, are_many, token_source
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, UsageError, counted
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
@@ -28,10 +30,16 @@ def open_sources(
     vocab_size: int,
     report: Report,
     tokenized: dict[str, TokenizeStats],
-) -> list[SampleStore]:
-    stores, records = [], settings.recipe.records
+) -> list[SampleStore | TokenWindows]:
+    """The samples of each source; those of training are windows over all documents if one of the sets is large."""
+    stores, records = list[SampleStore | TokenWindows](), settings.recipe.records
+    large = any(_is_large(source, settings, folder) for source in sources)
     for source in sources:
-        store, fit = open_samples(source, settings, tokenizer, folder)
+        store: SampleStore | TokenWindows
+        if large and source.use == "train":
+            store, fit = _windows(source, settings, tokenizer, folder), TokenizeStats()
+        else:
+            store, fit = open_samples(source, settings, tokenizer, folder)
         lines: list[str] = []
         if stats := tokenized.get(source.key):
             if records.is_text:  # documents become samples of at most seq_length + 1 tokens here
@@ -41,6 +49,8 @@ def open_sources(
         elif source.prepared:
             samples = f"{counted(len(source.files), 'prepared file')} -> {records.counted(len(store))}"
             lines = [", ".join([samples, counted(store.num_tokens, "token"), *fit.changes()])]
+        if isinstance(store, TokenWindows):
+            lines.append(f"windows of {store.targets + 1:,} tokens over all documents, because the set is large")
         for line in lines:
             report(f"{source.name}: {line}")
         if not len(store):
@@ -54,6 +64,34 @@ def open_sources(
     return stores
 
 
+def _is_large(source: DataSource, settings: DataSettings, folder: Path) -> bool:
+    if source.use != "train" or not settings.recipe.records.is_text or settings.data.max_samples is not None:
+        return False
+    manifests = [_existing_manifest(source, number, folder) for number in range(len(_prefixes(source, folder)))]
+    return are_many([path for path in manifests if path is not None], settings.most_targets)
+
+
+def _windows(source: DataSource, settings: DataSettings, tokenizer: Tokenizer, folder: Path) -> TokenWindows:
+    hashes, opened = tokenizer_record(tokenizer), []
+    for number, prefix in enumerate(_prefixes(source, folder)):
+        manifest = _existing_manifest(source, number, folder)
+        assert manifest is not None, "every prepared file of a run has a manifest"
+        tokens, record = token_source(prefix, manifest)
+        _check(prefix, record, masked=MASK in record["pair"]["files"], settings=settings, tokenizer_hashes=hashes)
+        opened.append(tokens)
+    return TokenWindows.from_sources(opened, settings.most_targets)
+
+
+def _prefixes(source: DataSource, folder: Path) -> tuple[str, ...]:
+    return tuple(source.files) if source.prepared else (str(folder / source.key),)
+
+
+def _existing_manifest(source: DataSource, number: int, folder: Path) -> Path | None:
+    """That of a run, or beside the files."""
+    paths = (_manifest_path(source, number, folder), indexed_file(_prefixes(source, folder)[number], ".json"))
+    return next((path for path in paths if path.is_file()), None)
+
+
 def open_samples(
     source: DataSource, settings: DataSettings, tokenizer: Tokenizer, folder: Path
 ) -> tuple[SampleStore, TokenizeStats]:
@@ -64,10 +102,10 @@ def open_samples(
     data, seq_length = settings.data, settings.most_targets
     stores, total = [], TokenizeStats()
     most = data.max_samples if source.prepared and source.use == "train" else None
-    for number, prefix in enumerate(source.files if source.prepared else (str(folder / source.key),)):
-        manifest = _manifest_path(source, number, folder)
-        indexed = open_indexed(prefix, manifest=manifest if manifest.is_file() else None)
-        _check(indexed, settings, tokenizer_hashes)
+    for number, prefix in enumerate(_prefixes(source, folder)):
+        indexed = open_indexed(prefix, manifest=_existing_manifest(source, number, folder))
+        masked = indexed.mask is not None
+        _check(prefix, indexed.manifest or {}, masked=masked, settings=settings, tokenizer_hashes=tokenizer_hashes)
         if records.is_text:
             store, fit = text_samples(indexed, seq_length, crosses_documents=data.crosses_documents)
         elif records.roles:
@@ -105,14 +143,16 @@ def _manifest_path(source: DataSource, number: int, folder: Path) -> Path:
     return folder / f"{source.key}-{number}.json"
 
 
-def _check(indexed: IndexedDataset, settings: DataSettings, tokenizer_hashes: dict[str, str]) -> None:
-    record: dict[str, Any] = indexed.manifest or {}
+def _check(
+    prefix: str, record: dict[str, Any], *, masked: bool, settings: DataSettings, tokenizer_hashes: dict[str, str]
+) -> None:
+    """Refuse data of another kind, tokenizer or chat settings; ``record`` is its manifest."""
     expected = settings.recipe.records.name
-    kind = record.get("kind", "text without a manifest" if indexed.mask is None else "masked without a manifest")
+    kind = record.get("kind", "masked without a manifest" if masked else "text without a manifest")
     if kind.split()[0] != expected:
-        why = ", whose mask marks the loss tokens" if indexed.mask is None else ""
+        why = "" if masked else ", whose mask marks the loss tokens"
         raise DataError(
-            f"{indexed.prefix}: prepared data of kind {kind}; {settings.recipe.name} needs {expected}{why}. "
+            f"{prefix}: prepared data of kind {kind}; {settings.recipe.name} needs {expected}{why}. "
             f"Prepare the records with --kind {expected}."
         )
     if "tokenizer" not in record:  # Megatron does not record the tokenizer
@@ -120,24 +160,22 @@ def _check(indexed: IndexedDataset, settings: DataSettings, tokenizer_hashes: di
     for name, what in (("vocabulary", "tokenizer"), ("template", "chat template")):
         if (name == "vocabulary" or kind != "text") and record["tokenizer"].get(name) != tokenizer_hashes[name]:
             raise DataError(
-                f"{indexed.prefix}: prepared with another {what} than this model's. Prepare the records with "
+                f"{prefix}: prepared with another {what} than this model's. Prepare the records with "
                 "the tokenizer of the model that is trained."
             )
     try:
         prepared = ChatSettings(**record.get("settings", {}).get("chat", {}))
     except TypeError:  # of another version
-        raise DataError(
-            f"{indexed.prefix}: prepared with unknown settings of chats. Prepare the records again."
-        ) from None
+        raise DataError(f"{prefix}: prepared with unknown settings of chats. Prepare the records again.") from None
     for name, expected_value in asdict(settings.chat).items() if kind != "text" else ():
         if (got := getattr(prepared, name)) != expected_value:
             raise DataError(
-                f"{indexed.prefix}: prepared with {name}={got!r}, the run has chat.{name}={expected_value!r}. Prepare "
+                f"{prefix}: prepared with {name}={got!r}, the run has chat.{name}={expected_value!r}. Prepare "
                 "the records again with the settings of the run."
             )
     loss_on = record.get("loss_on", settings.data.loss_on)
     if kind == "chat" and loss_on != settings.data.loss_on:
         raise DataError(
-            f"{indexed.prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={settings.data.loss_on}. "
+            f"{prefix}: prepared with loss_on={loss_on}, the run has data.loss_on={settings.data.loss_on}. "
             f"Prepare the records again, or set data.loss_on={loss_on}."
         )

@@ -12,8 +12,8 @@ from isthmus.tools.planner.cost.step_time import CONTENTION, HOST_SHARE
 
 PROCESS_S = 20.0
 """Python, torch and Megatron-Core are imported: an assumption for files in the page cache or on a local disk."""
-RENDEZVOUS_S_PER_NODE = 5e-3
-"""Members join and read the list of all: an assumption."""
+RENDEZVOUS_S_PER_RANK = 1.5e-3
+"""A connection to the store: 2,304 in 3.4 s on one machine (docs/decisions/0092). The requests are few beside them."""
 COMMUNICATORS_S_PER_RANK = 3e-3
 """All communicators of a run: less than 30 s on more than 10,000 GPUs (Jiang et al., MegaScale, NSDI 2024, 3.5)."""
 FIRST_STEP_S = 60.0
@@ -93,7 +93,7 @@ def long_run(
     failure_s = failure_s or 3600 * GPU_HOURS_PER_FAILURE / world
     processes = {
         "processes": PROCESS_S,
-        "rendezvous": RENDEZVOUS_S_PER_NODE * cluster.nodes,
+        "rendezvous": RENDEZVOUS_S_PER_RANK * world,
         "communicators": COMMUNICATORS_S_PER_RANK * world,
     }
     weights_s, write_s = weight_copies * weight_bytes / storage, state_bytes / storage
