@@ -133,9 +133,10 @@ class RunDir:
                 "Remove it or choose another folder with --out."
             )
         if newest is not None and resume == "never":
+            place, other = (self.root, "folder with --out") if self.store is None else (self.store.url, "store")
             raise OutputExists(
-                f"{self.root if self.store is None else self.store.url} contains a run with checkpoints and "
-                "checkpoint.resume is 'never'. Choose another one, or checkpoint.resume=auto to resume it."
+                f"{place} contains a run with checkpoints and checkpoint.resume is 'never'. Choose another {other}, or "
+                "checkpoint.resume=auto to resume it."
             )
         if resume in ("auto", "never"):
             return newest

@@ -116,7 +116,7 @@ echo "$n;cluster"
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_array_of_slurm(files, tokenizer, capsys, monkeypatch, tmp_path):
     """The scripts run as Slurm would run them, by a program in place of sbatch: one task of two, and the merge."""
     from isthmus.recipes.data import prepare_shards

@@ -22,6 +22,7 @@ from isthmus.convert.torch_pickle import read_torch_pickle
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
 from isthmus.engine.checkpoint.common_state import read_common_state
+from isthmus.engine.checkpoint.index_file import read_index
 from isthmus.errors import (
     CheckFailed,
     DataError,
@@ -145,7 +146,7 @@ def test_common_state_as_an_object(qwen3: Path, tmp_path: Path, monkeypatch: pyt
     args = TorchDistFolder(release).args
     (release / "common.pt").unlink()
     assert args is not None and TorchDistFolder(release).args == args
-    assert vars(read_common_state(release, ChecksumVerifier())["args"]) == args
+    assert vars(read_common_state(release, read_index(release), ChecksumVerifier())["args"]) == args
     shutil.rmtree(tmp_path / "both" / "hf")
     convert(tmp_path / "both", tmp_path / "back", "hf")
     assert all(torch.equal(tensor, content(tmp_path / "back")[name]) for name, tensor in content(qwen3).items())

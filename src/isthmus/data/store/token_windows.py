@@ -26,7 +26,7 @@ _ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _WindowPart:
     """Windows of some files, in the order of a permutation."""
 
     sources: tuple[TokenSource, ...]
@@ -51,7 +51,7 @@ class _Part:
 class TokenWindows:
     """Samples of ``targets`` + 1 tokens; adjacent windows share one, and the rest of a file is left out."""
 
-    def __init__(self, parts: Sequence[_Part], targets: int) -> None:
+    def __init__(self, parts: Sequence[_WindowPart], targets: int) -> None:
         self._parts, self.targets = tuple(parts), targets
         self._ends = np.cumsum([part.count for part in parts]).tolist()
 
@@ -59,7 +59,7 @@ class TokenWindows:
     def from_sources(cls, sources: Sequence[TokenSource], targets: int) -> TokenWindows:
         counts = [num_windows(len(source.tokens), targets) for source in sources]
         ends = tuple(np.cumsum(counts).tolist())
-        return cls([_Part(tuple(sources), ends, 0, ends[-1])], targets)
+        return cls([_WindowPart(tuple(sources), ends, 0, ends[-1])], targets)
 
     @classmethod
     def joined(cls, stores: Sequence[TokenWindows]) -> TokenWindows:

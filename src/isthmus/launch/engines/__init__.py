@@ -8,7 +8,7 @@ from typing import Protocol, cast
 from isthmus.launch.engines.job import EngineName, Job
 
 
-class Engine(Protocol):
+class Scheduler(Protocol):
     """The functions of each module of this package that is named like an engine."""
 
     def render(self, job: Job) -> str:
@@ -18,6 +18,6 @@ class Engine(Protocol):
         """Submit it; returns 0, and raises an error otherwise."""
 
 
-def engine_of(name: EngineName) -> Engine:
+def engine_of(name: EngineName) -> Scheduler:
     """The module of an engine."""
-    return cast(Engine, import_module(f"isthmus.launch.engines.{name}"))
+    return cast(Scheduler, import_module(f"isthmus.launch.engines.{name}"))

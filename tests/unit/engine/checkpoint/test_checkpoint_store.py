@@ -143,7 +143,9 @@ def test_marker_with_a_path_outside_is_refused(store: CheckpointStore, tmp_path:
 
 
 def test_unknown_kind_of_store() -> None:
-    with pytest.raises(UsageError, match=r"nowhere://bucket cannot be opened: .* Install the package of fsspec"):
+    with pytest.raises(
+        UsageError, match=r"nowhere://bucket cannot be opened: .* Install the library that fsspec needs"
+    ):
         CheckpointStore("nowhere://bucket")
 
 
