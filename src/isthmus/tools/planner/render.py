@@ -178,7 +178,13 @@ def as_text(plans: Plans, *, explained: bool, given: Sequence[str] = ()) -> str:
         lines += ["", *explain(plans, best)]
     lines += ["", "settings of plan 1:", f"  {as_words(best.config)}"]
     where = "command of plan 1" if machine.nodes == 1 else f"command of plan 1, on each of {machine.nodes:,} nodes"
-    return "\n".join([*lines, "", f"{where}:", f"  {as_command(plans, best, given)}"])
+    command = as_command(plans, best, given)
+    lines += ["", f"{where}:", f"  {command}"]
+    if machine.nodes > 1 and machine.part is not None:
+        words = command.partition(" -m isthmus ")[2]
+        gpus = f"{machine.gpus_per_node}x{machine.part.name}"
+        lines.append(f"  or: isthmus launch slurm {words} --gpus {shlex.quote(gpus)} launch.nodes={machine.nodes}")
+    return "\n".join(lines)
 
 
 def _table(plans: Plans) -> list[str]:

@@ -12,8 +12,8 @@ from isthmus.tools.planner.cost.step_time import CONTENTION, HOST_SHARE
 
 PROCESS_S = 20.0
 """Python, torch and Megatron-Core are imported: an assumption for files in the page cache or on a local disk."""
-RENDEZVOUS_S_PER_RANK = 1.5e-3
-"""A connection to the store: 2,304 in 3.4 s on one machine (docs/decisions/0092). The requests are few beside them."""
+RENDEZVOUS_S_PER_RANK = 0.9e-3
+"""16,384 ranks have joined after 14 s (``benchmarks/start_at_scale.py``, without the network)."""
 COMMUNICATORS_S_PER_RANK = 3e-3
 """All communicators of a run: less than 30 s on more than 10,000 GPUs (Jiang et al., MegaScale, NSDI 2024, 3.5)."""
 FIRST_STEP_S = 60.0
