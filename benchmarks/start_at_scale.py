@@ -351,7 +351,7 @@ def main(arguments: list[str]) -> None:
                 prefix="isthmus-scale-", dir=memory if memory.is_dir() else None
             ) as scratch:
                 results.append(measure(ranks, scenario, 2.0 if chosen.quick else chosen.steady, scratch))
-    result = {"certificate": certificate(arguments), "ranks_per_machine": LOCAL, "sizes": results}
+    result = {"certificate": certificate([sys.argv[0], *arguments]), "ranks_per_machine": LOCAL, "sizes": results}
     publish_result("start-at-scale", result, record=chosen.record, out=chosen.out)
 
 

@@ -34,9 +34,9 @@ class _WindowPart:
     """Windows of the sources up to each, cumulative."""
     first: int
     count: int
-    """Of the windows in that order, these."""
+    """The windows of this part, in that order."""
     keys: tuple[int, ...] = ()
-    """Of the permutation; empty: the order of the files."""
+    """Keys of the permutation; empty: the order of the files."""
 
     def window(self, index: int) -> tuple[TokenSource, int]:
         """(source, number of the window in it)."""

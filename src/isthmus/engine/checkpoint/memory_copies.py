@@ -56,7 +56,7 @@ class _OpenCopy:
     folder: Path
     listed: Sizes
     owners: dict[str, list[int]]
-    """By file: the machines that have it."""
+    """The machines that have each file."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,7 @@ class GatheredParts:
     """What rank 0 has of all ranks."""
 
     parts: list[bytes]
-    """Of each rank, compressed; empty on other ranks than the first."""
+    """Compressed parts of each rank; empty on other ranks than the first."""
     checksums: dict[str, FileChecksums]
 
     def index(self) -> CheckpointIndex:

@@ -47,7 +47,7 @@ class Job:
     """The words after ``isthmus``, the same on all ranks."""
     ranks_per_node: int
     platform: Platform
-    """Of the machines; its hardware is not queried."""
+    """Platform of the machines; its hardware is not queried."""
 
     @property
     def machines(self) -> LaunchConfig:
