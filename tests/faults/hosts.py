@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def rank_variables(size: int, *, address: str = "127.0.0.1") -> list[dict[str, s
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": port}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+_groups = count()
 
 
 @contextmanager
@@ -51,7 +55,8 @@ def simulated_hosts(number: int) -> Iterator[list[str]]:
     """
     if shutil.which("ip") is None:
         raise PermissionError("command `ip` not found: install iproute2")
-    switch, *names = (f"isthmus-{os.getpid()}-{host}" for host in ("switch", *range(number)))
+    group = f"isthmus-{os.getpid()}-{next(_groups)}"  # of several at the same time
+    switch, *names = (f"{group}-{host}" for host in ("switch", *range(number)))
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")

@@ -221,8 +221,15 @@ class MachineAgent:
         count, since_s = self._seen or (-1, now_s)
         if beat.count != count:
             self._seen = (beat.count, now_s)
-        elif not beat.has_left and now_s - since_s > self.limit_s:
+        elif not beat.has_left and now_s - since_s > self._suspicious_s:
             self._before = (now_s, self._all_beats())
+
+    @property
+    def _suspicious_s(self) -> float:
+        """Silence of the next machine after which all are compared; after an alarm, half of that of a lost rank, since
+        a machine is named only if it stays silent for the grace time after that.
+        """
+        return self.limit_s if self.limit_s == self._lost_s else self.limit_s / 2
 
     def _send(self, regions: Mapping[str, list[int]]) -> None:
         assert self.machine is not None
