@@ -44,9 +44,9 @@ class MachineMembers:
     index: int
     """Number of this machine."""
     nonces: Mapping[str, str]
-    """By rank of this machine."""
+    """The nonce of each rank of this machine."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """By rank: the member with the next rank, if it is on another machine."""
+    """The member after each rank of this machine, if it is on another one."""
 
     @property
     def ranks(self) -> list[int]:

@@ -61,7 +61,7 @@ def _train_job(job: Job) -> dict[str, Any]:
 
 
 def _job_set(job: Job) -> dict[str, Any]:
-    """With spares, a pod that is lost is replaced, and torchrun restarts the ranks.
+    """The JobSet: with spares, a pod that is lost is replaced, and torchrun restarts the ranks.
 
     All pods are started again if the others cannot continue: as often as there are spares, and after a disruption, such
     as a preemption, without a limit.

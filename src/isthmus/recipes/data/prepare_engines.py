@@ -27,7 +27,7 @@ EngineName = Literal["local", "ray", "slurm-array"]
 OnProgress = Callable[[TokenizeStats], None]
 """Called with the counts so far."""
 _MOST_DEATHS = 16
-"""Of the workers of one shard: then the shard itself is likely to end them, for lack of memory."""
+"""Deaths of workers of one shard, after which the shard itself is likely to end them, for lack of memory."""
 
 _tokenizers: dict[str, RecordTokenizer] = {}  # in a worker of Ray: that of the last call, by its reference
 

@@ -31,7 +31,8 @@ from isthmus.files.remote_files import Folder, file_bytes, open_folder
 SHARD_BYTES = 1 << 26
 """Input of a shard. Consecutive smaller files are one shard."""
 _MOST_SHARDS = 16
-"""Of a file: a shard skips the chunks before it, so the file is read 8 times, 4 % of the time of tokenization."""
+"""Most shards of a file: each skips the chunks before it, so the file is read 8 times, 4 % of the time of tokenization.
+"""
 _SPLIT = (".jsonl", ".ndjson")
 """Suffixes of files that are split: their chunks are cut fast, and are as many as their bytes say."""
 PART_TOKENS = 1 << 21
