@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from isthmus.engine.trace_region import current_region
 from isthmus.errors import printable
 from isthmus.train.metrics import StepMetrics, duration, step_cell
+from isthmus.train.silence_notices import SilenceNotices
 from isthmus.train.terminal_lines import width_of, wrapped
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class Console:
         self._bar: tuple[Progress, TaskID] | None = None
         self._redirected: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._validation = ""
+        self._notices = SilenceNotices(self._print_notice)
+
+    def start(self) -> None:
+        """Say what is done after a long time without a line, until :meth:`close`."""
+        self._notices.start()
 
     def show_progress(self, total_steps: int, done: int = 0) -> None:
         """Show a progress bar if stderr is a terminal that can redraw a line, outside of CI."""
@@ -81,7 +87,15 @@ class Console:
                 self._redirected.append((handler, stderr))
                 handler.setStream(sys.stderr)
 
-    def print(self, text: str) -> None:
+    def print(self, text: str, *, of_step: bool = False) -> None:
+        self._notices.line_printed(of_step=of_step)
+        self._print(text)
+
+    def _print_notice(self, text: str) -> None:
+        if self._bar is None:  # the bar names the open region
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         text = printable(text)
         with suppress(*_CLOSED):
             if self._bar is None:
@@ -105,6 +119,7 @@ class Console:
 
     def close(self) -> None:
         """Remove the bar."""
+        self._notices.close()
         for handler, stream in self._redirected:
             handler.setStream(stream)
         self._redirected.clear()

@@ -88,6 +88,8 @@ class Reporter:
         self._callbacks.call("begin", self._run_dir, settings or {}, step=start, total_steps=total_steps)
 
     def __enter__(self) -> Reporter:
+        if self._is_main:
+            self._console.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
@@ -153,7 +155,7 @@ class Reporter:
             self._record(row, points=is_due)
             self._callbacks.call("step", row)
         if is_due and self._prints_steps:
-            self._console.print(self._line(metrics))
+            self._console.print(self._line(metrics), of_step=True)
         self._console.advance(metrics, self._total_steps, self._time_left_s(metrics.step))
 
     def evaluation(
