@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -55,13 +55,17 @@ class DemoOptions:
 
 def demo(options: DemoOptions) -> int:
     """Run everything on this machine without network: build a small model, train it, export it, answer questions."""
+    from rich.console import Console
+
     from isthmus.tools.demo.run_demo import print_summary, run
 
     # The demo's commands are child processes, which must be stopped first.
     signal.signal(signal.SIGTERM, _terminated)
     # With --json, stdout contains only the result.
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    result = run(options.out, nproc=options.nproc, debug=options.debug, log=log)
+    console = Console(stderr=options.json, highlight=False, markup=False, soft_wrap=True)
+    status = console.status("")
+    with nullcontext() if options.debug else status:  # the commands print for themselves
+        result = run(options.out, nproc=options.nproc, debug=options.debug, log=console.print, show=status.update)
     if options.json:
         show(result, as_json=True)
     else:

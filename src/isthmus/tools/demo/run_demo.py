@@ -53,10 +53,11 @@ class DemoResult:
         return asdict(self)
 
 
-def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> DemoResult:
+def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print, show: Log = lambda _: None) -> DemoResult:
     """Run the demo in ``out``, a new folder, on ``nproc`` tensor-parallel ranks.
 
-    ``debug`` shows the output of the commands, which otherwise goes to files in ``out``.
+    ``debug`` shows the output of the commands, which otherwise goes to files in ``out``. ``show`` gets what is being
+    done, several times a second.
 
     Raises:
         OutputExists: ``out`` exists.
@@ -66,6 +67,7 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     started_s = time.monotonic()
     out = Path(out).absolute()
     log("1. Data: the documentation of this Python's standard library")
+    show("reading documentation, training a tokenizer")
     training, validation = _make_data(out, log)
     common = ["--nproc", str(nproc), f"parallel.tp={nproc}", "data.seq_length=256", "train.precision=fp32"]
     common += ["optim.warmup_steps=10", "optim.lr=4e-3"]
@@ -74,29 +76,33 @@ def run(out: Path, *, nproc: int = 2, debug: bool = False, log: Log = print) -> 
     pretrained, tuned = out / "pretrain", out / "sft"
     arguments = ["pretrain", "--model", str(out / "model"), "--data", str(out / "documents.jsonl"), *common]
     arguments += [f"train.steps={PRETRAIN_STEPS}", "train.global_batch_size=4", "train.micro_batch_size=4"]
-    _command([*arguments, "checkpoint.save_final=false"], pretrained, log, debug=debug)
+    _command([*arguments, "checkpoint.save_final=false"], pretrained, log, show, debug=debug)
 
     half = SFT_STEPS // 2
     log(f"3. Fine-tune: {SFT_STEPS} steps on the questions; after step {half} the run gets SIGTERM")
     arguments = ["sft", "--model", str(pretrained / "hf"), "--data", str(out / "chats.jsonl"), *common]
     arguments += [f"data.valid_files={out / 'valid-chats.jsonl'}", f"train.steps={SFT_STEPS}"]
     arguments += ["train.global_batch_size=3", "train.micro_batch_size=3"]
-    _command(arguments, tuned, log, debug=debug, stop_after=half)
+    _command(arguments, tuned, log, show, debug=debug, stop_after=half)
     resumed_at = max(int(path.name.removeprefix("iter_")) for path in (tuned / "checkpoints").glob("iter_*"))
     log("4. The same command again: it resumes from the checkpoint and exports a Hugging Face model")
-    _command(arguments, tuned, log, debug=debug)
+    _command(arguments, tuned, log, show, debug=debug)
 
     log("5. The exported model in transformers: logits, and answers to validation questions")
+    show("logits of transformers and Megatron-Core")
     difference = logits_difference(tuned / "hf", out / "valid-chats.jsonl")
     if difference > TOLERANCE:
         raise CheckFailed(f"logits of {tuned / 'hf'} in transformers and Megatron-Core differ by {difference:.2e}.")
+    show(f"{len(validation)} questions, after fine-tuning")
     answers = _answers(tuned / "hf", validation)
+    show(f"{len(validation)} questions, before fine-tuning")
+    before = _answers(pretrained / "hf", validation)
     shown = [questions[7 * i] for i, questions in enumerate(_by_topic(validation).values())]
     losses, pretrain_losses = _metrics(tuned, "valid_loss"), _metrics(pretrained, "valid_loss")
     return DemoResult(
         pretrain_loss=(pretrain_losses[0], pretrain_losses[-1]),
         sft_loss=(losses[0], losses[-1]),
-        exact_match=_scores(training, validation, _answers(pretrained / "hf", validation), answers),
+        exact_match=_scores(training, validation, before, answers),
         examples=[(question.text, answers[question], question.answer) for question in shown],
         tokens_per_s=statistics.median_high(_metrics(tuned, "tokens_per_s")),
         resumed_at_step=resumed_at,
@@ -161,17 +167,23 @@ def _scores(
     }
 
 
-def _command(arguments: list[str], run_dir: Path, log: Log, *, debug: bool, stop_after: int | None = None) -> None:
+def _command(
+    arguments: list[str], run_dir: Path, log: Log, show: Log, *, debug: bool, stop_after: int | None = None
+) -> None:
     """Run one isthmus command. With ``stop_after``, send SIGTERM at that step and expect exit code 75."""
     command = [sys.executable, "-m", "isthmus", *arguments, "--out", str(run_dir)]
     log_file = run_dir.with_suffix(".log")
     with ExitStack() as stack:
         output = None if debug else stack.enter_context(log_file.open("a", encoding="utf-8"))
         process = subprocess.Popen(command, stdout=output, stderr=output and subprocess.STDOUT)
-        stopped, logged = False, len(_metrics(run_dir, "loss")) // 100
+        started = len(_metrics(run_dir, "loss"))
+        stopped, logged = False, started // 100
+        show(f"isthmus {arguments[0]} starts; its output is in {log_file}")
         try:
             while process.poll() is None:
                 losses = _metrics(run_dir, "loss")
+                if len(losses) > started:
+                    show(f"step {len(losses)}, loss {losses[-1]:.3f}")
                 if len(losses) // 100 > logged:
                     logged = len(losses) // 100
                     log(f"   step {logged * 100}: loss {losses[logged * 100 - 1]:.3f}")
