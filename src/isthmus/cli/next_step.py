@@ -23,9 +23,13 @@ def _rows(folder: Path) -> Iterator[tuple[str, str]]:
     if config.is_file():
         recipe = _recipe(config)
         yield f"isthmus {recipe} run.yaml", "start the run of run.yaml"
-    for run in _runs(folder):
+    if (run := _newest_run(folder)) is not None:
         name = shlex.quote(str(run.relative_to(folder)))
-        yield f"isthmus chat {name}", "talk to the model of the last run"
+        if (run / "hf").is_dir():
+            yield f"isthmus chat {name}", "talk to the model of the last run"
+        else:
+            recipe = _recipe(run / "config.yaml")
+            yield f"isthmus {recipe} {name}/config.yaml --out {name}", "continue the last run, which stopped"
         yield f"isthmus report {name}", "its curves, data and settings as a page"
     if not config.is_file():
         yield "isthmus demo", "train and export a small model here, without network"
@@ -43,8 +47,7 @@ def _recipe(config: Path) -> str:
     return "sft"
 
 
-def _runs(folder: Path) -> list[Path]:
-    """The newest run folder with an exported model."""
-    runs = [path.parent for pattern in ("*/hf", "runs/*/hf") for path in folder.glob(pattern)]
-    runs = [run for run in runs if (run / "config.yaml").is_file()]
-    return sorted(runs, key=lambda run: (run / "config.yaml").stat().st_mtime)[-1:]
+def _newest_run(folder: Path) -> Path | None:
+    configs = [path for pattern in ("*/config.yaml", "runs/*/config.yaml") for path in folder.glob(pattern)]
+    runs = [path.parent for path in configs if (path.parent / "hf").is_dir() or (path.parent / "checkpoints").is_dir()]
+    return max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime, default=None)

@@ -30,3 +30,10 @@ def test_the_last_run_is_talked_to(tmp_path: Path) -> None:
         (tmp_path / name / "hf").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("recipe: sft\n")
     assert "isthmus chat 'runs/my b'" in next_steps(tmp_path)
+
+
+def test_a_run_that_stopped_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("recipe: kto\n")
+    text = next_steps(tmp_path)
+    assert "isthmus kto runs/a/config.yaml --out runs/a" in text and "isthmus chat" not in text
