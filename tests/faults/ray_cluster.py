@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ def ray_cluster(folder: Path, *, cpus: int, **extra: str) -> Iterator[dict[str, 
                             subprocess.Popen(words, env=variables, stdout=output, stderr=output, start_new_session=True)
                         )
                     time.sleep(0.2)
+        _wait_for_port(dashboard)  # it listens some seconds after the nodes
         yield {name: value for name, value in variables.items() if name.startswith("RAY_")}
     finally:
         # Daemons of Ray are in sessions of their own; the folder of the cluster is in their commands.
@@ -66,6 +68,15 @@ def ray_cluster(folder: Path, *, cpus: int, **extra: str) -> Iterator[dict[str, 
         for process in {*parents, *_with_folder(folder)}:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
+
+
+def _wait_for_port(port: int, timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return
+        assert time.monotonic() < end, f"nothing listens on port {port} after {timeout_s:.0f} s"
+        time.sleep(0.2)
 
 
 def _processes(pid: int) -> list[psutil.Process]:
