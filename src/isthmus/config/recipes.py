@@ -20,6 +20,7 @@ class LearningRate:
 
 
 _FULL = LearningRate(2e-5, 0.03, "as in Stanford Alpaca; also the default of TRL")
+_SMALL = LearningRate(1e-3, 0.1, "as in SmolLM2-135M and 360M of the alignment-handbook")
 _ADAPTERS = LearningRate(2e-4, 0.03, "as in QLoRA (arXiv 2305.14314), ten times the one of full fine-tuning")
 _ALIGNMENT = LearningRate(5e-7, 0.1, "as in Zephyr-7B of the alignment-handbook")
 _ALIGNMENT_ADAPTERS = LearningRate(5e-6, 0.1, "as in Zephyr-7B (QLoRA) of the alignment-handbook")
@@ -54,6 +55,8 @@ class RecipeSettings:
     adapters: LearningRate = _ADAPTERS
     from_scratch: LearningRate | None = None
     """For random weights; None: ``full``."""
+    small: LearningRate | None = None
+    """What ``isthmus init`` proposes for all weights of a small model; None: ``full``."""
 
     @property
     def takes_documents(self) -> bool:
@@ -73,6 +76,7 @@ RECIPE_SETTINGS: Mapping[RecipeName, RecipeSettings] = {
         help="Fine-tune a model on chats. The loss is on the assistant's answers.",
         splits_chats=True,
         smooths_labels=True,
+        small=_SMALL,
     ),
     "dpo": RecipeSettings(
         short_help="Train a model on preference pairs.",

@@ -20,7 +20,7 @@ from isthmus.recipes.data.data_notes import model_positions
 from isthmus.recipes.dry_run import dry_run
 from isthmus.recipes.model.model_source import open_source, tokenizer_at
 from isthmus.tools.init.data_survey import DataSurvey, survey
-from isthmus.tools.init.layout import batch_size, first_layout, gpus_here
+from isthmus.tools.init.layout import batch_size, first_layout, gpus_here, learning_rate
 from isthmus.tools.init.run_file import ProposedSetting, data_settings, recipe_for, run_file
 from isthmus.tools.planner.planned_gpus import PlannedGpus
 
@@ -89,8 +89,15 @@ def write_first_config(
         if here is not None and not any(setting in chosen for setting in ("train.global_batch_size", "train.steps")):
             planned += batch_size(records, name, int(length.value), here.world_size)
         layout = first_layout(model, source, name, here, planned)
+        rate = learning_rate(source, name, layout.settings, words)
         title = ProposedSetting("model", model)
-    proposal = [ProposedSetting("recipe", name, RECIPE_SETTINGS[name].short_help), title, *of_data, *layout.settings]
+    proposal = [
+        ProposedSetting("recipe", name, RECIPE_SETTINGS[name].short_help),
+        title,
+        *of_data,
+        *layout.settings,
+        *rate,
+    ]
     settings = _sorted([setting for setting in proposal if setting.name not in chosen], chosen)
     nproc = ["--nproc", str(layout.nproc)] if layout.nproc > 1 else []
     command = shlex.join(["isthmus", name, str(path), *nproc])

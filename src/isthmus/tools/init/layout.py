@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isthmus.config.recipes import RecipeName
+from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for, language_config
 from isthmus.hf.model_folder import ModelFolder
@@ -27,6 +27,8 @@ _TRAINED_BYTES = 16
 """Of a parameter on a CPU: float32 weight, gradient and two moments."""
 _USABLE = 0.7
 """Share of the free memory that weights, gradients and optimizer may take; the rest is for activations."""
+_SMALL_MODEL = 500_000_000
+"""Parameters up to which the published learning rates of small models apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,26 @@ def batch_size(survey: DataSurvey, recipe: RecipeName, seq_length: int, ranks: i
         return []
     largest = max(1, int(sequences) // ENOUGH_STEPS)
     return [f"train.global_batch_size={max(ranks, 1 << (largest.bit_length() - 1))}"]
+
+
+def learning_rate(
+    source: ModelFolder, recipe: RecipeName, settings: Sequence[ProposedSetting], words: Sequence[str]
+) -> list[ProposedSetting]:
+    """Learning rate and warm-up of a small model, of which all weights are trained; empty for other runs."""
+    names = [setting.name for setting in settings] + [word.partition("=")[0] for word in words]
+    rate = RECIPE_SETTINGS[recipe].small
+    if rate is None or any(name.startswith(("lora.", "optim.")) for name in names):
+        return []
+    config = language_config(source.config)
+    family = family_for(config)
+    parameters = num_parameters(family, family.to_architecture(config))
+    if parameters > _SMALL_MODEL:
+        return []
+    reason = f"for a model of {parameters / 1e6:,.0f} million parameters, {rate.source}"
+    return [
+        ProposedSetting("optim.lr", rate.lr, reason),
+        ProposedSetting("optim.warmup_fraction", rate.warmup_fraction),
+    ]
 
 
 def _on_cpu(source: ModelFolder, words: Sequence[str]) -> FirstLayout:

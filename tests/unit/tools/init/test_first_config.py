@@ -126,6 +126,19 @@ def test_gpus_have_the_layout_of_the_planner_and_a_batch_for_the_data(model: Pat
     assert load_config("dpo", path, [], {"out": "o"}).parallel.tp == settings["parallel.tp"].value
 
 
+def test_a_small_model_has_the_learning_rate_of_small_models(model: Path, tmp_path: Path) -> None:
+    data = written(tmp_path / "chats.jsonl", [*map(chat, range(9))])
+    rates = {}
+    for name, words in {"all": [], "adapters": ["lora.rank=4"], "pairs": []}.items():
+        records = written(tmp_path / "pairs.jsonl", [*map(pair, range(9))]) if name == "pairs" else data
+        path = tmp_path / f"{name}.yaml"
+        config = write_first_config(
+            path, model=str(model), data=[records], recipe=None, machine=None, words=words, report=lambda line: None
+        )
+        rates[name] = next((setting.value for setting in config.settings if setting.name == "optim.lr"), None)
+    assert rates == {"all": 1e-3, "adapters": None, "pairs": None}
+
+
 def test_adapters_are_proposed_where_all_weights_do_not_fit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
