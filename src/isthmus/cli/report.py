@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from isthmus.cli.options import Debug, Json, Trust
-from isthmus.cli.terminal import show
+from isthmus.cli.terminal import interruptible, note, show
+from isthmus.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,13 @@ class ReportOptions:
         bool,
         typer.Option("--verify", help="Read the exports as a whole, and compare them with their checkpoints."),
     ] = False
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the page to a browser of this machine until Ctrl-C, updated while runs go."),
+    ] = False
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, metavar="N", help="Port of --live; default: a free one.")
+    ] = None
     trust: Trust = False
     debug: Debug = False
     json: Json = False
@@ -35,11 +43,36 @@ def report(options: ReportOptions) -> int:
     """Write one HTML file with curves, data, settings, profile, events and exports of runs.
 
     It needs no network. Several runs are drawn over each other, and their settings compared. A run need not have ended.
+    With --live the page is not written but served, and follows its runs.
     """
+    if options.live:
+        return _serve(options)
+    if options.port is not None:
+        raise UsageError(f"--port {options.port} is the port of --live. Add --live, or omit it.")
     from isthmus.tools.report.write_report import write_report
 
     show(
         write_report(options.runs, options.out, num_samples=options.samples, verify=options.verify),
         as_json=options.json,
     )
+    return 0
+
+
+def _serve(options: ReportOptions) -> int:
+    for name, value in (("--out", options.out), ("--verify", options.verify)):
+        if value:
+            raise UsageError(f"{name} is of a report in a file, and --live writes none. Omit one of them.")
+    from isthmus.tools.report.live_report import LiveReport
+    from isthmus.tools.report.live_server import LiveServer
+
+    with (
+        interruptible(),
+        LiveServer(LiveReport(options.runs, num_samples=options.samples), options.port or 0) as server,
+    ):
+        show(server.address, as_json=options.json)
+        note("Open the url in a browser; on another machine start the ssh command there first. Ctrl-C ends the report.")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the live report has ended; its runs continue.") from None
     return 0

@@ -88,7 +88,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "config": ("isthmus config ls qwen3 lora", "isthmus config show run.yaml --resolved --origin"),
     "data": ("isthmus data view chats.jsonl --tokenizer Qwen/Qwen3-0.6B", "isthmus data view runs/a -n 5"),
     "patch": ("isthmus patch checkpoint-saver --megatron Megatron-LM", "isthmus patch runtime --install"),
-    "report": ("isthmus report runs/a", "isthmus report runs/a runs/b"),
+    "report": ("isthmus report runs/a runs/b", "isthmus report runs/a --live"),
     "bench": ("isthmus bench preset:rocm-table", "isthmus bench run.yaml --nproc 8"),
     "tune": ("isthmus tune run.yaml", "isthmus tune run.yaml --out tune.json"),
     "version": ("isthmus version", "isthmus --version"),

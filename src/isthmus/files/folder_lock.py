@@ -118,6 +118,24 @@ def locked_folder(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def writer_of(folder: Path) -> str | None:
+    """Who writes a folder, from the content of its lock; None without a lock, or if its process has ended.
+
+    Only reads, so a process on another machine counts as running until its lock is removed.
+    """
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        holder = _holder(file)
+    finally:
+        os.close(file)
+    if not holder or (holder.get("host") == socket.gethostname() and not _is_running(holder.get("pid"))):
+        return None
+    return f"since {holder.get('started', '?')} on {holder.get('host', '?')}"
+
+
 def _holder(file: int) -> dict[str, object]:
     with suppress(ValueError, OSError):
         content = json.loads(os.pread(file, 4096, 0))
@@ -131,7 +149,7 @@ def _is_running(pid: object) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const page = JSON.parse(document.getElementById("curves-data").textContent);
+  let page = JSON.parse(document.getElementById("curves-data").textContent);
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const dashes = { training: [], validation: [6, 3], test: [2, 3] };
   const height = 215;
@@ -39,17 +39,21 @@
     ctx.restore();
   }
 
-  function draw(panel, box) {
-    // The mean of a thinned curve is drawn over the range of its values, which is pale.
-    const ranges = panel.curves.filter((curve) => curve.means);
-    const data = uPlot.join([
-      ...ranges.map((curve) => [curve.steps, curve.values]),
+  // The mean of a thinned curve is drawn over the range of its values, which is pale.
+  const ranges = (panel) => panel.curves.filter((curve) => curve.means);
+
+  function aligned(panel) {
+    return uPlot.join([
+      ...ranges(panel).map((curve) => [curve.steps, curve.values]),
       ...panel.curves.map((curve) => (curve.means ? [curve.mean_steps, curve.means] : [curve.steps, curve.values])),
     ]);
-    const pale = ranges.map((curve) => ({ ...look(curve), label: "", class: "range", width: 1, alpha: 0.3, points: { show: false } }));
+  }
+
+  function draw(panel, box) {
+    const pale = ranges(panel).map((curve) => ({ ...look(curve), label: "", class: "range", width: 1, alpha: 0.3, points: { show: false } }));
     const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
     const series = panel.curves.map((curve) => ({
-      label: curve.label, width: curve.means ? 2 : 1.5, ...look(curve), points: { show: curve.steps.length < 40, size: 4 },
+      label: curve.label, width: curve.means ? 2 : 1.5, ...look(curve), points: { show: hasPoints(curve), size: 4 },
       value: (_, value) => number(value) + (value == null ? "" : panel.unit === "%" ? "%" : ""),
     }));
     return new uPlot({
@@ -63,20 +67,59 @@
       hooks: {
         drawClear: [drawEvents],
         setSeries: [(plot, index, change) => {
-          const range = ranges.indexOf(panel.curves[index - 1 - ranges.length]);
+          const range = ranges(panel).indexOf(panel.curves[index - 1 - pale.length]);
           if (range >= 0 && change.show != null) plot.setSeries(1 + range, { show: change.show }, false);
         }],
       },
-    }, data, box);
+    }, aligned(panel), box);
   }
+
+  const hasPoints = (curve) => curve.steps.length < 40;
+  // What draw() needs, without the values.
+  const shape = ({ runs, panels }) => JSON.stringify([runs, panels.map(({ title, unit, curves }) =>
+    [title, unit, curves.map((curve) => [curve.run, curve.part, curve.label, Boolean(curve.means), hasPoints(curve)])])]);
 
   let plots = [];
   function drawAll() {
     for (const plot of plots) plot.destroy();
     plots = page.panels.map((panel, index) => draw(panel, document.getElementById(`plot-${index}`)));
   }
+
+  // The steps that somebody has zoomed to; null if all are visible.
+  function zoom() {
+    const steps = plots[0]?.data[0] ?? [];
+    const { min, max } = plots[0]?.scales.x ?? {};
+    return steps.length > 1 && (min > steps[0] || max < steps[steps.length - 1]) ? { min, max } : null;
+  }
+
+  // For live.js: newer data of the same page.
+  window.reportCurves = {
+    fits: (data) => shape(data) === shape(page),
+    update(data) {
+      const steps = zoom();
+      page = data;
+      plots.forEach((plot, index) => {
+        plot.setData(aligned(page.panels[index]), steps === null);
+        if (steps) plot.setScale("x", steps);
+      });
+    },
+    // After the elements of the plots were replaced.
+    redraw(data) {
+      const steps = zoom();
+      const name = (plot, series) => JSON.stringify([page.panels[plots.indexOf(plot)].title, series.label]);
+      const hidden = new Set(plots.flatMap((plot) => plot.series.filter((series) => !series.show).map((series) => name(plot, series))));
+      page = data;
+      drawAll();
+      for (const plot of plots) {
+        plot.series.forEach((series, index) => {
+          if (series.label && hidden.has(name(plot, series))) plot.setSeries(index, { show: false });
+        });
+        if (steps) plot.setScale("x", steps);
+      }
+    },
+  };
   drawAll();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.reportCurves.redraw(page));
   new ResizeObserver(() => {
     for (const plot of plots) {
       const width = plot.root.parentElement.clientWidth;

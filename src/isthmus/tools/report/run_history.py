@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from isthmus.recipes.run_dir import ENVIRONMENT, RunDir
 from isthmus.train.row_file import parse_row
 
 _LINE_BYTES = 1 << 20
+_RECOGNIZED_BYTES = 256
 _MOST_METRICS = 200
 _MOST_VALUE = 1e300
 _MOST_ROWS = 500
@@ -65,44 +66,72 @@ class RunHistory:
     """What could not be read."""
 
 
-def read_history(root: Path, name: str) -> RunHistory:
-    """Read a run folder; also one whose run has not ended.
+class HistoryReader:
+    """Reads a run folder repeatedly. Of its files of rows, a call of :meth:`read` parses the new rows only."""
 
-    Raises:
-        MissingInput: it is not a run folder, or has no metrics.
-        UsageError: its ``config.yaml`` is invalid, perhaps of another version.
-        DataError: its ``metrics.jsonl`` has no valid row.
-    """
-    folder, path, notes = RunDir(root), root / "metrics.jsonl", list[str]()
-    if not folder.config.is_file():
-        raise MissingInput(f"{root} has no config.yaml, so it is not a run folder. Name the --out of a run.")
-    if not path.is_file():
-        raise MissingInput(f"{path}: no such file. The run has not begun, or the file was not copied.")
-    metrics = _metrics(_rows(path, notes))
-    if not metrics:
-        raise DataError(f"{path} has no row with a step and a number. Is it the file of a run?")
-    error = ""
-    with suppress(OSError, DataError):
-        error = read_bytes(root / "error.txt").decode("utf-8", "replace").strip().rpartition("\n")[2]
-    environment: Any = {}
-    try:
-        environment = read_json(root / ENVIRONMENT) if (root / ENVIRONMENT).is_file() else {}
-    except (DataError, OSError) as problem:
-        notes.append(str(problem))
-    events = deque(_rows(root / "events.jsonl", notes), _MOST_ROWS)
-    answers = deque(_rows(root / "samples.jsonl", notes), _MOST_ROWS)
-    return RunHistory(
-        name=name,
-        folder=folder,
-        config=load_config(None, folder.config),
-        metrics=metrics,
-        events=list(events),
-        answers=list(answers),
-        environment=environment if isinstance(environment, dict) else {},
-        profiles=[_text(path, notes) for path in _profiles(root)],
-        error=error,
-        notes=notes,
-    )
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+        self._metrics, self._events, self._answers = (
+            RowReader(root / file) for file in ("metrics.jsonl", "events.jsonl", "samples.jsonl")
+        )
+        self._columns = _Columns()
+        self._event_rows = deque[dict[str, Any]](maxlen=_MOST_ROWS)
+        self._answer_rows = deque[dict[str, Any]](maxlen=_MOST_ROWS)
+
+    def read(self) -> RunHistory:
+        """The history until now, also of a run that has not ended.
+
+        Raises:
+            MissingInput: it is not a run folder, or has no metrics.
+            UsageError: its ``config.yaml`` is invalid, perhaps of another version.
+            DataError: its ``metrics.jsonl`` has no valid row.
+        """
+        root, folder, notes = self.root, RunDir(self.root), list[str]()
+        if not folder.config.is_file():
+            raise MissingInput(f"{root} has no config.yaml, so it is not a run folder. Name the --out of a run.")
+        if not self._metrics.path.is_file():
+            path = self._metrics.path
+            raise MissingInput(f"{path}: no such file. The run has not begun, or the file was not copied.")
+        self._read_rows(notes)
+        metrics = self._columns.series()
+        if not metrics:
+            raise DataError(f"{self._metrics.path} has no row with a step and a number. Is it the file of a run?")
+        error = ""
+        with suppress(OSError, DataError):
+            error = read_bytes(root / "error.txt").decode("utf-8", "replace").strip().rpartition("\n")[2]
+        environment: Any = {}
+        try:
+            environment = read_json(root / ENVIRONMENT) if (root / ENVIRONMENT).is_file() else {}
+        except (DataError, OSError) as problem:
+            notes.append(str(problem))
+        notes += [note for reader in (self._events, self._answers) for note in reader.notes()]
+        return RunHistory(
+            name=self.name,
+            folder=folder,
+            config=load_config(None, folder.config),
+            metrics=metrics,
+            events=list(self._event_rows),
+            answers=list(self._answer_rows),
+            environment=environment if isinstance(environment, dict) else {},
+            profiles=[_text(path, notes) for path in _profiles(root)],
+            error=error,
+            notes=notes,
+        )
+
+    def _read_rows(self, notes: list[str]) -> None:
+        if self._metrics.restart_if_replaced():
+            self._columns = _Columns()
+        self._columns.add(self._metrics.new_rows())
+        notes += self._metrics.notes()
+        for reader, rows in ((self._events, self._event_rows), (self._answers, self._answer_rows)):
+            if reader.restart_if_replaced():
+                rows.clear()
+            rows.extend(reader.new_rows())
+
+
+def read_history(root: Path, name: str) -> RunHistory:
+    """Read a run folder once, see :meth:`HistoryReader.read`."""
+    return HistoryReader(root, name).read()
 
 
 def _profiles(root: Path) -> list[Path]:
@@ -118,50 +147,94 @@ def _text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The intact rows with a step; other lines are counted in ``notes``. The last may be incomplete."""
-    if not path.is_file():
-        return
-    check_regular(path)
-    bad = 0
-    with path.open("rb") as file:
-        while line := file.readline(_LINE_BYTES):
-            try:
-                row = parse_row(line.removesuffix(b"\n"))
-            except ValueError:
-                bad += line.endswith(b"\n") or len(line) == _LINE_BYTES
-                continue
-            if type(row.get("step")) is int and 0 <= row["step"] < 1 << 53:
-                yield row
-            else:
-                bad += 1
-    if bad:
-        notes.append(f"{path.name}: {bad:,} lines are not rows of a run and are left out")
+class RowReader:
+    """Reads the intact rows with a step of a file that grows, or is replaced when its run is resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+        """Bytes that were read."""
+        self._last_bytes = b""
+        """The bytes before this position, by which the same file is recognized: rows have times and checksums."""
+        self._bad_lines = 0
+
+    def restart_if_replaced(self) -> bool:
+        """Whether the file is not a continuation of what was read, so that :meth:`new_rows` reads it from the start."""
+        if not self._position:
+            return False
+        with suppress(OSError), self.path.open("rb") as file:
+            file.seek(self._position - len(self._last_bytes))
+            if file.read(len(self._last_bytes)) == self._last_bytes:
+                return False
+        self._position, self._last_bytes, self._bad_lines = 0, b"", 0
+        return True
+
+    def new_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows since the last call. An incomplete last line is read again by the next call."""
+        if not self.path.is_file():
+            return
+        check_regular(self.path)
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            while line := file.readline(_LINE_BYTES):
+                is_complete = line.endswith(b"\n") or len(line) == _LINE_BYTES
+                row = _parsed(line)
+                if is_complete or row is not None:
+                    self._position += len(line)
+                    self._last_bytes = (self._last_bytes + line)[-_RECOGNIZED_BYTES:]
+                if row is not None:
+                    yield row
+                elif is_complete and line != b"\n":
+                    self._bad_lines += 1
+
+    def notes(self) -> list[str]:
+        """A note about lines that are not rows."""
+        if not self._bad_lines:
+            return []
+        return [f"{self.path.name}: {self._bad_lines:,} lines are not rows of a run and are left out"]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None if it is damaged, or has no step."""
+    try:
+        row = parse_row(line.removesuffix(b"\n"))
+    except ValueError:
+        return None
+    return row if type(row.get("step")) is int and 0 <= row["step"] < 1 << 53 else None
 
 
 _EARLIER_NAMES = {"learned_tokens": "loss_tokens"}
 """Keys of metrics.jsonl that have another name now."""
 
 
-def _metrics(rows: Iterator[dict[str, Any]]) -> dict[str, Series]:
-    columns: dict[str, tuple[array[int], array[float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            key = _EARLIER_NAMES.get(name, name)
-            if key == "step" or not (value is None or type(value) in (int, float)):
-                continue
-            if key not in columns and len(columns) >= _MOST_METRICS:
-                continue
-            steps, values = columns.setdefault(key, (array("q"), array("d")))
-            steps.append(row["step"])
-            values.append(_float(value))
-    metrics = {}
-    for key, (steps, values) in columns.items():
-        in_order = np.argsort(np.frombuffer(steps, dtype=np.int64), kind="stable")
-        series = Series(np.frombuffer(steps, dtype=np.int64)[in_order], np.frombuffer(values)[in_order])
-        if np.isfinite(series.values).any():
-            metrics[key] = series
-    return metrics
+class _Columns:
+    """Numbers of rows by key."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            for name, value in row.items():
+                key = _EARLIER_NAMES.get(name, name)
+                if key == "step" or not (value is None or type(value) in (int, float)):
+                    continue
+                if key not in self._columns and len(self._columns) >= _MOST_METRICS:
+                    continue
+                steps, values = self._columns.setdefault(key, (array("q"), array("d")))
+                steps.append(row["step"])
+                values.append(_float(value))
+
+    def series(self) -> dict[str, Series]:
+        """The series with a finite value, in the order of the steps."""
+        metrics = {}
+        for key, (steps, values) in self._columns.items():
+            all_steps = np.array(steps, dtype=np.int64)
+            in_order = np.argsort(all_steps, kind="stable")
+            series = Series(all_steps[in_order], np.array(values)[in_order])
+            if np.isfinite(series.values).any():
+                metrics[key] = series
+        return metrics
 
 
 def _float(value: float | None) -> float:
