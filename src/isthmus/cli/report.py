@@ -12,6 +12,9 @@ from isthmus.cli.options import Debug, Json, Trust
 from isthmus.cli.terminal import interruptible, note, show
 from isthmus.errors import UsageError
 
+_INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
@@ -74,5 +77,5 @@ def _serve(options: ReportOptions) -> int:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("the live report has ended; its runs continue.") from None
-    return 0
+            note("The live report has ended. Its runs are not affected.")
+    return _INTERRUPTED

@@ -119,7 +119,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def writer_of(folder: Path) -> str | None:
-    """Who writes a folder, from the content of its lock; None without a lock, or if its process has ended.
+    """The host of the process that writes a folder, from its lock; None without a lock, or if the process has ended.
 
     Only reads, so a process on another machine counts as running until its lock is removed.
     """
@@ -133,7 +133,7 @@ def writer_of(folder: Path) -> str | None:
         os.close(file)
     if not holder or (holder.get("host") == socket.gethostname() and not _is_running(holder.get("pid"))):
         return None
-    return f"since {holder.get('started', '?')} on {holder.get('host', '?')}"
+    return str(holder.get("host", "?"))
 
 
 def _holder(file: int) -> dict[str, object]:

@@ -113,7 +113,7 @@
     const before = top?.getBoundingClientRect().top;
     const result = change();
     const same = top && document.getElementById(top.id);
-    if (same && before <= 0) scrollBy({ top: same.getBoundingClientRect().top - before, behavior: "instant" });
+    if (same && scrollY > 0) scrollBy({ top: same.getBoundingClientRect().top - before, behavior: "instant" });
     return result;
   }
 

@@ -83,7 +83,9 @@ class LiveReport:
                 shown.append(run.read(len(shown)))
                 states.append(_state(shown[-1].history))
             except (IsthmusError, OSError) as problem:
-                waiting.append((run.reader.name, str(problem)))
+                root = run.reader.root
+                waits = f"{root} does not exist. The page shows the run when it has begun."
+                waiting.append((run.reader.name, str(problem) if root.exists() else waits))
         return render_page(shown, panels([run.history for run in shown]), LiveState(states, waiting))
 
 
@@ -107,13 +109,14 @@ class _LiveRun:
 
 def _state(history: RunHistory) -> dict[str, str]:
     """Facts of the summary that only a live page has."""
-    writer = writer_of(history.folder.root)
-    times = history.metrics.get("time_s")
-    newest = "-"
+    host = writer_of(history.folder.root)
+    times, newest = history.metrics.get("time_s"), "-"
     if times is not None:
         with suppress(ValueError, OverflowError, OSError):  # no time
-            newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(times.last))
-    return {"state": "not running" if writer is None else f"running {writer}"[:100], "newest row": newest}
+            at = time.localtime(times.last)
+            is_today = at[:3] == time.localtime()[:3]
+            newest = time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", at)
+    return {"state": "not running" if host is None else f"running on {host[:40]}", "newest row": newest}
 
 
 def _other_stamps(root: Path) -> Iterator[Stamp]:

@@ -20,22 +20,23 @@ class Browser:
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._out, self._in = to_browser, os.fdopen(from_browser, "rb", buffering=0)
-        self._number, self._rest, self._session = 0, b"", None
+        self._number, self._rest, self._session, self._page = 0, b"", None, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
-    def open(self, file: Path, *, width: int, dark: bool = False) -> None:
-        """Load a local file in a window of ``width`` pixels; returns when its scripts have run."""
+    def open(self, page: Path | str, *, width: int, dark: bool = False) -> None:
+        """Load a local file, or a page of this machine, ``width`` pixels wide; returns when its scripts have run."""
         self.events.clear()
+        self._page = page.resolve().as_uri() if isinstance(page, Path) else page
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=self._page)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 
@@ -45,12 +46,15 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def screenshot(self, file: Path) -> None:
-        """The whole page as PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+    def screenshot(self, file: Path, *, height: int | None = None) -> None:
+        """The whole page as PNG, or the upper part of it."""
+        size = self.ask("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": height or size[1], "scale": 1}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(shot["data"]))
 
     def problems(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and requests other than of local files."""
+        """Errors and warnings of the console, exceptions, and requests other than of local files and of the page."""
         self.ask("new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve, 50)))")
         results = []
         for event in self.events:
@@ -59,8 +63,9 @@ class Browser:
                 results.append(json.dumps(details))
             elif method == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
                 results.append(json.dumps(details["args"]))
-            elif method == "Network.requestWillBeSent" and not details["request"]["url"].startswith(("file:", "data:")):
-                results.append(details["request"]["url"])
+            elif method == "Network.requestWillBeSent":
+                url = details["request"]["url"]
+                results += [] if url.startswith(("file:", "data:")) or url == self._page else [url]
         return results
 
     def call(self, method: str, **parameters: Any) -> Any:
@@ -89,10 +94,11 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser without network; ``profile`` is an empty folder."""
+    """A browser that reaches only this machine; ``profile`` is an empty folder."""
     (child_in, to_browser), (from_browser, child_out) = os.pipe(), os.pipe()
+    hosts = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
     flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --hide-scrollbars"
-    command = f'exec "$0" {flags} --host-resolver-rules="MAP * ~NOTFOUND" --user-data-dir="$1" --remote-debugging-pipe'
+    command = f'exec "$0" {flags} --host-resolver-rules="{hosts}" --user-data-dir="$1" --remote-debugging-pipe'
     process = subprocess.Popen(
         ["bash", "-c", f"{command} 3<&{child_in} 4>&{child_out}", str(CHROMIUM), str(profile)],
         pass_fds=(child_in, child_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
