@@ -34,11 +34,11 @@ from isthmus.train.metrics import StepMetrics  # noqa: E402
 from unit.tools.report.browser import browser  # noqa: E402
 
 IMAGES = REPOSITORY / "docs" / "images"
-STEPS = 200
-LEARNING_RATES = ("4e-3", "5e-4")
+STEPS = 120
+LEARNING_RATES = ("4e-3", "2e-4")
 COLUMNS = 100
-LIVE_STEP, LIVE_LINES = 118, 14
-REPORT_WIDTH, REPORT_HEIGHT = 1440, 1000
+LIVE_STEP, LIVE_LINES = 66, 14
+REPORT_WIDTH = 1440
 COLOURS = 128
 
 
@@ -50,14 +50,17 @@ def train(demo: Path, lr: str) -> Path:
     out.parent.mkdir(exist_ok=True)
     questions = (demo / "valid-chats.jsonl").read_text().splitlines()[:3]
     (out.parent / "prompts.jsonl").write_text("\n".join(questions) + "\n")
-    command = [sys.executable, "-m", "isthmus", "sft", "--model", str(demo / "pretrain" / "hf"), "--out", str(out)]
-    command += ["--data", str(demo / "chats.jsonl"), f"data.valid_files={demo / 'valid-chats.jsonl'}"]
+    # Relative paths, since the pictures show them.
+    command = [sys.executable, "-m", "isthmus", "sft", "--model", "pretrain/hf", "--out", str(out.relative_to(demo))]
+    command += ["--data", "chats.jsonl", "data.valid_files=valid-chats.jsonl"]
     command += ["data.seq_length=256", "train.precision=fp32", "train.global_batch_size=4", "optim.warmup_steps=10"]
-    command += [f"optim.lr={lr}", f"train.steps={STEPS}", "train.eval_every=20", "checkpoint.every=100"]
-    command += ["eval.generate=true", f"eval.prompts={out.parent / 'prompts.jsonl'}", "eval.max_new_tokens=16"]
+    command += [f"optim.lr={lr}", f"train.steps={STEPS}", "train.eval_every=20", "checkpoint.every=50"]
+    command += ["eval.generate=true", "eval.prompts=pictures/prompts.jsonl", "eval.max_new_tokens=16"]
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     with (out.parent / f"output-{lr}.txt").open("w") as output:
-        subprocess.run(command, stdout=output, stderr=output, check=True, env=os.environ | {"PYTHONPATH": path})
+        subprocess.run(
+            command, stdout=output, stderr=output, check=True, cwd=demo, env=os.environ | {"PYTHONPATH": path}
+        )
     return out
 
 
@@ -96,16 +99,18 @@ def bar_of(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Any:
     return bar
 
 
-def draw_report(runs: list[Path]) -> None:
+def draw_report(demo: Path, runs: list[Path]) -> None:
     """The top of the report of two runs, light and dark."""
     with tempfile.TemporaryDirectory() as folder:
         page_file = Path(folder) / "report.html"
+        os.chdir(demo)
         write_report(runs, page_file)
         with browser(Path(folder) / "profile") as page:
             for name, is_dark in (("report.png", False), ("report-dark.png", True)):
                 page.open(page_file, width=REPORT_WIDTH, dark=is_dark)
                 assert page.problems() == []
-                page.screenshot(IMAGES / name, height=REPORT_HEIGHT)
+                bottom = page.ask("document.querySelectorAll('.panels')[1].getBoundingClientRect().bottom")
+                page.screenshot(IMAGES / name, height=round(bottom) + 20)
                 with Image.open(IMAGES / name) as image:
                     image.convert("RGB").quantize(COLOURS).save(IMAGES / name, optimize=True)
 
@@ -114,7 +119,7 @@ def main() -> None:
     demo = Path(sys.argv[1]).resolve()
     runs = [train(demo, lr) for lr in LEARNING_RATES]
     draw_live(runs[0], demo / "pictures" / f"output-{LEARNING_RATES[0]}.txt")
-    draw_report(runs)
+    draw_report(demo, runs)
 
 
 if __name__ == "__main__":

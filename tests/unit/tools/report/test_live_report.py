@@ -29,7 +29,7 @@ from isthmus.tools.report.live_report import LiveReport
 from isthmus.tools.report.live_server import LiveServer
 from isthmus.tools.report.run_history import HistoryReader, RowReader
 from isthmus.train.row_file import RowFile
-from unit.tools.report.browser import CHROMIUM, browser
+from unit.tools.report.browser import CHROMIUM, Browser, browser
 from unit.tools.report.runs import HOSTILE, STEPS, make_run, step_row
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -101,6 +101,17 @@ def contents(root: Path) -> dict[str, tuple[int, int]]:
     """Size and time of all files and folders."""
     paths = [root, *root.rglob("*")]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+def zoom_in(page: Browser) -> None:
+    """Drag the mouse over the middle half of the first plot."""
+    page.ask("document.querySelector('.uplot').scrollIntoView({ behavior: 'instant', block: 'center' })")
+    x, y, width = page.ask(
+        "(({ x, y, width }) => [x, y, width])(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    for kind, share in (("Pressed", 0.25), ("Moved", 0.5), ("Moved", 0.75), ("Released", 0.75)):
+        mouse = {"x": x + share * width, "y": y + 50, "button": "left", "buttons": 1, "clickCount": 1}
+        page.call("Input.dispatchMouseEvent", type=f"mouse{kind}", **mouse)
 
 
 def steps_of(page: bytes, run: int = 0) -> list[int]:
@@ -276,6 +287,10 @@ def test_a_browser_follows_a_run_without_losing_its_place(growing: RunDir, finis
             page.ask("document.querySelectorAll('details').forEach((box) => { box.open = !box.open; })")
             page.ask("document.querySelector('.uplot').marked = true")
             page.ask("document.querySelector('#summary .scroll').scrollLeft = 70")
+            page.ask("document.querySelector('.u-legend .u-series:last-child th').click()")  # hides its curve
+            zoom_in(page)
+            drawn = "document.querySelector('.uplot canvas').toDataURL()"
+            zoomed = page.ask(drawn)
             page.ask("document.querySelector('#samples h2').scrollIntoView({ behavior: 'instant' })")
             opened = page.ask("[...document.querySelectorAll('details')].map((box) => box.open)")
             place = "document.querySelector('#samples h2').getBoundingClientRect().top"
@@ -287,10 +302,13 @@ def test_a_browser_follows_a_run_without_losing_its_place(growing: RunDir, finis
             assert page.ask("[...document.querySelectorAll('details')].map((box) => box.open)") == opened
             assert abs(page.ask(place) - before) <= 1 and page.ask("scrollY") > 1000
             assert page.ask("document.querySelector('#summary .scroll').scrollLeft") == 70
-            assert page.ask("document.querySelector('.uplot').marked")  # the plots were not drawn anew
+            assert page.ask("document.querySelector('.uplot').marked")  # the plots were not built anew
+            assert page.ask(drawn) == zoomed
             assert page.ask("document.getElementById('live').textContent") == "live"
             with (growing.root / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 50, "valid_new": 1.0}\n')
             wait_for(lambda: page.ask("document.querySelectorAll('figure .uplot canvas').length") == plots + 1)
+            assert not page.ask("document.querySelector('.uplot').marked")
+            assert page.ask("document.querySelectorAll('.u-legend .u-off').length") == 1
             assert page.problems() == []
         wait_for(lambda: "does not answer" in page.ask("document.getElementById('live').textContent"))
