@@ -57,6 +57,7 @@ def train(demo: Path, lr: str) -> Path:
     command += [f"optim.lr={lr}", f"train.steps={STEPS}", "train.eval_every=20", "checkpoint.every=50"]
     command += ["eval.generate=true", "eval.prompts=pictures/prompts.jsonl", "eval.max_new_tokens=16"]
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
     with (out.parent / f"output-{lr}.txt").open("w") as output:
         subprocess.run(
             command, stdout=output, stderr=output, check=True, cwd=demo, env=os.environ | {"PYTHONPATH": path}

@@ -25,7 +25,7 @@ from isthmus.files.folder_lock import locked_folder, writer_of
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
 from isthmus.recipes.run_dir import RunDir
-from isthmus.tools.report.live_report import LiveReport
+from isthmus.tools.report.live_report import LivePage, LiveReport
 from isthmus.tools.report.live_server import LiveServer
 from isthmus.tools.report.run_history import HistoryReader, RowReader
 from isthmus.train.row_file import RowFile
@@ -61,7 +61,7 @@ def add_rows(run: RunDir, *steps: int, anew: bool = False, scale: float = 1.0) -
     path = run.root / "metrics.jsonl"
     if anew:
         path.unlink(missing_ok=True)
-    file = RowFile(path, start=0 if anew else STEPS, warn=print)
+    file = RowFile(path, start=0 if anew else 1 << 40, warn=print)
     for step in steps:
         file.add([step_row(step, scale) | {"time_s": time.time()}])
     file.close()
@@ -181,6 +181,36 @@ def test_runs_that_begin_grow_and_disappear_are_followed(growing: RunDir, finish
         wait_for(lambda: b"late is not shown" in ask(server)[2])
         assert b"curves-data" in ask(server)[2] and b"<figure" not in ask(server)[2]
     assert contents(finished.root) == before
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_new_row_of_a_long_run_costs_a_small_part_of_all_rows(growing: RunDir) -> None:
+    """With ``pytest -s`` the times of decision 98."""
+    cost_s: dict[str, float] = {}
+
+    def page_of(what: str) -> LivePage:
+        report._next_s = 0.0  # without the pause
+        start_s = time.process_time()
+        page = report.page()
+        cost_s[what] = time.process_time() - start_s
+        return page
+
+    for steps in (500, 100_000):
+        rows = [step_row(20, 1.0) | {"step": step, "loss": 1 + step % 97} for step in range(1, steps + 1)]
+        (growing.root / "metrics.jsonl").unlink()
+        file = RowFile(growing.root / "metrics.jsonl", start=0, warn=print)
+        file.add(rows)
+        file.close()
+        report = LiveReport([growing.root])
+        page_of(f"first page of {steps:,} steps")
+        add_rows(growing, steps + 1)
+        page = page_of(f"new row of {steps:,} steps")
+        assert page_of(f"unchanged folder of {steps:,} steps") is page and page.version == 2
+        print(f"{steps:,} steps: {len(page.content):,} bytes, {len(page.compressed):,} in gzip")
+    print({what: round(seconds, 4) for what, seconds in cost_s.items()})
+    assert cost_s["new row of 100,000 steps"] < cost_s["first page of 100,000 steps"] / 5
+    assert cost_s["unchanged folder of 100,000 steps"] < cost_s["new row of 500 steps"] / 2
 
 
 def test_an_unchanged_page_is_not_sent_again(growing: RunDir) -> None:
