@@ -48,8 +48,9 @@ def train(demo: Path, lr: str) -> Path:
     if (out / "hf").is_dir():
         return out
     out.parent.mkdir(exist_ok=True)
-    questions = (demo / "valid-chats.jsonl").read_text().splitlines()[:3]
-    (out.parent / "prompts.jsonl").write_text("\n".join(questions) + "\n")
+    chats = [json.loads(line)["messages"] for line in (demo / "valid-chats.jsonl").read_text().splitlines()]
+    questions = [{"prompt": chat[0]["content"]} for chat in chats[::100]]
+    (out.parent / "prompts.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     # Relative paths, since the pictures show them.
     command = [sys.executable, "-m", "isthmus", "sft", "--model", "pretrain/hf", "--out", str(out.relative_to(demo))]
     command += ["--data", "chats.jsonl", "data.valid_files=valid-chats.jsonl"]
@@ -59,9 +60,7 @@ def train(demo: Path, lr: str) -> Path:
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     with (out.parent / f"output-{lr}.txt").open("w") as output:
-        subprocess.run(
-            command, stdout=output, stderr=output, check=True, cwd=demo, env=os.environ | {"PYTHONPATH": path}
-        )
+        subprocess.run(command, stdout=output, stderr=output, check=True, cwd=demo, env=environment)
     return out
 
 
@@ -70,7 +69,7 @@ def draw_live(run: Path, output: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row and row["step"] <= LIVE_STEP]
     lines = output.read_text().splitlines()
-    last = next(index for index, line in enumerate(lines) if re.match(rf"step {LIVE_STEP}/", line))
+    last = next(index for index, line in enumerate(lines) if re.match(rf"step +{LIVE_STEP}/", line))
     terminal = RichConsole(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
     for line in lines[last + 1 - LIVE_LINES : last + 1]:
         terminal.print(Text(line), soft_wrap=True)
