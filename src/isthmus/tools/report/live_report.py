@@ -76,8 +76,7 @@ class LiveReport:
         return [run.reader.name for run in self._runs if not (run.reader.root / "metrics.jsonl").is_file()]
 
     def _render(self) -> bytes:
-        shown, waiting = list[PageRun](), list[tuple[str, str]]()
-        states = []
+        shown, states, waiting = list[PageRun](), list[dict[str, str]](), list[tuple[str, str]]()
         for run in self._runs:
             try:
                 shown.append(run.read(len(shown)))

@@ -67,7 +67,7 @@ class LiveServer(ThreadingMixIn, TCPServer):
         self.report = report
         self.path = f"/{secrets.token_urlsafe(_TOKEN_BYTES)}"
         try:
-            super().__init__((_LOOPBACK, port), _Request)
+            super().__init__((_LOOPBACK, port), _LiveRequest)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise OutputInUse(f"--port {port} is in use on this machine. Name another one, or omit it.") from None
@@ -89,7 +89,7 @@ class LiveServer(ThreadingMixIn, TCPServer):
             super().handle_error(request, client_address)
 
 
-class _Request(BaseHTTPRequestHandler):
+class _LiveRequest(BaseHTTPRequestHandler):
     server: LiveServer
     timeout = 10.0
     """Seconds for which a connection may be silent."""

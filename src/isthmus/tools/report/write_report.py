@@ -11,7 +11,7 @@ from isthmus.errors import UsageError, disk_errors
 from isthmus.files.atomic_write import write_atomic
 from isthmus.tools.report.curves import panels
 from isthmus.tools.report.data_summary import data_summary
-from isthmus.tools.report.report_page import page_run, render_page, run_names
+from isthmus.tools.report.report_page import PageRun, page_run, render_page, run_names
 from isthmus.tools.report.run_history import read_history
 
 
@@ -55,7 +55,7 @@ def write_report(
     out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out} is an HTML file, so its name ends in .html. Name another file.")
-    runs = []
+    runs = list[PageRun]()
     for folder, name in zip(folders, run_names(folders), strict=True):
         history = read_history(folder, name)
         data = data_summary(history.folder, history.config, num_samples)

@@ -213,6 +213,7 @@ def test_a_new_row_of_a_long_run_costs_a_small_part_of_all_rows(growing: RunDir)
     assert cost_s["unchanged folder of 100,000 steps"] < cost_s["new row of 500 steps"] / 2
 
 
+@pytest.mark.slow
 def test_an_unchanged_page_is_not_sent_again(growing: RunDir) -> None:
     with served(growing) as server:
         _, headers, page = ask(server, Accept_Encoding="gzip, deflate")
@@ -225,6 +226,7 @@ def test_an_unchanged_page_is_not_sent_again(growing: RunDir) -> None:
         wait_for(lambda: ask(server, If_None_Match=headers["etag"])[0] == 200)
 
 
+@pytest.mark.slow
 def test_requests_need_the_token_and_the_name_of_this_machine(growing: RunDir) -> None:
     with served(growing) as server:
         port, path = server.server_address[1], server.path
@@ -252,6 +254,7 @@ def test_requests_need_the_token_and_the_name_of_this_machine(growing: RunDir) -
             LiveServer(server.report, port)
 
 
+@pytest.mark.slow
 def test_a_run_is_running_while_a_process_locks_its_folder(growing: RunDir) -> None:
     assert writer_of(growing.root) is None
     with locked_folder(growing.root):
@@ -282,6 +285,7 @@ def test_options_that_do_not_fit_are_errors(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_report(growing: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     before, status = contents(growing.root.parent), []
 
