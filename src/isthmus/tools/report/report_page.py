@@ -93,7 +93,12 @@ def page_run(number: int, history: RunHistory, data: DataSummary, *, verify: boo
     """The run with checks of its exports; ``verify`` reads the exports as a whole."""
     last = history.answers[-1]["step"] if history.answers else 0
     answers = [
-        {key: _clipped(row.get(key, "")) for key in ("step", "prompt", "answer")}
+        {
+            "step": str(row["step"]),
+            "prompt": _clipped(row.get("prompt", "")),
+            "answer": _clipped(row.get("answer", row.get("completion", ""))),
+            "reward": _number(row.get("reward", "")),
+        }
         for row in history.answers
         if row["step"] == last
     ]
@@ -218,6 +223,10 @@ def _events(runs: Sequence[PageRun]) -> list[dict[str, Any]]:
 def _environment(runs: Sequence[RunHistory]) -> dict[str, list[str]]:
     names = dict.fromkeys(str(name) for run in runs for name in run.environment)
     return {name: [_clipped(run.environment.get(name, "")) for run in runs] for name in names}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _clipped(value)
 
 
 def _clipped(value: Any) -> str:

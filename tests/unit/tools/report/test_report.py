@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,7 +24,7 @@ from isthmus.tools.report.curves import panels, thinned
 from isthmus.tools.report.run_history import RunHistory, Series, read_history
 from isthmus.tools.report.write_report import write_report
 from unit.tools.report.browser import CHROMIUM, browser
-from unit.tools.report.runs import HOSTILE, STEPS, make_run
+from unit.tools.report.runs import HOSTILE, STEPS, make_run, write_lines
 
 PANELS = 12
 
@@ -188,6 +189,22 @@ def test_text_without_utf8_and_a_hostile_manifest_are_no_bugs(tokenizer: Path, t
         (note,) = {note.partition(": ")[2].replace("data: ", "") for note in write_report([run.root]).notes}
         assert "not a manifest of indexed files" in note or "unknown settings of chats" in note
     assert "?" in (run.root / "report.html").read_text()
+
+
+def test_rewarded_answers_are_shown(runs: list[RunDir], tmp_path: Path) -> None:
+    shutil.copytree(runs[0].root, tmp_path / "run")
+    rows = [
+        {"step": 60, "prompt": "1 + 1", "completion": text, "reward": reward}
+        for text, reward in (("2", 1.0), ("3", 1 / 3))
+    ]
+    write_lines(tmp_path / "run" / "samples.jsonl", rows)
+    write_report([tmp_path / "run"], num_samples=0)
+    text = (tmp_path / "run" / "report.html").read_text().partition('id="answers"')[2].partition("</table>")[0]
+    assert re.findall("<t[hd](?: [^>]*)?>([^<]*)<", text) == [
+        *("step", "prompt", "answer", "reward"),
+        *("60", "1 + 1", "2", "1"),
+        *("60", "1 + 1", "3", "0.3333"),
+    ]
 
 
 @pytest.mark.slow
