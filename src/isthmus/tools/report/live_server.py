@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-from isthmus.errors import OutputInUse, UsageError
+from isthmus.errors import UsageError
 from isthmus.tools.report.live_report import LiveReport
 
 _LOOPBACK = "127.0.0.1"
@@ -61,8 +61,7 @@ class LiveServer(ThreadingMixIn, TCPServer):
         """``port``: 0 is a free one.
 
         Raises:
-            OutputInUse: another process listens on the port.
-            UsageError: the port is reserved for the system.
+            UsageError: another process listens on the port, or it is reserved for the system.
         """
         self.report = report
         self.path = f"/{secrets.token_urlsafe(_TOKEN_BYTES)}"
@@ -70,7 +69,7 @@ class LiveServer(ThreadingMixIn, TCPServer):
             super().__init__((_LOOPBACK, port), _LiveRequest)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise OutputInUse(f"--port {port} is in use on this machine. Name another one, or omit it.") from None
+                raise UsageError(f"--port {port} is in use on this machine. Name another one, or omit it.") from None
             if error.errno in (errno.EACCES, errno.EPERM):
                 raise UsageError(f"--port {port}: {error.strerror}. Name one of 1024 or above, or omit it.") from None
             raise

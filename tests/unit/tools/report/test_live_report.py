@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.errors import OutputInUse, UsageError
+from isthmus.errors import UsageError
 from isthmus.files.folder_lock import locked_folder, writer_of
 from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import save_tokenizer
@@ -250,7 +250,7 @@ def test_requests_need_the_token_and_the_name_of_this_machine(growing: RunDir) -
             assert raw.recv(1000).startswith(b"Bad request")
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=1):  # loopback, not bound
             pass
-        with pytest.raises(OutputInUse, match=f"--port {port} is in use"):
+        with pytest.raises(UsageError, match=f"--port {port} is in use"):
             LiveServer(server.report, port)
 
 
