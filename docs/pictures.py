@@ -43,7 +43,7 @@ COLOURS = 128
 
 
 def train(demo: Path, lr: str) -> Path:
-    """The folder of a run; its output is ``output.txt`` beside it."""
+    """The folder of a run; what it prints is in the folder above."""
     out = demo / "pictures" / f"lr-{lr}"
     if (out / "hf").is_dir():
         return out

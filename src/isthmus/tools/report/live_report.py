@@ -79,8 +79,9 @@ class LiveReport:
         shown, states, waiting = list[PageRun](), list[dict[str, str]](), list[tuple[str, str]]()
         for run in self._runs:
             try:
-                shown.append(run.read(len(shown)))
-                states.append(_state(shown[-1].history))
+                newest = run.read(len(shown))
+                states.append(_state(newest.history))
+                shown.append(newest)
             except (IsthmusError, OSError) as problem:
                 root = run.reader.root
                 waits = f"{root} does not exist. The page shows the run when it has begun."

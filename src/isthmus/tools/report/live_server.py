@@ -90,8 +90,8 @@ class LiveServer(ThreadingMixIn, TCPServer):
 
 class _LiveRequest(BaseHTTPRequestHandler):
     server: LiveServer
-    timeout = 10.0
-    """Seconds for which a connection may be silent."""
+    timeout = 30.0
+    """Seconds in which a request has to arrive, and in which its answer has to be sent."""
 
     def do_GET(self) -> None:
         self._answer()

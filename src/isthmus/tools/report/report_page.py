@@ -72,7 +72,7 @@ class LiveState:
     """What a page that is served shows besides the report."""
 
     states: Sequence[Mapping[str, str]]
-    """Of each run that is shown: facts for the summary."""
+    """Facts for the summary, by run that is shown."""
     waiting: Sequence[tuple[str, str]]
     """(name, reason) of runs that cannot be read now."""
 

@@ -186,7 +186,7 @@ def test_runs_that_begin_grow_and_disappear_are_followed(growing: RunDir, finish
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_new_row_of_a_long_run_costs_a_small_part_of_all_rows(growing: RunDir) -> None:
-    """With ``pytest -s`` the times of decision 98."""
+    """The times of decision 98, which ``pytest -s`` shows."""
     cost_s: dict[str, float] = {}
 
     def page_of(what: str) -> LivePage:
