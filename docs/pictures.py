@@ -3,7 +3,7 @@
     python docs/pictures.py DEMO_DIR
 
 ``DEMO_DIR`` is the folder of ``isthmus demo --out DEMO_DIR``. The runs are written to ``DEMO_DIR/pictures``, once. The
-report is photographed by a headless Chromium (``apt-get install chromium``).
+report is photographed by a headless Chromium (``apt-get install chromium``); Pillow reduces its colours.
 """
 
 from __future__ import annotations
@@ -100,19 +100,18 @@ def bar_of(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> Any:
 
 
 def draw_report(demo: Path, runs: list[Path]) -> None:
-    """The top of the report of two runs, light and dark."""
+    """The top of the report of two runs."""
     with tempfile.TemporaryDirectory() as folder:
         page_file = Path(folder) / "report.html"
         os.chdir(demo)
         write_report(runs, page_file)
         with browser(Path(folder) / "profile") as page:
-            for name, is_dark in (("report.png", False), ("report-dark.png", True)):
-                page.open(page_file, width=REPORT_WIDTH, dark=is_dark)
-                assert page.problems() == []
-                bottom = page.ask("document.querySelectorAll('.panels')[1].getBoundingClientRect().bottom")
-                page.screenshot(IMAGES / name, height=round(bottom) + 20)
-                with Image.open(IMAGES / name) as image:
-                    image.convert("RGB").quantize(COLOURS).save(IMAGES / name, optimize=True)
+            page.open(page_file, width=REPORT_WIDTH)
+            assert page.problems() == []
+            bottom = page.ask("document.querySelectorAll('.panels')[1].getBoundingClientRect().bottom")
+            page.screenshot(IMAGES / "report.png", height=round(bottom) + 20)
+    with Image.open(IMAGES / "report.png") as image:
+        image.convert("RGB").quantize(COLOURS).save(IMAGES / "report.png", optimize=True)
 
 
 def main() -> None:
