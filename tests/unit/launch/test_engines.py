@@ -23,10 +23,15 @@ CONTAINER = ["launch.image=registry/isthmus:1", "launch.volumes.claim=/shared"]
 Launch = Callable[..., str]
 
 
+@pytest.fixture(autouse=True)
+def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder outside of /tmp, which is refused."""
+    monkeypatch.chdir("/")
+
+
 @pytest.fixture
-def rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+def rendered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Launch:
     """The text that the dry run prints."""
-    monkeypatch.chdir(tmp_path)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -43,7 +48,7 @@ def refusal(*words: str) -> str:
     return str(error.value)
 
 
-def test_batch_script(rendered: Launch, tmp_path: Path) -> None:
+def test_batch_script(rendered: Launch) -> None:
     text = rendered(
         "slurm", *MACHINES, "parallel.tp=8", "launch.spares=1", "launch.queue=gpu", "launch.secrets=HF_TOKEN",
         "launch.env.NCCL_DEBUG=WARN", "launch.options.time=08:00:00", "launch.options.cpus-per-task=12",
@@ -52,7 +57,7 @@ def test_batch_script(rendered: Launch, tmp_path: Path) -> None:
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", text, re.MULTILINE))
     assert options == {
         "job-name": "isthmus-a", "nodes": "3", "ntasks-per-node": "8", "gpus-per-node": "8", "partition": "gpu",
-        "no-kill": "", "chdir": str(tmp_path), "signal": "TERM@160", "requeue": "", "open-mode": "append",
+        "no-kill": "", "chdir": "/", "signal": "TERM@160", "requeue": "", "open-mode": "append",
         "output": "%x-%j.log", "time": "08:00:00", "cpus-per-task": "12", "exclusive": "",
     }  # fmt: skip
     (srun,) = [shlex.split(line) for line in text.splitlines() if line.strip().startswith("srun ")]
@@ -196,7 +201,7 @@ def test_job_of_ray(rendered: Launch) -> None:
 @pytest.mark.processes
 def test_programs_of_schedulers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["launch", "slurm", *SFT, *MACHINES]
+    words = ["launch", "slurm", *SFT, *MACHINES, "launch.workdir=/shared"]
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingInput, match="sbatch is not installed on this machine"):
         parse_and_run(words)
@@ -226,6 +231,7 @@ def test_programs_of_schedulers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (["slurm", *SFT, *MACHINES, "parallel.tp=3"], "do not divide the 16 ranks"),
         (["ssh", *SFT, *MACHINES, "launch.spares=1", "launch.hosts=[a,b,c]", "parallel.pp=16"], "do not divide the 24"),
         (["slurm", *SFT[:-1], "/tmp/a", *MACHINES], "out=/tmp/a is on another disk on each of the 2 machines"),
+        (["slurm", *SFT, *MACHINES, "launch.workdir=/tmp/me"], "the working folder /tmp/me is on another disk on each of"),
         (["slurm", *SFT, *MACHINES, "launch.options.nodes=3"], "launch.options has nodes, which launch.nodes"),
         (["slurm", *SFT, *MACHINES, "launch.hosts=a"], "launch.hosts is for ssh, got slurm. Leave it out."),
         (["ray", *SFT, *MACHINES, "launch.image=i"], "launch.image is for slurm and kubernetes, got ray"),

@@ -95,7 +95,7 @@ class Job:
 
 
 def check_job(job: Job, engine: EngineName) -> None:
-    """Refuse settings that the engine does not have, and a run folder that the machines do not share."""
+    """Refuse settings that the engine does not have, and working and run folders that the machines do not share."""
     machines = job.machines
     for name, engines in _ONLY.items():
         default = LaunchConfig.model_fields[name].get_default(call_default_factory=True)
@@ -110,11 +110,25 @@ def check_job(job: Job, engine: EngineName) -> None:
                 f"out={out} is in no volume of the container ({', '.join(machines.volumes.values())}), so it is lost "
                 "with it. Choose --out in one of launch.volumes."
             )
-    elif job.nodes > 1 and any(out.is_relative_to(folder) for folder in _LOCAL):
+    elif job.nodes > 1:
+        _check_shared(job, out)
+
+
+def _check_shared(job: Job, out: Path) -> None:
+    local = f"is on another disk on each of the {job.nodes} machines"
+    if _is_local(Path(job.workdir)):
         raise UsageError(
-            f"out={out} is on another disk on each of the {job.nodes} machines, and their ranks write one run folder. "
-            "Choose --out on a file system that they share."
+            f"the working folder {job.workdir} {local}, and their ranks start in it and look there for the files of "
+            "the command. Run the command in a folder on a file system that they share, or set launch.workdir to one."
         )
+    if _is_local(out):
+        raise UsageError(
+            f"out={out} {local}, and their ranks write one run folder. Choose --out on a file system that they share."
+        )
+
+
+def _is_local(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in _LOCAL)
 
 
 def check_secrets(job: Job) -> None:
