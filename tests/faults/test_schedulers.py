@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +18,7 @@ import psutil
 import pytest
 
 from faults.command import CompletedCommand, environment, rows, wait_for_step
+from faults.kubernetes_api import kubernetes_api
 from faults.ray_cluster import ray_cluster
 from faults.schedulers import free_port, slurm_cluster, ssh_server, wait_for
 
@@ -45,6 +49,32 @@ def command(model: Path, chats: Path) -> list[str]:
 
 def isthmus_words(*words: str) -> list[str]:
     return [sys.executable, "-m", "isthmus", *words]
+
+
+def page_block(page: str, start: str) -> str:
+    """The block of shell lines of a page that begins with ``start``."""
+    text = (Path(__file__).parents[2] / "docs/how-to" / page).read_text()
+    (block,) = [block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if block.startswith(start)]
+    return str(block)
+
+
+def page_line(page: str, start: str) -> str:
+    text = (Path(__file__).parents[2] / "docs/how-to" / page).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return re.sub(r"\s+# .*", "", line)
+
+
+def with_programs() -> dict[str, str]:
+    """The programs of this interpreter's environment come first."""
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def run_yaml(command: list[str], folder: Path) -> None:
+    """Write the config of a run of two steps on a CPU to ``sft.yaml``."""
+    settings = dict(word.split("=") for word in SETTINGS)
+    lines = [f"model: {command[2]}", f"data.files: [{command[4]}]", f"out: {folder}/out", "train.steps: 2"]
+    lines += [f"{name}: {value}" for name, value in settings.items()]
+    (folder / "sft.yaml").write_text("\n".join(lines) + "\n")
 
 
 def run(words: list[str], cwd: Path, variables: dict[str, str], timeout_s: float = 500.0) -> CompletedCommand:
@@ -220,3 +250,69 @@ def test_ray_job_on_two_nodes_stops_and_resumes(command: list[str], shared: Path
     except FileNotFoundError as reason:
         pytest.skip(f"no Ray: {reason}")
     assert losses(out) == reference(command, shared)
+
+
+def test_srun_lines_of_the_page(command: list[str], shared: Path, daemons: Path) -> None:
+    """Two nodes with a rank each in place of four and of eight ranks."""
+    doctor = page_line("multi-node.md", "srun --nodes=4").replace("--nodes=4", "--nodes=2")
+    training = page_block("multi-node.md", "export ISTHMUS_RUN_TOKEN").replace("per-node=8", "per-node=1")
+    run_yaml(command, shared)
+    try:
+        with slurm_cluster(daemons, nodes=2) as variables:
+            variables |= {"MASTER_ADDR": "127.0.0.1", **with_programs()}
+            hosts = run(["bash", "-c", doctor], shared, variables | {"MASTER_PORT": str(free_port())})
+            trained = run(["bash", "-c", training], shared, variables | {"MASTER_PORT": str(free_port())})
+    except PermissionError as reason:
+        pytest.skip(f"no Slurm: {reason}")
+    assert hosts.returncode in (0, 1) and "hosts" in hosts.stdout, hosts  # 1: a check of this machine has an error
+    assert trained.returncode == 0 and len(losses(shared / "out")) == 2, trained
+
+
+def test_torchrun_lines_of_the_page(command: list[str], shared: Path) -> None:
+    """Two agents on this machine, with a rank each."""
+    run_yaml(command, shared)
+    variables = environment() | with_programs()
+
+    def both(lines: list[str]) -> list[CompletedCommand]:
+        agents = [
+            subprocess.Popen(
+                shlex.split(line), cwd=shared, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for line in lines
+        ]
+        outputs = [agent.communicate(timeout=300) for agent in agents]
+        return [CompletedCommand(agent.returncode, *texts) for agent, texts in zip(agents, outputs, strict=True)]
+
+    doctor = page_line("multi-node.md", "torchrun --nnodes 2 --nproc-per-node 1")
+    doctor = doctor.replace("node0:29400", f"127.0.0.1:{free_port()}")
+    hosts = both([doctor, doctor])
+    assert any("hosts" in host.stdout and "bandwidth" in host.stdout for host in hosts), hosts
+    training = page_line("multi-node.md", "torchrun --nnodes 2 --nproc-per-node 8").replace("29500", str(free_port()))
+    training = training.replace("node0", "127.0.0.1").replace("per-node 8", "per-node 1") + " platform=cpu"
+    trained = both([training, training.replace("--node-rank 0", "--node-rank 1")])
+    assert [host.returncode for host in trained] == [0, 0] and len(losses(shared / "out")) == 2, trained
+
+
+def test_kubectl_lines_of_the_page(shared: Path, daemons: Path) -> None:
+    """With the true ``kubectl`` and a server in place of the cluster, which keeps what is created."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl: apt-get install kubernetes-client")
+    create, launch = page_block("launch.md", "kubectl create secret").splitlines()
+    (shared / "run.yaml").write_text("model: /shared/model\ndata.files: [/shared/chats.jsonl]\n")
+    with kubernetes_api() as api:
+        (daemons / "config").write_text(api.config)
+        variables = {"KUBECONFIG": str(daemons / "config"), "HOME": str(daemons), "HF_TOKEN": "hf_0123456789abcdef"}
+        for line in (create, launch, f"{launch} launch.manifest=JobSet launch.name=other"):
+            done = run(["bash", "-c", line], shared, variables | with_programs())
+            assert done.returncode == 0 and "created" in done.stdout, done
+    prefix = "namespaces/default"
+    secret, job, job_set = (
+        api.created[path]
+        for path in (
+            f"api/v1/{prefix}/secrets", f"apis/trainer.kubeflow.org/v1alpha1/{prefix}/trainjobs",
+            f"apis/jobset.x-k8s.io/v1alpha2/{prefix}/jobsets",
+        )
+    )  # fmt: skip
+    assert b"hf_0123456789abcdef" in secret
+    assert b"hf_0123456789abcdef" not in job + job_set
+    assert json.loads(job)["metadata"]["name"] == "isthmus-a" and json.loads(job_set)["metadata"]["name"] == "other"

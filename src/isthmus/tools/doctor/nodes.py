@@ -77,7 +77,8 @@ def examine_hosts(machine: Machine, *, bench: bool, report: Report) -> Examinati
     if not rank_env.is_one_of_several_ranks():
         raise UsageError(
             "--nodes compares the hosts of a job, and this process is alone. Start it with torchrun or srun, one "
-            "process per host: torchrun --nnodes 2 --nproc-per-node 1 --no-python isthmus doctor --nodes"
+            "process per host: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+            "--no-python isthmus doctor --nodes"
         )
     # Not as ranks of training on a CPU, which redirect torch.cuda: the GPUs are measured.
     with rendezvous(CpuPlatform(reason=""), join_timeout_s=_TIMEOUT_S, timeout_s=_TIMEOUT_S) as (store, _):
