@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import pickle
 import resource
@@ -32,23 +33,33 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "8B, 64 ranks": {"preset": "llama3.1-8b", "tp": 2, "pp": 1, "dp": 32},
     "70B, 1,024 ranks": {"preset": "llama3.1-70b", "tp": 8, "pp": 4, "dp": 32},
+    "70B, HSDP, 4,096 ranks": {"preset": "llama3.1-70b", "tp": 8, "pp": 1, "dp": 512, "fsdp": 16},
     "405B, 16,384 ranks": {"preset": "llama3.1-405b", "tp": 8, "pp": 16, "dp": 128},
 }
 _RECORD_BYTES = 1200
 """About what torch.save adds to the elements of a part."""
 
 
-def stage_ranks(stage: list[dict[str, Any]], tp: int, dp: int) -> Iterator[tuple[int, int, list[list[Any]]]]:
+def local_range(parameter: dict[str, Any], d: int, dp: int, fsdp: int) -> tuple[int, int]:
+    """The elements of a parameter that a data-parallel rank saves: of a bucket, or with ``fsdp`` of the first copy."""
+    if not fsdp:
+        share = parameter["bucket_elements"] // dp
+        return max(0, d * share - parameter["start"]), min(parameter["elements"], (d + 1) * share - parameter["start"])
+    rows, width = -(-parameter["rows"] // fsdp), parameter["elements"] // parameter["rows"]
+    return min(parameter["elements"], d * rows * width), min(parameter["elements"], (d + 1) * rows * width)
+
+
+def stage_ranks(
+    stage: list[dict[str, Any]], tp: int, dp: int, fsdp: int = 0
+) -> Iterator[tuple[int, int, list[list[Any]]]]:
     """Tensor-parallel and data-parallel rank and parts (key, shape, offset, size, element bytes) of a stage's ranks."""
     from isthmus.engine.checkpoint.optimizer_state import blocks
 
     for d in range(dp):
         for t in range(tp):
             parts: list[list[Any]] = []
-            for parameter in stage:
-                share = parameter["bucket_elements"] // dp
-                start = max(0, d * share - parameter["start"])
-                end = min(parameter["elements"], (d + 1) * share - parameter["start"])
+            for parameter in stage if d < (fsdp or dp) else ():
+                start, end = local_range(parameter, d, dp, fsdp)
                 for piece in parameter["pieces"]:
                     axis, shape, key = piece["tp_axis"], piece["shape"], piece["key"]
                     if axis is None and t:
@@ -57,14 +68,13 @@ def stage_ranks(stage: list[dict[str, Any]], tp: int, dp: int) -> Iterator[tuple
                     if axis is not None:
                         origin[axis] += t * shape[axis - ahead]
                     ones = [1] * ahead
-                    if d == 0:
+                    if d == 0 and not fsdp:
                         parts.append([key, piece["full_shape"], origin, ones + shape, 2])
-                    count = 1
-                    for length in shape:
-                        count *= length
-                    low, high = max(piece["first"], start), min(piece["first"] + count, end)
+                    low, high = max(piece["first"], start), min(piece["first"] + math.prod(shape), end)
                     for corner, size in blocks(shape, low - piece["first"], high - piece["first"]):
                         at = [*origin[:ahead], *(a + b for a, b in zip(origin[ahead:], corner, strict=True))]
+                        if fsdp:
+                            parts.append([key, piece["full_shape"], at, [*ones, *size], 2])
                         for state in STATES:
                             parts.append([f"optimizer.state.{state}.{key}", piece["full_shape"], at, [*ones, *size], 4])
             yield t, d, parts
@@ -92,21 +102,24 @@ def rank_index(rank: int, parts: list[list[Any]], rng: str | None) -> Any:
     return items, places
 
 
-def make_ranks(folder: Path, stages: list[list[dict[str, Any]]], tp: int, pp: int, dp: int) -> int:
-    """Write what each rank sends to rank 0, in the order of ranks; returns the number of parts."""
+def make_ranks(
+    folder: Path, stages: list[list[dict[str, Any]]], tp: int, pp: int, dp: int, fsdp: int = 0
+) -> tuple[int, int]:
+    """Write what each rank sends to rank 0, in the order of ranks; returns the numbers of parts and of their bytes."""
     from isthmus.engine.checkpoint.checkpoint_index import compressed_index, written_index
 
-    count, sent, plans = 0, [b""] * (tp * pp * dp), (folder / "plans").open("wb")
+    count, num_bytes, sent, plans = 0, 0, [b""] * (tp * pp * dp), (folder / "plans").open("wb")
     with plans:
         for number, stage in enumerate(stages):
-            for t, d, parts in stage_ranks(stage, tp, dp):
+            for t, d, parts in stage_ranks(stage, tp, dp, fsdp):
                 rank = (number * dp + d) * tp + t
                 items, places = rank_index(rank, parts, f"rng_state/shard_{number}.{t}_{pp}.{tp}" if d == 0 else None)
                 count += len(items)
+                num_bytes += sum(width * math.prod(size) for *_, size, width in parts)
                 sent[rank] = compressed_index(written_index(items, places))
                 pickle.dump((rank, items, list(places.items())), plans)
     (folder / "sent").write_bytes(pickle.dumps(sent))
-    return count
+    return count, num_bytes
 
 
 def write(folder: Path) -> dict[str, Any]:
@@ -164,7 +177,46 @@ def read_by_torch(folder: Path) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started, "parts": len(metadata.storage_data)}
 
 
-MEASURED = {task.__name__: task for task in (write, read, write_by_torch, read_by_torch)}
+def make_checksums(folder: Path, count: int, size: int) -> None:
+    """The list of a checkpoint of ``count`` files of ``size`` bytes, which do not exist, and its packed copy."""
+    from isthmus.files.file_checksums import BLOCK_BYTES, CHECKSUMS, HASH_BYTES, FileChecksums, content_checksum
+    from isthmus.files.packed_checksums import packed
+
+    blocks = -(-size // BLOCK_BYTES)
+    files = {f"__{n}_0.distcp": FileChecksums(size, os.urandom(HASH_BYTES * blocks)) for n in range(count)}
+    content = {"algorithm": "xxh3_64", "files": {name: files[name].as_json() for name in sorted(files)}}
+    text = json.dumps({**content, "checksum": content_checksum(content)}, indent=1)
+    (folder / CHECKSUMS).write_text(text)
+    (folder / "packed").write_bytes(packed(files))
+
+
+def parse_checksums(folder: Path) -> dict[str, Any]:
+    """The rank of a machine that reads the list of checksums, and packs it for the others."""
+    from isthmus.files.checked_files import ChecksumVerifier
+    from isthmus.files.file_checksums import CHECKSUMS
+
+    verifier, started = ChecksumVerifier(), time.perf_counter()
+    verifier.has_list(folder)
+    parsed = time.perf_counter() - started
+    verifier.packed_list(folder)
+    return {"seconds": parsed, "packed_s": time.perf_counter() - started - parsed, "mib": _mib(folder / CHECKSUMS)}
+
+
+def map_checksums(folder: Path) -> dict[str, Any]:
+    """The other ranks of the machine."""
+    from isthmus.engine.checkpoint.opened_checkpoint import _mapped
+    from isthmus.files.checked_files import ChecksumVerifier
+
+    started, verifier = time.perf_counter(), ChecksumVerifier()
+    verifier.use_packed_list(folder, _mapped(folder / "packed"))
+    seconds = time.perf_counter() - started
+    assert verifier.has_list(folder)
+    return {"seconds": seconds, "mib": _mib(folder / "packed")}
+
+
+MEASURED = {
+    task.__name__: task for task in (write, read, write_by_torch, read_by_torch, parse_checksums, map_checksums)
+}
 
 
 def _mib(path: Path) -> float:
@@ -184,7 +236,7 @@ def _peak_gib() -> float:
 
 
 def run_task(name: str, folder: Path) -> None:
-    import isthmus.engine.checkpoint.index_file  # noqa: F401  the imports of a rank
+    import isthmus.engine.checkpoint.opened_checkpoint  # noqa: F401  the imports of a rank
 
     gc.collect()
     before = _peak_gib()
@@ -209,7 +261,7 @@ def layouts(only: str, quick: bool) -> Iterator[dict[str, Any]]:
     for name, layout in LAYOUTS.items():
         if only not in name or (quick and layout["preset"] != "llama3.1-8b"):
             continue
-        sizes = {key: layout[key] for key in ("tp", "pp", "dp")}
+        sizes = {key: layout[key] for key in ("tp", "pp", "dp", "fsdp") if key in layout}
         world_size = sizes["tp"] * sizes["pp"] * sizes["dp"]
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
@@ -218,18 +270,21 @@ def layouts(only: str, quick: bool) -> Iterator[dict[str, Any]]:
                 last = sizes["pp"] - 1
                 traced_stages = {n: fake.run(stage_layout, stage=n, **layout) for n in sorted({0, min(1, last), last})}
                 stages = [traced_stages.get(n) or shifted(traced_stages[1], n - 1) for n in range(sizes["pp"])]
-                compared = [1, world_size // 2 + 1]
+                fsdp = sizes.get("fsdp", 0)
+                compared = [1, *([(fsdp - 1) * sizes["tp"] + 1] if fsdp else []), world_size // 2 + 1]
                 for rank in compared:
                     traced = fake.run(written_parts, rank=rank, **layout)
                     t, d = rank % sizes["tp"], rank // sizes["tp"] % sizes["dp"]
                     stage = stages[rank // (sizes["tp"] * sizes["dp"])]
-                    ranks = {(t, d): parts for t, d, parts in stage_ranks(stage, sizes["tp"], sizes["dp"])}
+                    ranks = {(t, d): parts for t, d, parts in stage_ranks(stage, sizes["tp"], sizes["dp"], fsdp)}
                     computed = [[key, offset, size] for key, _, offset, size, _ in ranks[t, d]]
                     if sorted(computed) != sorted(traced):
                         raise SystemExit(f"{name}: the computed parts of rank {rank} are not those of the traced rank")
             finally:
                 fake.close()
-            count = make_ranks(folder, stages, **sizes)
+            count, num_bytes = make_ranks(folder, stages, **sizes)
+            writers = sizes["tp"] * sizes["pp"] * (fsdp or sizes["dp"])
+            make_checksums(folder, writers, num_bytes // writers)
             measured = {task: measure(task, folder) for task in MEASURED}
         row = {"layout": name, **layout, "ranks": world_size, "parts": count, "compared_ranks": compared, **measured}
         texts = (f"{task} {row[task]['peak_gib']:.2f} GiB {row[task]['seconds']:.1f} s" for task in MEASURED)

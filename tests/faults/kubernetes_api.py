@@ -67,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             version = path.partition("/")[2]
             self._json(200, {"kind": "APIResourceList", "groupVersion": version, "resources": [resource]})
         else:
-            self._json(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404})
+            status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound"}
+            self._json(404, {**status, "code": 404})
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))

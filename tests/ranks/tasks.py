@@ -47,6 +47,7 @@ from isthmus.engine.parallel.process_groups import gather_objects
 from isthmus.engine.step import Stepper, _forward_step
 from isthmus.errors import Diverged, IsthmusError
 from isthmus.families.blocks.block import MicroBatch
+from isthmus.files import checked_files
 from isthmus.recipes.data.corpus import make_batches
 from isthmus.recipes.model.adapter_export import export_adapter
 from isthmus.recipes.model.hf_export import export_hf
@@ -483,8 +484,10 @@ def index_readers(*, model: str, samples: str, root: str) -> list[dict[str, int]
         sent.append(saves._gathered.num_sent)
     with patch.object(opened_checkpoint, "check_folder", wraps=opened_checkpoint.check_folder) as full_check:
         with patch.object(opened_checkpoint, "_checked_index", wraps=opened_checkpoint._checked_index) as index:
-            progress = save_load.load(Path(root) / "iter_0000002", stepper, parallel)
-    counts = {"full_checks": full_check.call_count, "indices": index.call_count, "step": progress.step}
+            with patch.object(checked_files, "read_checksums", wraps=checked_files.read_checksums) as lists:
+                progress = save_load.load(Path(root) / "iter_0000002", stepper, parallel)
+    read = [call.args[0].name for call in lists.call_args_list].count("iter_0000002")
+    counts = {"full_checks": full_check.call_count, "indices": index.call_count, "lists": read, "step": progress.step}
     return gather_objects({**counts, **{f"sent {n}": count for n, count in enumerate(sent, 1)}})
 
 

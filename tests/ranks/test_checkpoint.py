@@ -231,13 +231,13 @@ def test_background_save_writes_the_same_files(
     assert waits == ["the checkpoint of step 2 waits for that of step 1, which is being written"]
 
 
-def test_one_rank_of_a_machine_reads_the_index(
+def test_one_rank_of_a_machine_reads_index_and_checksums(
     two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
 ) -> None:
     """A rank whose parts are those of the save before does not send them again."""
     ranks = two_ranks.run("ranks.tasks.index_readers", model=models["qwen3-tied"], samples=samples, root=tmp_path)
     sent = {"sent 1": 1, "sent 2": 1, "sent 3": 2}
-    assert ranks == [{"full_checks": n, "indices": 0, "step": 2, **sent} for n in (1, 0)]
+    assert ranks == [{"full_checks": n, "indices": 0, "lists": n, "step": 2, **sent} for n in (1, 0)]
 
 
 def test_checkpoints_in_a_store(two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path) -> None:

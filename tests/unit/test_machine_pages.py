@@ -115,9 +115,7 @@ def test_launch_commands_as_dry_runs(engine: str, config: Path, capsys: pytest.C
 
 
 @pytest.mark.thorough
-def test_plan_of_the_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without network, with the preset of the model."""
     from huggingface_hub import constants
 
@@ -148,5 +146,7 @@ def test_the_run_of_the_page_on_this_machine(config: Path, capsys: pytest.Captur
 def test_extras_of_the_page_exist() -> None:
     table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
-    installed = [re.fullmatch(r"pip install 'isthmus\[(\w+)\]'", line) for line in commands() if line.startswith("pip ")]
+    installed = [
+        re.fullmatch(r"pip install 'isthmus\[(\w+)\]'", line) for line in commands() if line.startswith("pip ")
+    ]
     assert installed and all(match is not None and match[1] in extras for match in installed)

@@ -32,6 +32,7 @@ from isthmus.files.file_checksums import (
     read_checksums,
 )
 from isthmus.files.input_files import check_regular
+from isthmus.files.packed_checksums import packed, unpacked
 
 _MANY_BLOCKS = 64
 """From this number of blocks on, threads check them."""
@@ -98,6 +99,16 @@ class ChecksumVerifier:
         with self._lock:
             checksums = self._list(folder).get(name)
         return None if checksums is None else ListedFile(folder / name, checksums)
+
+    def packed_list(self, folder: Path) -> bytes:
+        """The list of a folder for :meth:`use_packed_list` of other processes; raises as ``file``."""
+        with self._lock:
+            return packed(self._list(folder))
+
+    def use_packed_list(self, folder: Path, content: memoryview) -> None:
+        """Use a list of another process that has checked it, in place of reading the list of a folder."""
+        with self._lock:
+            self._lists[folder] = unpacked(content)
 
     def has_list(self, folder: Path) -> bool:
         """Whether there are checksums, and they are checked."""

@@ -50,7 +50,7 @@ class FileChecksums:
     """Size and hashes of one file."""
 
     size: int
-    hashes: bytes
+    hashes: bytes | memoryview
     """8 bytes per block; the last block may be shorter."""
     block_bytes: int = BLOCK_BYTES
 

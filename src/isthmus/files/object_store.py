@@ -38,6 +38,21 @@ class ObjectStore:
         with self.create(name) as stream:
             stream.write(content)
 
+    def write_new(self, name: str, content: bytes) -> None:
+        """Write an object unless it exists: in one request, where store and package have conditional writes."""
+        with self._errors(name):
+            path = self._path(name)
+            if "file" in self._protocols:
+                self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            try:
+                self._fs.pipe_file(path, content, mode="create")
+            except Exception as error:  # stores refuse with different errors
+                if self._fs.exists(path):
+                    return
+                if not isinstance(error, TypeError):
+                    raise
+                self._fs.pipe_file(path, content)  # fsspec before 2025 has no mode
+
     def upload(self, path: Path, name: str) -> None:
         with path.open("rb") as file, self.create(name) as stream:
             while block := file.read(1 << 24):

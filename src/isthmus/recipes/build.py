@@ -124,6 +124,8 @@ def build_trainer(context: RunContext, position: Position, reporter: Reporter, s
 
 def _begin(context: RunContext, record: dict[str, Any], copies: RunCopies) -> None:
     environment = run_environment(context)
+    if (store := context.run_dir.store) is not None:
+        store.claim(context.run_dir.root)
     context.run_dir.begin(dump(context.config), record, fresh=context.resume is None, environment=environment)
     copies.begin(context)
 

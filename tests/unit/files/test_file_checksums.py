@@ -21,6 +21,7 @@ from isthmus.files.file_checksums import (
     read_checksums,
     write_checksums,
 )
+from isthmus.files.packed_checksums import packed, unpacked
 
 SIZE = 3 * BLOCK_BYTES + 1234
 
@@ -49,6 +50,21 @@ def _listed(folder: Path) -> ListedFile:
     listed = ChecksumVerifier().file(folder / "model.bin")
     assert listed is not None
     return listed
+
+
+def test_packed_list_detects_the_same_damage(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "a")
+    files = read_checksums(folder) or {}
+    assert unpacked(memoryview(packed(files))) == files and unpacked(memoryview(packed({}))) == {}
+    verifier = ChecksumVerifier()
+    verifier.use_packed_list(folder, memoryview(ChecksumVerifier().packed_list(folder)))
+    (folder / CHECKSUMS).unlink()
+    verifier.check(folder / "model.bin")
+    _flip(folder / "model.bin", BLOCK_BYTES + 5)
+    other = ChecksumVerifier()
+    other.use_packed_list(folder, memoryview(packed(files)))
+    with pytest.raises(DataError, match=f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}, in w, do not match"):
+        other.check(folder / "model.bin", tensor="w")
 
 
 def test_each_folder_lists_its_own_files_and_they_pass(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_programs_of_schedulers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (["slurm", *SFT, *MACHINES, "parallel.tp=3"], "do not divide the 16 ranks"),
         (["ssh", *SFT, *MACHINES, "launch.spares=1", "launch.hosts=[a,b,c]", "parallel.pp=16"], "do not divide the 24"),
         (["slurm", *SFT[:-1], "/tmp/a", *MACHINES], "out=/tmp/a is on another disk on each of the 2 machines"),
-        (["slurm", *SFT, *MACHINES, "launch.workdir=/tmp/me"], "the working folder /tmp/me is on another disk on each of"),
+        (["slurm", *SFT, *MACHINES, "launch.workdir=/tmp/me"], "the working folder /tmp/me is on another disk"),
         (["slurm", *SFT, *MACHINES, "launch.options.nodes=3"], "launch.options has nodes, which launch.nodes"),
         (["slurm", *SFT, *MACHINES, "launch.hosts=a"], "launch.hosts is for ssh, got slurm. Leave it out."),
         (["ray", *SFT, *MACHINES, "launch.image=i"], "launch.image is for slurm and kubernetes, got ray"),

@@ -5,6 +5,7 @@
     s3://bucket/run/iter_0000010/__0_0.distcp, .metadata, common.pt, ..., published.json
 
 A folder without ``published.json``, after a kill or a failed upload, is no checkpoint, and the next save removes it.
+``s3://bucket/run/owner.json`` names the run that writes there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import fcntl
 import json
 import re
 import shutil
+import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +24,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, steps_to_remove
-from isthmus.errors import DataError, IOFailure, MissingInput
+from isthmus.errors import DataError, IOFailure, MissingInput, OutputInUse
 from isthmus.files.atomic_write import TEMPORARY
 from isthmus.files.file_checksums import content_checksum
 from isthmus.files.input_files import parse_json, read_json
 from isthmus.files.object_store import ObjectStore
 
 MARKER = "published.json"
+OWNER = "owner.json"
 ORIGIN = f"{TEMPORARY}origin.json"
 """In the local copy of a checkpoint without its data files: where these are."""
 _DATA = ".distcp"
@@ -64,11 +68,12 @@ class Published:
 
 
 class CheckpointStore:
-    """The checkpoints of a run in an object store; one run writes at a time."""
+    """The checkpoints of a run in an object store; the run that has claimed it writes."""
 
     def __init__(self, url: str) -> None:
         """Raises UsageError, as :class:`isthmus.files.object_store.ObjectStore`."""
         self.objects = ObjectStore(url)
+        self._start: str | None = None
 
     @property
     def url(self) -> str:
@@ -92,8 +97,53 @@ class CheckpointStore:
         """Step of the checkpoint that was published last."""
         return max(self.published().values(), key=lambda marker: marker.number, default=_NONE).step or None
 
+    def claim(self, out: Path) -> None:
+        """Write to the store from now on, as the run with the run folder ``out``.
+
+        A run with the same run folder is an earlier start of this one, which cannot save any more, if it still runs.
+
+        Raises:
+            OutputInUse: another run writes there.
+        """
+        start = uuid.uuid4().hex
+        owner = {
+            "out": str(out.absolute()),
+            "host": socket.gethostname(),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        content = json.dumps({**owner, "start": start}).encode()
+        present = self._owner()
+        if present is None:
+            self.objects.write_new(OWNER, content)
+        elif present.get("out") == owner["out"]:
+            self.objects.write(OWNER, content)
+        self._start = start
+        self._check_owner()
+
+    def _owner(self) -> dict[str, Any] | None:
+        text = self.objects.read(OWNER)
+        if not text:
+            return None
+        content = parse_json(text)
+        if not isinstance(content, dict):
+            raise DataError(f"{self.url}/{OWNER} does not name a run. Remove it if no run writes to this store.")
+        return content
+
+    def _check_owner(self) -> None:
+        """Raise OutputInUse if another start has claimed the store since :meth:`claim`."""
+        if self._start is None:
+            return
+        owner = self._owner() or {}
+        if owner.get("start") != self._start:
+            who = ", ".join(f"{name}={owner.get(name, '?')}" for name in ("out", "host", "started"))
+            raise OutputInUse(
+                f"{self.url} is being written by another run ({who}); two runs would mix their checkpoints. Choose "
+                f"another checkpoint.store, or remove {self.url}/{OWNER} if that run has ended."
+            )
+
     def begin(self, step: int) -> None:
         """Remove what is not published, and a checkpoint of ``step``, of a branch that the run abandoned."""
+        self._check_owner()
         published = self.published()
         complete = published.keys() - {step}
         if step in published:
@@ -113,6 +163,7 @@ class CheckpointStore:
 
         Raises:
             IOFailure: a data file is missing, or has another size than its rank has written.
+            OutputInUse: another start has claimed the store.
         """
         folder, sizes = _name(step), dict(data_sizes)
         for path in sorted(staging.rglob("*")):
@@ -127,6 +178,7 @@ class CheckpointStore:
                     f"{self.url}/{folder}/{name} has {stored.get(f'{folder}/{name}')} bytes, {size} were written. The "
                     "checkpoint is not published; the one before it is intact."
                 )
+        self._check_owner()
         before = self.published()
         number = 1 + max((marker.number for marker in before.values()), default=0)
         self.objects.write(f"{folder}/{MARKER}", Published(step, number, sizes).to_json())

@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks read: one rank of each machine reads its index, and the others map the result."""
+"""A checkpoint that all ranks read: one rank of each machine reads index and checksums, and the others map them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from isthmus.engine.checkpoint.index_file import INDEX, read_index
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.errors import DataError
 from isthmus.files.checked_files import ChecksumVerifier
+from isthmus.files.file_checksums import CHECKSUMS
 from isthmus.platforms import rank_env
 
 _THREADS = 4
@@ -144,7 +145,8 @@ def opened_checkpoint(folder: Path) -> Iterator[OpenedCheckpoint]:
                 temporary = Path(tempfile.mkdtemp(prefix="isthmus-index-"))
                 stack.callback(shutil.rmtree, temporary, ignore_errors=True)
                 (temporary / INDEX).write_bytes(indices[0].to_bytes())
-                shared.append(str(temporary / INDEX))
+                (temporary / CHECKSUMS).write_bytes(verifier.packed_list(folder))
+                shared.append(str(temporary))
 
         agree(read)
         paths = gather_objects(shared)
@@ -153,16 +155,20 @@ def opened_checkpoint(folder: Path) -> Iterator[OpenedCheckpoint]:
         def attach() -> None:
             if indices:
                 return
-            path = Path(*paths[rank - rank_env.local_rank()])
-            if path.is_file():
-                with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                indices.append(CheckpointIndex.from_bytes(memoryview(mapped)))
+            temporary = Path(*paths[rank - rank_env.local_rank()])
+            if (temporary / INDEX).is_file():
+                indices.append(CheckpointIndex.from_bytes(_mapped(temporary / INDEX)))
+                verifier.use_packed_list(folder, _mapped(temporary / CHECKSUMS))
             else:  # this rank does not have the temporary files of the first one of its machine
                 indices.append(_checked_index(folder, verifier))
 
         agree(attach)
     yield OpenedCheckpoint(folder, indices[0], verifier, stored_data(folder))
+
+
+def _mapped(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _checked_index(folder: Path, verifier: ChecksumVerifier) -> CheckpointIndex:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.checkpoint.checkpoint_store import MARKER, CheckpointStore, address_of, stored_data
-from isthmus.errors import IOFailure, MissingInput, UsageError
+from isthmus.engine.checkpoint.checkpoint_store import MARKER, OWNER, CheckpointStore, address_of, stored_data
+from isthmus.errors import IOFailure, MissingInput, OutputInUse, UsageError
 from isthmus.files.object_store import ObjectStore
 
 
@@ -97,6 +97,56 @@ def test_kill_before_any_object_leaves_complete_checkpoints(
         assert steps(store) == [3]
         assert {name.partition("/")[0] for name in store.objects.sizes()} == {"iter_0000003"}
     assert 4 < last < 19 and store.latest() == step
+
+
+def test_a_second_run_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    store.claim(tmp_path / "a")
+    save(store, tmp_path, 1)
+    second = CheckpointStore(store.url)
+    with pytest.raises(OutputInUse, match=rf"is being written by another run \(out={tmp_path}/a, host=.*{OWNER} if"):
+        second.claim(tmp_path / "b")
+    store.objects.remove([OWNER])  # as the message tells
+    second.claim(tmp_path / "b")
+    save(second, tmp_path, 2)
+    assert steps(second) == [1, 2]
+
+
+def test_an_earlier_start_publishes_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+    """It was believed dead, and is in the middle of a save."""
+    store.claim(tmp_path / "a")
+    save(store, tmp_path, 1)
+    store.begin(2)
+    with store.create(2, "__0_0.distcp") as stream:
+        stream.write(b"y" * 100)
+    again = CheckpointStore(store.url)
+    again.claim(tmp_path / "a")
+    with pytest.raises(OutputInUse, match="is being written by another run"):
+        store.publish(tmp_path / "staging-1", 2, {"__0_0.distcp": 100}, 2, None)
+    with pytest.raises(OutputInUse):
+        store.begin(2)
+    save(again, tmp_path, 2)
+    data = stored_data(again.fetch(2, tmp_path / "copy"))
+    assert data is not None and data.read("__0_0.distcp", 0, 100) == b"x" * 100
+
+
+def test_of_two_runs_at_the_same_time_one_is_refused(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one claims the store after the first one has seen that nobody has."""
+    second, read, claimed = CheckpointStore(store.url), ObjectStore.read, []
+
+    def read_before_the_other(objects: ObjectStore, name: str, *bounds: int) -> bytes:
+        content = read(objects, name, *bounds)
+        if not claimed:
+            claimed.append(second)
+            second.claim(tmp_path / "b")
+        return content
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "read", read_before_the_other)
+        with pytest.raises(OutputInUse):
+            store.claim(tmp_path / "a")
+    save(second, tmp_path, 1)
 
 
 def test_incomplete_data_is_not_published(store: CheckpointStore, tmp_path: Path) -> None:
