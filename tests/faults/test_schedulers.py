@@ -316,3 +316,29 @@ def test_kubectl_lines_of_the_page(shared: Path, daemons: Path) -> None:
     assert b"hf_0123456789abcdef" in secret
     assert b"hf_0123456789abcdef" not in job + job_set
     assert json.loads(job)["metadata"]["name"] == "isthmus-a" and json.loads(job_set)["metadata"]["name"] == "other"
+
+
+def test_filters_in_array_jobs(chats: Path, model: Path, shared: Path, daemons: Path) -> None:
+    """Four jobs make the bytes of one process."""
+    pytest.importorskip("datatrove", reason="needs datatrove: pip install 'isthmus[dedup]'")
+    texts = [f"{chat['instruction']} {chat['output']} " * 8 for chat in json.loads(chats.read_text())]
+    for number in range(2):
+        lines = (json.dumps({"text": text}) for text in [*texts[number * 20 : number * 20 + 30], texts[0]])
+        (shared / "data").mkdir(exist_ok=True)
+        (shared / f"data/{number}.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["prepare", str(shared / "data"), "--tokenizer", str(model), "--dedup", "exact", "--filter", "gopher-repetition"]
+    words = isthmus_words(*words, "--workers", "1")
+    try:
+        with slurm_cluster(daemons, nodes=2) as variables:
+            done = run(
+                [*words, str(shared / "by-slurm/t"), "--engine", "slurm-array", "--tasks", "2"], shared, variables
+            )
+            assert done.returncode == 0 and "lists what is left out" in done.stdout, done
+            wait_for((shared / "by-slurm/t.json").exists, "the merge")
+            wait_for(lambda: not run(["squeue", "--noheader"], shared, variables).stdout.strip(), "the end of the jobs")
+    except PermissionError as reason:
+        pytest.skip(f"no Slurm: {reason}")
+    local = run([*words, str(shared / "local/t")], shared, {})
+    assert local.returncode == 0 and "are left out" in local.stdout + local.stderr, local
+    for suffix in (".bin", ".idx"):
+        assert (shared / f"by-slurm/t{suffix}").read_bytes() == (shared / f"local/t{suffix}").read_bytes()

@@ -44,7 +44,10 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Hugging Face folder, run folder or Megatron checkpoint.")
+        str,
+        typer.Argument(
+            metavar="SRC", help="Hugging Face folder, run folder or Megatron checkpoint; URL of a checkpoint of a run."
+        ),
     ]
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; it must not exist.")]
     to: Annotated[str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")] = (
@@ -80,10 +83,13 @@ def convert(options: ConvertOptions) -> int:
     target: Any = _push_target(options.to, options.push, public=options.public)
     if options.keep is not None and not options.learn:
         raise UsageError("--keep is for the result of --learn. Add --learn, or leave it out.")
+    from isthmus.files.remote_files import is_url
     from isthmus.recipes.run_dir import exported_adapter, exported_model
 
-    source = exported_model(options.source)
-    family = _learn(source, options.keep, quiet=options.json) if options.learn else None
+    source: Path | str = options.source
+    if options.learn or not is_url(source):
+        source = exported_model(Path(source))
+    family = _learn(Path(source), options.keep, quiet=options.json) if options.learn else None
     import torch
 
     from isthmus.convert.legacy.legacy_layout import LegacyLayout
@@ -143,7 +149,7 @@ def merge(options: MergeOptions) -> int:
     folder = exported_model(local_folder(options.base, weights=True))
     return convert(
         ConvertOptions(
-            source=folder,
+            source=str(folder),
             destination=options.out,
             to="hf",
             adapter=options.adapter,

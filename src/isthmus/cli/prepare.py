@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -79,7 +79,11 @@ EngineChoice = Annotated[
 ]
 PartChoice = Annotated[
     str | None,
-    typer.Option(metavar="I/N", help="Make every N-th part of the work from number I on, and no output; see --engine."),
+    typer.Option(
+        metavar="I/N",
+        help="Make every N-th part of the work from number I on, and no output; see --engine. left-out: list the texts "
+        "that --filter and --dedup leave out of all parts.",
+    ),
 ]
 ArrayTasks = Annotated[
     int | None, typer.Option(min=1, max=100_000, metavar="N", help="Array tasks of --engine slurm-array.")
@@ -143,7 +147,7 @@ def prepare(options: PrepareOptions) -> int:
     chosen["engine"], chosen["filters"] = options.engine, options.filters or []
     jobs = _array_jobs(options) if options.engine == "slurm-array" else None
     if jobs is not None and options.dry_run:
-        say(f"{jobs.parts}\n# sbatch --dependency=afterany:JOB_ID\n{jobs.merge}".rstrip())
+        say(jobs.as_text())
         return 0
     from isthmus.recipes.data.prepare import InputPart
     from isthmus.recipes.data.prepare import prepare as run
@@ -159,19 +163,22 @@ def prepare(options: PrepareOptions) -> int:
             chat_template=options.chat_template,
             trust_remote_code=options.trust_remote_code,
             on_progress=line.show,
-            part=None if part is None else InputPart(*part),
+            part=InputPart(*part) if isinstance(part, tuple) else part,
             **chosen,
         )
     if jobs is not None:
-        parts, merge = jobs.submit()
+        *before, parts, merge = jobs.submit()
         text = f"{options.out}: submitted array job {parts} of {options.tasks} tasks, and job {merge}, which merges"
-        say(dumps({"array_job": parts, "merge_job": merge}) if options.json else text)
+        if before:
+            text += f"; before them, array job {before[0]} reads the texts, and job {before[1]} lists what is left out"
+        ids = {"array_job": parts, "merge_job": merge, **({"cleaning_jobs": before} if before else {})}
+        say(dumps(ids) if options.json else text)
         return 0
     _print(result, as_json=options.json)
     return 0
 
 
-def _checked_engine(options: PrepareOptions) -> tuple[int, int] | None:
+def _checked_engine(options: PrepareOptions) -> tuple[int, int] | Literal["left-out"] | None:
     """The part of ``--part``, if any; UsageError for options that exclude each other."""
     from isthmus.recipes.data.prepare_engines import EngineName
 
@@ -187,9 +194,11 @@ def _checked_engine(options: PrepareOptions) -> tuple[int, int] | None:
         return None
     if options.engine != "local":
         raise UsageError(f"--part is a part of the work on this machine. Omit --engine {options.engine}.")
+    if options.part == "left-out":
+        return "left-out"
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part)
     if match is None or int(match[1]) >= int(match[2]):
-        raise UsageError(f"--part {options.part}: expected I/N with I from 0 to N - 1, such as 0/16.")
+        raise UsageError(f"--part {options.part}: expected I/N with I from 0 to N - 1, such as 0/16, or left-out.")
     return int(match[1]), int(match[2])
 
 
@@ -207,9 +216,11 @@ def _array_jobs(options: PrepareOptions) -> ArrayJobs:
         elif value != option.default:
             for item in value if isinstance(value, list) else [value]:
                 arguments += [name, str(item)]
+    for name in options.filters or []:
+        arguments += ["--filter", name]
     assert options.tasks is not None
-    files = [*options.data, str(options.out)]
-    return array_jobs([*files, *arguments], str(options.out), tasks=options.tasks, workers=options.workers)
+    words, cleans = [*options.data, str(options.out), *arguments], bool(options.filters or options.dedup)
+    return array_jobs(words, str(options.out), tasks=options.tasks, workers=options.workers, cleans=cleans)
 
 
 def _print(result: PrepareResult, *, as_json: bool) -> None:

@@ -28,6 +28,7 @@ from isthmus.families.family import Family
 from isthmus.families.inferred.family_file import FILE as FAMILY_FILE
 from isthmus.families.registry import family_for
 from isthmus.files.checked_files import ChecksumVerifier, is_trusting
+from isthmus.files.remote_files import refuse_url
 from isthmus.hf.model_folder import ModelFolder
 from isthmus.hf.peft_folder import PeftFolder
 
@@ -66,6 +67,7 @@ def open_model(
     ``alike`` is the model to compare with; it supplies what the args of a checkpoint without config leave open. The
     other options are those of :func:`isthmus.convert.transfer.convert`.
     """
+    refuse_url(path)
     if not path.exists():
         raise MissingInput(f"{path} does not exist. Give a Hugging Face folder or a Megatron checkpoint.")
     if (checkpoint := checkpoint_folder(path)) is not None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +23,19 @@ from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_m
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
 from isthmus.convert.towers import FOLDER as TOWERS
 from isthmus.convert.weight_source import TensorSpec, copied_dtype
+from isthmus.engine.checkpoint.checkpoint_store import find_checkpoint
 from isthmus.engine.checkpoint.tracker import TRACKER
-from isthmus.errors import UsageError, disk_errors
+from isthmus.errors import OutputExists, UsageError, disk_errors
 from isthmus.families.architecture import Dropout
 from isthmus.families.family import Family
 from isthmus.families.family_transfer import transfer_architecture
 from isthmus.families.inferred.family_file import FILE as FAMILY_FILE
 from isthmus.families.inferred.family_file import write_family
 from isthmus.families.registry import all_families
+from isthmus.files.atomic_write import TEMPORARY
 from isthmus.files.checked_files import RecordedFiles, recording
+from isthmus.files.folder_lock import LOCK, FolderLock
+from isthmus.files.remote_files import is_url
 from isthmus.hf.companion_files import check_companions
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
@@ -136,7 +143,8 @@ def convert(
     """Convert a model on disk into another format.
 
     Args:
-        source: a Hugging Face folder or a Megatron checkpoint.
+        source: a Hugging Face folder, a Megatron checkpoint, or the URL of a checkpoint in a store, which is
+            downloaded to a temporary folder beside the destination.
         destination: folder to create; it must not exist.
         to: ``hf``, ``torch_dist`` or ``torch`` (legacy); default ``torch_dist`` for a Hugging Face folder, else ``hf``.
         dtype: dtype of all tensors; default: unchanged.
@@ -157,6 +165,24 @@ def convert(
         OutputExists, OutputInUse, NoSpace, IOFailure: the destination exists or cannot be written; partial output is
             removed.
     """
+    if is_url(source):
+        with _downloaded(str(source), Path(destination), progress) as folder:
+            result = convert(
+                folder,
+                destination,
+                to,
+                dtype=dtype,
+                hf_like=hf_like,
+                hf_family=hf_family,
+                layout=layout,
+                spelling=spelling,
+                bin=bin,
+                vocab_size=vocab_size,
+                family=family,
+                adapter=adapter,
+                progress=progress,
+            )
+        return replace(result, source=str(source))
     start_s = time.monotonic()
     opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
     plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
@@ -180,6 +206,21 @@ def convert(
         megatron_lacks=plan.unsupported,
         notes=[*model.notes, *_destination_notes(plan)],
     )
+
+
+@contextmanager
+def _downloaded(url: str, destination: Path, progress: Progress) -> Iterator[Path]:
+    """A folder with the checkpoint at ``url``, beside ``destination``; a download that was killed is continued."""
+    if destination.exists():
+        raise OutputExists(f"{destination} exists already. Remove it or choose another folder.")
+    store, step = find_checkpoint(url)
+    folder = destination.absolute().with_name(f"{TEMPORARY}{destination.name}-source")
+    with FolderLock(folder.with_name(f"{folder.name}{LOCK}"), folder):
+        store.download(step, folder, progress)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plan(

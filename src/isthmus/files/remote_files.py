@@ -23,6 +23,17 @@ def is_url(name: Path | str) -> bool:
     return _URL.match(str(name)) is not None
 
 
+def refuse_url(name: Path | str) -> None:
+    """Raise UsageError for a URL where a folder is needed; a ``Path`` of a URL has one slash fewer."""
+    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.+)", str(name))
+    if match is not None and not Path(name).exists():
+        url = f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2]}"
+        raise UsageError(
+            f"{url} is in a store, and this command reads folders. For a checkpoint of a run, make a model folder "
+            f"first: isthmus convert {url} DST --to hf"
+        )
+
+
 def file_system(url: str, **options: Any) -> tuple[Any, str]:
     """(file system, path in it), with options of fsspec; UsageError for an unknown scheme or a missing library."""
     import fsspec

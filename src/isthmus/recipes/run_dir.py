@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,7 +26,7 @@ from isthmus.errors import (
 from isthmus.files.atomic_write import TEMPORARY, write_atomic
 from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.files.folder_lock import LOCK, locked_folder
-from isthmus.files.remote_files import is_url
+from isthmus.files.remote_files import is_url, refuse_url
 from isthmus.hf.model_folder import ADAPTER_FILE, read_json
 
 if TYPE_CHECKING:
@@ -159,16 +158,9 @@ class RunDir:
 
     def _fetched_from(self, url: str) -> Path:
         """A checkpoint, or the newest one below a URL."""
-        from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
+        from isthmus.engine.checkpoint.checkpoint_store import find_checkpoint
 
-        root, _, name = url.rstrip("/").rpartition("/")
-        if re.fullmatch("iter_[0-9]{7,18}", name):
-            return self._fetched(CheckpointStore(root), int(name[5:]))
-        store = CheckpointStore(url)
-        step = store.latest()
-        if step is None:
-            raise MissingInput(f"checkpoint.resume={url} has no complete checkpoint. Name an iter_NNNNNNN folder.")
-        return self._fetched(store, step)
+        return self._fetched(*find_checkpoint(url))
 
     def interrupted(self) -> str:
         """The message of a run that was killed: what it lost, and the checkpoint from which it resumes."""
@@ -249,6 +241,7 @@ def exported_model(path: Path) -> Path:
     """
     from isthmus.convert.open_model import checkpoint_folder
 
+    refuse_url(path)
     exported = RunDir(path).export()
     is_run = (exported / "config.json").is_file() and not (path / "config.json").is_file()
     return exported if is_run and checkpoint_folder(path) is None else path
@@ -256,6 +249,7 @@ def exported_model(path: Path) -> Path:
 
 def exported_adapter(path: Path) -> Path:
     """The exported adapter of a run folder; other paths as they are."""
+    refuse_url(path)
     exported = RunDir(path).adapter()
     return exported if (exported / ADAPTER_FILE).is_file() and not (path / ADAPTER_FILE).is_file() else path
 

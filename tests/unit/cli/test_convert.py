@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isthmus.cli.main import main
+from isthmus.engine.checkpoint import checkpoint_store
+from isthmus.engine.checkpoint.checkpoint_store import CheckpointStore
+from isthmus.files.object_store import ObjectStore
 from ranks.tiny import build_model_folder
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -124,3 +129,77 @@ def test_merge_takes_run_folders(model: str, tmp_path: Path) -> None:
 def test_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 66
     assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stored(model: str, tmp_path: Path) -> Iterator[CheckpointStore]:
+    """A store with the checkpoint of step 5 of a run."""
+    assert main(["convert", model, str(tmp_path / "converted")]) == 0
+    staging = tmp_path / "staging"
+    shutil.copytree(tmp_path / "converted/release", staging)
+    store = CheckpointStore(f"memory://{tmp_path.name}/run")
+    store.begin(5)
+    sizes = {}
+    for path in staging.glob("*.distcp"):
+        with store.create(5, path.name) as stream:
+            sizes[path.name] = stream.write(path.read_bytes())
+        path.unlink()
+    store.publish(staging, 5, sizes, 1, None)
+    yield store
+    store.objects.remove(store.objects.sizes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "/iter_0000005"])
+def test_a_checkpoint_in_a_store(name: str, stored: CheckpointStore, model: str, tmp_path: Path) -> None:
+    assert main(["convert", f"{stored.url}{name}", str(tmp_path / "hf"), "--json"]) == 0
+    assert main(["verify", model, str(tmp_path / "hf")]) == 0
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_a_killed_download_is_continued(
+    stored: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: list[str] = []
+    download = ObjectStore.download
+
+    def killed(self: ObjectStore, name: str, path: Path) -> None:
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        names.append(name)
+        download(self, name, path)
+
+    words = ["convert", stored.url, str(tmp_path / "hf")]
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_store, "_THREADS", 1)
+        patched.setattr(ObjectStore, "download", killed)
+        assert main(words) == 130
+    again: list[str] = []
+    monkeypatch.setattr(ObjectStore, "download", lambda *call: (again.append(call[1]), download(*call))[1])
+    assert main(words) == 0 and not set(again) & set(names)
+    content = bytearray(stored.objects.read("iter_0000005/__0_0.distcp"))
+    content[len(content) // 2] ^= 1
+    stored.objects.write("iter_0000005/__0_0.distcp", bytes(content))
+    capsys.readouterr()
+    assert main(["convert", stored.url, str(tmp_path / "other")]) == 65
+    assert "__0_0.distcp is damaged: bytes" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".tmp-*")) and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "memory://a/run", "memory://a/run"],
+        ["merge", "memory://a/run", "adapter", "out"],
+        ["chat", "memory://a/run"],
+        ["eval", "memory://a/run", "--tasks", "arc_easy"],
+        ["convert", "memory://a/run", "out", "--learn"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_other_commands_name_the_command_that_downloads(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "memory://a/run is in a store, and this command reads folders" in error
+    assert "isthmus convert memory://a/run DST --to hf" in error

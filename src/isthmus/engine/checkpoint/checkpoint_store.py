@@ -15,16 +15,18 @@ import json
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from isthmus.engine.checkpoint.checkpoint_folder import checkpoint_dir, steps_to_remove
-from isthmus.errors import DataError, IOFailure, MissingInput, OutputInUse
+from isthmus.errors import DataError, IOFailure, MissingInput, NoSpace, OutputInUse, disk_errors
 from isthmus.files.atomic_write import TEMPORARY
 from isthmus.files.file_checksums import content_checksum
 from isthmus.files.input_files import parse_json, read_json
@@ -35,6 +37,8 @@ OWNER = "owner.json"
 ORIGIN = f"{TEMPORARY}origin.json"
 """In the local copy of a checkpoint without its data files: where these are."""
 _DATA = ".distcp"
+_THREADS = 4
+"""Files that are downloaded at the same time."""
 _FOLDER = re.compile("iter_([0-9]{7,18})")
 
 
@@ -197,9 +201,7 @@ class CheckpointStore:
         Raises:
             MissingInput: it is not published.
         """
-        marker = self.published().get(step)
-        if marker is None:
-            raise MissingInput(f"{self.address(step)} is no complete checkpoint: {MARKER} is missing or damaged.")
+        marker = self._marker(step)
         folder = checkpoint_dir(root, step)
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{TEMPORARY}lock").open("w") as lock:
@@ -219,6 +221,79 @@ class CheckpointStore:
             (staging / ORIGIN).write_text(json.dumps(content))
             staging.rename(folder)
         return folder
+
+    def _marker(self, step: int) -> Published:
+        marker = self.published().get(step)
+        if marker is None:
+            raise MissingInput(f"{self.address(step)} is no complete checkpoint: {MARKER} is missing or damaged.")
+        return marker
+
+    def download(self, step: int, folder: Path, progress: Callable[[int, int], None]) -> None:
+        """Download a checkpoint into ``folder``; files of an interrupted download of it are complete and are kept.
+
+        Args:
+            progress: called with (bytes done, total bytes).
+
+        Raises:
+            MissingInput: it is not published.
+            NoSpace: the disk has less room.
+            IOFailure: the store failed, or a file has another size than when it was published.
+        """
+        marker, origin = self._marker(step), folder / ORIGIN
+        with disk_errors(folder):
+            if not origin.is_file() or read_json(origin).get("save_id") != marker.save_id:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                origin.write_text(json.dumps({"save_id": marker.save_id}))
+        total, done = sum(marker.sizes.values()), 0
+        missing = [name for name in marker.sizes if not (folder / name).is_file()]
+        room = shutil.disk_usage(folder).free
+        if (needed := sum(marker.sizes[name] for name in missing)) > room:
+            raise NoSpace(f"{self.address(step)} needs {needed:,} bytes in {folder}, and {room:,} are free.")
+        lock = threading.Lock()
+
+        def count(name: str) -> None:
+            nonlocal done
+            with lock:
+                done += marker.sizes[name]
+                progress(done, total)
+
+        def download(name: str) -> None:
+            _check_name(self.address(step), name)
+            path = folder / name
+            partial = path.with_name(f"{TEMPORARY}{path.name}")
+            with disk_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.objects.download(f"{_name(step)}/{name}", partial)
+                if (size := partial.stat().st_size) != marker.sizes[name]:
+                    raise IOFailure(
+                        f"{self.address(step)}/{name} has {size} bytes, and {marker.sizes[name]} when it was published."
+                    )
+                partial.rename(path)
+            count(name)
+
+        for name in marker.sizes.keys() - set(missing):
+            count(name)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(download, missing):
+                pass
+        origin.unlink()
+
+
+def find_checkpoint(url: str) -> tuple[CheckpointStore, int]:
+    """The store and the step of a checkpoint, or of the newest one below a URL.
+
+    Raises:
+        MissingInput: there is none.
+    """
+    root, _, name = url.rstrip("/").rpartition("/")
+    if match := _FOLDER.fullmatch(name):
+        return CheckpointStore(root), int(match[1])
+    store = CheckpointStore(url)
+    step = store.latest()
+    if step is None:
+        raise MissingInput(f"{url} has no complete checkpoint. Name an iter_NNNNNNN folder, or the folder of them.")
+    return store, step
 
 
 class StoredData:

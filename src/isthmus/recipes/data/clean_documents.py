@@ -2,7 +2,8 @@
 
 Each shard of the input is read once: its documents pass the filters, and datatrove writes their signatures. From the
 signatures of all shards datatrove finds the duplicates. The result is a list of records for each shard, which the
-tokenization leaves out; texts are not changed. All files are in ``OUT.partial/clean``.
+tokenization leaves out; texts are not changed. All files are in ``OUT.partial/clean``. The steps may run in processes
+of several machines.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ FILTERS: Mapping[str, str] = {
 }
 """Name -> class of datatrove: those that neither change a text nor need a model or a list from the network."""
 _DUPLICATES = "duplicates"
+_REPORT = "report.json"
 EachItem = Callable[[Callable[[Any], None], Sequence[Any]], None]
 """Calls a function for each item, in processes of an engine."""
 
@@ -127,26 +129,57 @@ def clean_shards(
     shards: Sequence[InputShard], options: CleanOptions, tokenize: TokenizeOptions, folder: str, each: EachItem
 ) -> tuple[list[InputShard], dict[str, Any]]:
     """(the shards without the records that are left out, counts for the report). ``each`` runs the first step."""
+    if (cleaned := cleaned_shards(shards, folder)) is None:
+        read_documents(list(enumerate(shards)), options, tokenize, folder, each)
+        list_left_out(len(shards), options, folder)
+        cleaned = cleaned_shards(shards, folder)
+        assert cleaned is not None
+    return cleaned
+
+
+def read_documents(
+    shards: Sequence[tuple[int, InputShard]],
+    options: CleanOptions,
+    tokenize: TokenizeOptions,
+    folder: str,
+    each: EachItem,
+) -> None:
+    """The first step of these shards: the filters, and the signatures of the other documents."""
+    each(_CleanShard(options, folder, tokenize.columns), shards)
+
+
+def cleaned_shards(shards: Sequence[InputShard], folder: str) -> tuple[list[InputShard], dict[str, Any]] | None:
+    """As :func:`clean_shards`, from the lists of an earlier call; None before :func:`list_left_out`."""
+    report = open_folder(folder).read(_REPORT)
+    if report is None:
+        return None
+    named = [replace(shard, dropped=(folder, _list_name(number))) for number, shard in enumerate(shards)]
+    return named, json.loads(report)
+
+
+def list_left_out(count: int, options: CleanOptions, folder: str) -> None:
+    """Find the duplicates in ``count`` shards, and write the lists and counts of what is left out."""
     files = open_folder(folder)
-    each(_CleanShard(options, folder, tokenize.columns), list(enumerate(shards)))
     duplicates = _duplicates(options.dedup, folder) if options.dedup is not None else {}
     reasons: Counter[str] = Counter()
     documents = 0
-    cleaned = []
-    for number, shard in enumerate(shards):
+    for number in range(count):
         with np.load(io.BytesIO(files.read(f"{number:05d}.npz") or b"")) as stored:
             places, dropped = stored["places"], stored["dropped"]
             reasons.update(json.loads(str(stored["reasons"])))
         documents += len(places) + len(dropped)
         removed = duplicates.get(number, np.empty(0, np.int64))
         reasons[_DUPLICATES] += len(removed)
-        name = f"{number:05d}.dropped.npy"
         file = io.BytesIO()
         np.save(file, np.concatenate([dropped, places[removed]]))
-        files.write(name, file.getvalue())
-        cleaned.append(replace(shard, dropped=(folder, name)))
+        files.write(_list_name(number), file.getvalue())
     counts = {name: count for name, count in reasons.items() if count}
-    return cleaned, {**options.as_record(), "documents": documents, "left_out": counts}
+    report = {**options.as_record(), "documents": documents, "left_out": counts}
+    files.write(_REPORT, json.dumps(report).encode())  # last: the lists are complete
+
+
+def _list_name(number: int) -> str:
+    return f"{number:05d}.dropped.npy"
 
 
 def cleaning_note(report: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import isthmus
 from isthmus.data.chat.chat_records import Kind, kinds_of, parse_record
@@ -28,11 +28,19 @@ from isthmus.errors import DataError, UsageError
 from isthmus.files.remote_files import is_url
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.platforms.cpu_threads import cores
-from isthmus.recipes.data.clean_documents import CleanOptions, Dedup, clean_shards, cleaning_note
+from isthmus.recipes.data.clean_documents import (
+    CleanOptions,
+    Dedup,
+    clean_shards,
+    cleaned_shards,
+    cleaning_note,
+    read_documents,
+)
 from isthmus.recipes.data.data_sources import file_record, files_below, tokenizer_record
 from isthmus.recipes.data.prepare_engines import Engine, EngineName, LocalEngine, OnProgress, RayEngine
 from isthmus.recipes.data.prepare_resume import PartialOutput
 from isthmus.recipes.data.prepare_shards import plan_shards
+from isthmus.recipes.data.prepare_slurm import LEFT_OUT
 from isthmus.recipes.data.prepare_workers import StartMethod
 from isthmus.recipes.model.model_source import tokenizer_at
 
@@ -86,7 +94,7 @@ def prepare(
     on_progress: OnProgress = lambda stats: None,
     start_method: StartMethod | None = None,
     engine: EngineName = "local",
-    part: InputPart | None = None,
+    part: InputPart | Literal["left-out"] | None = None,
     filters: Sequence[str] = (),
     dedup: Dedup | None = None,
 ) -> PrepareResult:
@@ -111,7 +119,9 @@ def prepare(
         start_method: of the processes; None: the fastest safe one.
         engine: who tokenizes: processes of this machine, or tasks of a Ray cluster. ``slurm-array`` only records the
             inputs in ``OUT.partial``, for processes that make parts.
-        part: make only the parts of these shards, and no output; None: all, and the output.
+        part: make only the parts of these shards, and no output; None: all, and the output. With filters or
+            deduplication, the first call for a part reads its texts, ``left-out`` then lists what is left out of all
+            parts, and a second call makes the part.
         filters: names of filters of texts, by datatrove.
         dedup: leave out texts that others repeat, exactly or nearly, by datatrove; None: keep them.
 
@@ -137,17 +147,14 @@ def prepare(
     clean = CleanOptions(tuple(filters), dedup) if filters or dedup is not None else None
     if clean is not None:
         clean.check(options)
-        if engine == "slurm-array" or part is not None:
-            raise UsageError(
-                "--filter and --dedup compare all texts before any is tokenized, which tasks of an array cannot. Use "
-                "--engine ray or local."
-            )
+    elif part == LEFT_OUT:
+        raise UsageError("--part left-out lists the texts that --filter and --dedup leave out. Name one of them.")
     made_by = RayEngine() if engine == "ray" else LocalEngine(workers, start_method)
     if engine == "slurm-array":
-        record_inputs(files, prefix, opened, options)
+        record_inputs(files, prefix, opened, options, clean)
         stats = TokenizeStats()
     elif part is not None:
-        stats = tokenize_part(files, prefix, opened, options, part, made_by, on_progress)
+        stats = tokenize_part(files, prefix, opened, options, part, made_by, clean, on_progress)
     else:
         stats = tokenize_files(files, prefix, opened, options, engine=made_by, clean=clean, on_progress=on_progress)
     return PrepareResult(str(out), kind, stats, time.monotonic() - start_s)
@@ -229,11 +236,19 @@ def _with_complete(output: PartialOutput, on_progress: OnProgress) -> OnProgress
     return show
 
 
-def record_inputs(files: DataFiles, prefix: Path | str, tokenizer: Tokenizer, options: TokenizeOptions) -> int:
+def record_inputs(
+    files: DataFiles,
+    prefix: Path | str,
+    tokenizer: Tokenizer,
+    options: TokenizeOptions,
+    clean: CleanOptions | None = None,
+) -> int:
     """Prepare the folder of the parts for processes that call :func:`tokenize_part`; returns the number of shards."""
     output = PartialOutput(prefix)
     output.refuse_existing()
     inputs, digests = _inputs(options, tokenizer, files.names, output.known_digests())
+    if clean is not None:
+        inputs |= {"cleaning": clean.as_record()}
     with output.opened(inputs, digests, plan_shards(files.names, options.max_records)):
         return len(output.shards)
 
@@ -243,14 +258,32 @@ def tokenize_part(
     prefix: Path | str,
     tokenizer: Tokenizer,
     options: TokenizeOptions,
-    part: InputPart,
+    part: InputPart | Literal["left-out"],
     engine: Engine,
+    clean: CleanOptions | None = None,
     on_progress: OnProgress = lambda stats: None,
 ) -> TokenizeStats:
-    """Make the parts of the shards of ``part``, beside processes that make the others; returns their counts."""
-    output = PartialOutput(prefix)
+    """Make the parts of the shards of ``part``, beside processes that make the others; returns their counts.
+
+    With ``clean``, the first call for a part reads its documents, and ``left-out`` lists what is left out of all parts.
+    """
+    output, planned = PartialOutput(prefix), plan_shards(files.names, options.max_records)
     inputs, _ = _inputs(options, tokenizer, files.names, output.known_digests())
-    with output.joined(inputs, plan_shards(files.names, options.max_records), str(part.index)):
+    if clean is not None:
+        inputs |= {"cleaning": clean.as_record()}
+    name = part if isinstance(part, str) else str(part.index)
+    with output.joined(inputs, planned, name):
+        if clean is not None:
+            folder = f"{output.folder}/clean"
+            if isinstance(part, str):
+                clean_shards(planned, clean, options, folder, engine.each)
+                return TokenizeStats(notes=["the texts that are left out are listed; the parts can be tokenized"])
+            if (cleaned := cleaned_shards(planned, folder)) is None:
+                numbered = list(enumerate(planned))[part.index :: part.count]
+                read_documents(numbered, clean, options, folder, engine.each)
+                return TokenizeStats(notes=["the texts of this part are filtered; nothing is tokenized yet"])
+            output.set_shards(cleaned[0])
+        assert not isinstance(part, str)
         shards = output.shards[part.index :: part.count]
         if incomplete := [parts for parts in shards if not parts.complete]:
             engine.complete(incomplete, RecordTokenizer(tokenizer, options), on_progress)

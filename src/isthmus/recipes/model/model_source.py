@@ -18,6 +18,7 @@ from isthmus.errors import DataError, MissingInput, UsageError, escaped
 from isthmus.families.known_keys import IGNORED_KEYS, is_metadata, keys_read
 from isthmus.families.registry import family_for, language_config
 from isthmus.families.rules.rope_overlay import overlay_rotary
+from isthmus.files.remote_files import refuse_url
 from isthmus.hf.hub import fetch, looks_like_id
 from isthmus.hf.model_folder import ModelFolder, tokenizer_files
 from isthmus.hf.special_tokens import SPECIAL_TOKENS, tokens_beyond_vocabulary
@@ -104,6 +105,7 @@ def local_folder(path_or_id: str, *, weights: bool, code: bool = False) -> Path:
     path = Path(path_or_id)
     if path.exists():
         return path
+    refuse_url(path_or_id)
     if not looks_like_id(path_or_id):
         raise MissingInput(
             f"{path_or_id} does not exist. Give a folder, an id on the Hub (org/name), or for a model preset:NAME."

@@ -15,6 +15,7 @@ from isthmus.hf.tiny_model import train_tokenizer
 from isthmus.hf.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from isthmus.recipes.data import prepare_shards
 from isthmus.recipes.data.prepare import InputPart, prepare
+from isthmus.recipes.data.prepare_slurm import LEFT_OUT
 
 PROSE = "The ship sailed to the island with all of its crew, and they had to be careful of the rocks number {k}. "
 
@@ -96,5 +97,15 @@ def test_left_out_records(tmp_path: Path, tokenizer: Path, monkeypatch, options,
     ]
     all_texts = [text for part in texts for text in part]
     assert len(kept) == len(set(kept)) and set(kept) <= set(all_texts) and long[1] in kept
-    with pytest.raises(UsageError, match="which tasks of an array cannot"):
-        prepare(files, tmp_path / "b", tokenizer, part=InputPart(0, 2), **settings, **options)
+    # As array jobs: the parts read their texts, the lists are made, then the parts.
+    prepare(files, tmp_path / "b", tokenizer, engine="slurm-array", **settings, **options)
+    for part, note in [
+        *((InputPart(index, 2), "the texts of this part are filtered") for index in range(2)), (LEFT_OUT, "are listed"),
+        *((InputPart(index, 2), None) for index in range(2)),
+    ]:  # fmt: skip
+        notes = prepare(files, tmp_path / "b", tokenizer, part=part, **settings, **options).stats.notes
+        assert note is None or note in notes[0]
+    assert not list(tmp_path.glob("b.bin")) and len(list(tmp_path.glob("b.partial/0000?.json"))) == 3
+    prepare(files, tmp_path / "b", tokenizer, **settings, **options)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"b{suffix}").read_bytes() == (tmp_path / f"out{suffix}").read_bytes()
