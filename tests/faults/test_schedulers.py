@@ -71,10 +71,10 @@ def with_programs() -> dict[str, str]:
 
 def run_yaml(command: list[str], folder: Path) -> None:
     """Write the config of a run of two steps on a CPU to ``sft.yaml``."""
-    settings = dict(word.split("=") for word in SETTINGS)
-    lines = [f"model: {command[2]}", f"data.files: [{command[4]}]", f"out: {folder}/out", "train.steps: 2"]
-    lines += [f"{name}: {value}" for name, value in settings.items()]
-    (folder / "sft.yaml").write_text("\n".join(lines) + "\n")
+    (folder / "sft.yaml").write_text(
+        f"model: {command[2]}\ndata: {{files: [{command[4]}], seq_length: 64}}\nout: {folder}/out\n"
+        "train: {steps: 2, global_batch_size: 4}\noptim: {lr: 1.0e-3}\nplatform: cpu\n"
+    )
 
 
 def run(words: list[str], cwd: Path, variables: dict[str, str], timeout_s: float = 500.0) -> CompletedCommand:
@@ -298,7 +298,7 @@ def test_kubectl_lines_of_the_page(shared: Path, daemons: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl: apt-get install kubernetes-client")
     create, launch = page_block("launch.md", "kubectl create secret").splitlines()
-    (shared / "run.yaml").write_text("model: /shared/model\ndata.files: [/shared/chats.jsonl]\n")
+    (shared / "run.yaml").write_text("model: /shared/model\ndata: {files: [/shared/chats.jsonl]}\n")
     with kubernetes_api() as api:
         (daemons / "config").write_text(api.config)
         variables = {"KUBECONFIG": str(daemons / "config"), "HOME": str(daemons), "HF_TOKEN": "hf_0123456789abcdef"}
@@ -326,7 +326,16 @@ def test_filters_in_array_jobs(chats: Path, model: Path, shared: Path, daemons: 
         lines = (json.dumps({"text": text}) for text in [*texts[number * 20 : number * 20 + 30], texts[0]])
         (shared / "data").mkdir(exist_ok=True)
         (shared / f"data/{number}.jsonl").write_text("\n".join(lines) + "\n")
-    words = ["prepare", str(shared / "data"), "--tokenizer", str(model), "--dedup", "exact", "--filter", "gopher-repetition"]
+    words = [
+        "prepare",
+        str(shared / "data"),
+        "--tokenizer",
+        str(model),
+        "--dedup",
+        "exact",
+        "--filter",
+        "gopher-repetition",
+    ]
     words = isthmus_words(*words, "--workers", "1")
     try:
         with slurm_cluster(daemons, nodes=2) as variables:
