@@ -285,7 +285,10 @@ def layouts(only: str, quick: bool) -> Iterator[dict[str, Any]]:
             count, num_bytes = make_ranks(folder, stages, **sizes)
             writers = sizes["tp"] * sizes["pp"] * (fsdp or sizes["dp"])
             make_checksums(folder, writers, num_bytes // writers)
-            measured = {task: measure(task, folder) for task in MEASURED}
+            measured = {}
+            for task in MEASURED:
+                measured[task] = measure(task, folder)
+                print(f"{name}: {json.dumps(measured[task])}", flush=True)
         row = {"layout": name, **layout, "ranks": world_size, "parts": count, "compared_ranks": compared, **measured}
         texts = (f"{task} {row[task]['peak_gib']:.2f} GiB {row[task]['seconds']:.1f} s" for task in MEASURED)
         print(f"{name}: {count:,} parts; {'; '.join(texts)}", flush=True)

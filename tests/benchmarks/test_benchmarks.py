@@ -224,6 +224,15 @@ def test_asynchronous_checkpoints(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_copies_in_memory(repository: Path, tmp_path: Path) -> None:
+    result = run(repository, tmp_path / "copies.json", "memory_copies.py")
+    runs = {row["contestant"]: row for row in result["runs"]}
+    assert len(runs) == 4 and all(row["saves"] == 2 and row["write_s"] > 0 for row in runs.values())
+    # A machine has the files of both ranks.
+    assert runs["copy in memory"]["bytes_in_a_folder"] >= runs["files"]["bytes_in_a_folder"] * 0.9
+
+
+@pytest.mark.benchmarks
 def test_coverage(repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "coverage.json"
     command = [sys.executable, str(repository / "benchmarks" / "coverage.py"), "--quick", "--out", str(out)]
