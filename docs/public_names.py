@@ -19,6 +19,7 @@ import typer
 import isthmus
 from isthmus import errors
 from isthmus.cli.main import app
+from isthmus.config.deprecated_names import COMMANDS, PYTHON, SETTINGS, Renamed
 from isthmus.config.schema import RunConfig
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
@@ -29,9 +30,10 @@ _FIRST_CELL = re.compile(r"^\| (`[^|]*) \|", re.MULTILINE)
 def present() -> dict[str, list[str]]:
     """The public names of this code, by where users write them."""
     return {
-        "commands": sorted(_commands(typer.main.get_command(app), "")),
-        "settings": sorted(_settings(RunConfig.model_json_schema())),
-        "python": sorted(_python()),
+        "commands": sorted({*_commands(typer.main.get_command(app), ""), *_accepted(COMMANDS)}),
+        "settings": sorted({*_settings(RunConfig.model_json_schema()), *_accepted(SETTINGS)}),
+        "values of settings": sorted(_values(RunConfig.model_json_schema())),
+        "python": sorted({*_python(), *(f"isthmus.{name}" for name in _accepted(PYTHON))}),
         "files of a run": sorted(_run_folder()),
         "exit codes": sorted({f"{kind.exit_code}" for kind in _errors()}, key=int),
     }
@@ -67,6 +69,22 @@ def _settings(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name}.{setting}" for setting in inner)
         if not inner:
             yield name
+
+
+def _values(schema: Mapping[str, Any]) -> Iterator[str]:
+    """``optim.schedule=cosine``: each value of the settings that have a list of them."""
+    for section, entry in schema["properties"].items():
+        reference = entry.get("$ref", "").rpartition("/")[2]
+        inner = schema["$defs"][reference].get("properties", {}) if reference else {}
+        settings = {f"{section}.{name}": setting for name, setting in inner.items()} or {section: entry}
+        for name, setting in settings.items():
+            for choice in (setting, *setting.get("anyOf", ()), setting.get("items", {})):
+                yield from (f"{name}={value}" for value in choice.get("enum", ()))
+
+
+def _accepted(table: Mapping[str, Renamed]) -> set[str]:
+    """The earlier names that this version accepts, with a warning."""
+    return {name for name, renamed in table.items() if not renamed.is_refused}
 
 
 def _python() -> Iterator[str]:

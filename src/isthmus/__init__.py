@@ -36,9 +36,23 @@ def __getattr__(name: str) -> Any:
     if name == "convert":  # the package of this name, which can be called
         return importlib.import_module("isthmus.convert")
     if name not in _LAZY:
-        raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
+        return _renamed(name)
     module, attribute = _LAZY[name]
     return getattr(importlib.import_module(module), attribute)
+
+
+def _renamed(name: str) -> Any:
+    """What an earlier name of the package means now, with a warning."""
+    if not name.startswith("_"):
+        from isthmus.config import deprecated_names
+
+        renamed = deprecated_names.PYTHON.get(name)
+        if renamed is not None and renamed.is_refused:
+            raise AttributeError(f"isthmus.{renamed.explain(name)}")
+        if renamed is not None:
+            deprecated_names.warn(f"isthmus.{name}", renamed)
+            return __getattr__(renamed.to)
+    raise AttributeError(f"module 'isthmus' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -67,7 +67,7 @@ def chat(options: ChatOptions) -> int:
     there is one.
     """
     prompts = _prompts(options.file, options.out)
-    from isthmus.config.load import load_config
+    from isthmus.config.load import load_recorded
     from isthmus.config.schema.model import ModelConfig
     from isthmus.hf.chat_session import ChatSession, Sampling
     from isthmus.platforms.detect import detect
@@ -78,7 +78,7 @@ def chat(options: ChatOptions) -> int:
     if (exported := exported_model(run.root)) != run.root:
         path = str(exported)
         if system is None and run.config.is_file():
-            system = load_config(None, run.config).chat.system
+            system = load_recorded(run.config).chat.system
     with open_source(ModelConfig(path=path, trust_remote_code=options.trust_remote_code)) as folder:
         session = ChatSession(
             folder,

@@ -41,6 +41,7 @@ from isthmus.cli.next_step import next_steps
 from isthmus.cli.options import Debug, Json, verb
 from isthmus.cli.terminal import show
 from isthmus.cli.verb_help import VerbGroup, epilog
+from isthmus.config.deprecated_names import current_words
 from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.errors import UsageError
 
@@ -152,6 +153,7 @@ def _options(
 
 def parse_and_run(argv: Sequence[str]) -> int:
     """Does not catch errors."""
+    argv = current_words(argv)
     if argv[:1] == ["convert"]:
         from isthmus.cli.megatron_convert import translate
 
@@ -182,10 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
     from isthmus.cli.exit import open_closed_streams
-    from isthmus.cli.process import run_alone, run_rank
+    from isthmus.cli.process import print_deprecations, run_alone, run_rank
     from isthmus.platforms import cpu_threads, rank_env
 
     open_closed_streams()
     cpu_threads.sleep_while_waiting()
+    print_deprecations()
 
     return (run_alone if rank_env.stop_file() is None else run_rank)(words, parse_and_run)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from isthmus.cli.default_out import naming_folder
 from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
+from isthmus.cli.terminal import note
+from isthmus.config.deprecated_names import DeprecatedName
 from isthmus.errors import Preempted, UsageError
 from isthmus.platforms import rank_env
 
@@ -28,6 +32,19 @@ parse: Callable[[Sequence[str]], int]
 def naming_default_out(message: str) -> str:
     """The message of a run, which the same command does not resume if it has no ``--out``."""
     return message if default_out is None else naming_folder(message, default_out)
+
+
+def print_deprecations() -> None:
+    """Print warnings about deprecated names in one line, by one process of a run."""
+    show = warnings.showwarning
+
+    def show_in_one_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, DeprecatedName):
+            show(message, category, *place, **more)
+        elif not started_by_isthmus and rank_env.rank() <= 0:
+            note(f"deprecated: {message}")
+
+    warnings.showwarning = show_in_one_line
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from isthmus.config import deprecated_names
 from isthmus.config.inherit import read_settings
 from isthmus.config.presets import PREFIX, Kind, preset_of
 from isthmus.config.schema import RunConfig
@@ -72,6 +73,17 @@ def load_config(
     return config
 
 
+def load_recorded(file: Path) -> RunConfig:
+    """The ``config.yaml`` of a run folder of this or an earlier version, whose names are read without a warning.
+
+    Raises:
+        UsageError: as :func:`load_config`.
+    """
+    draft = _Draft(recorded=True)
+    draft.add_file(file, "train")
+    return draft.check(None)
+
+
 def load_settings(
     recipe: str | None,
     file: Path | None,
@@ -128,7 +140,8 @@ def origins_of(values: Mapping[str, Any], origins: Mapping[Key, str]) -> Iterato
 
 
 class _Draft:
-    def __init__(self) -> None:
+    def __init__(self, *, recorded: bool = False) -> None:
+        self.recorded = recorded
         self.values: dict[str, Any] = {}
         self.origins: dict[Key, str] = {}
         self.file: str | None = None
@@ -166,6 +179,8 @@ class _Draft:
             for name, inner in value.items():
                 self.put((*key, str(name)), inner, origin)
             return
+        if (name := dotted(key)) in deprecated_names.SETTINGS:
+            key = self._current_key(name, origin)
         self._drop_alternatives(key, value, origin)
         place = self.values
         for depth, part in enumerate(key[:-1], start=1):
@@ -178,6 +193,19 @@ class _Draft:
         self.origins[key] = origin
         if value != {} or not isinstance(place.get(key[-1]), dict):  # an empty mapping removes nothing from a section
             place[key[-1]] = value
+
+    def _current_key(self, name: str, origin: str) -> Key:
+        """The key of a renamed setting; a warning or an error names it."""
+        renamed = deprecated_names.SETTINGS[name]
+        key = tuple(renamed.to.split("."))
+        if not self.recorded:
+            if renamed.is_refused:
+                self.errors.append(f"{origin}  {renamed.explain(name)}")
+            elif key in self.origins and _file_of(self.origins[key]) == _file_of(origin):
+                self.errors.append(f"{origin}  {name} and {renamed.to} are the same setting; leave out {name}")
+            else:
+                deprecated_names.warn(name, renamed, origin)
+        return key
 
     def replace(self, name: str, value: Any) -> None:
         """Set a setting or section to exactly this value, None: to its default."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from isthmus.config.load import load_config
+from isthmus.config.load import load_recorded
 from isthmus.engine.linear.tuned_matmuls import tuned_threads
 from isthmus.errors import UsageError, counted
 from isthmus.platforms import rank_env
@@ -33,7 +33,7 @@ def leave_busy_cores(context: RunContext) -> RunContext:
     if not is_alone or config.train.threads is not None or "OMP_NUM_THREADS" in os.environ:
         return context
     if context.resume is not None:
-        recorded = load_config(None, run_dir.config).train.threads if run_dir.config.is_file() else None
+        recorded = load_recorded(run_dir.config).train.threads if run_dir.config.is_file() else None
         threads, reason = recorded, "as when the run began"
     elif (tuned := tuned_threads(config.tune.file, context.platform)) is not None:
         threads, reason = tuned, "measured by isthmus tune (tune.file)"

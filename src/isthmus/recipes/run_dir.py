@@ -164,13 +164,13 @@ class RunDir:
 
     def interrupted(self) -> str:
         """The message of a run that was killed: what it lost, and the checkpoint from which it resumes."""
-        from isthmus.config.load import load_config
+        from isthmus.config.load import load_recorded
         from isthmus.engine.checkpoint.checkpoint_folder import latest
 
         newest: Path | str | None = None
         with suppress(IsthmusError, OSError):
             if self._store_url is None and self.config.is_file():  # the command line may not have the settings
-                self._store_url = load_config(None, self.config).checkpoint.store
+                self._store_url = load_recorded(self.config).checkpoint.store
             if self.store is None:
                 newest = latest(self.checkpoints)
             elif step := self.store.latest():

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.load import load_config
+from isthmus.config.load import load_recorded
 from isthmus.config.schema import RunConfig
 from isthmus.convert.open_model import HF_SUBFOLDER
 from isthmus.data.batching.batches import Batches
@@ -63,7 +63,7 @@ def open_recorded(run: RunDir) -> RecordedData:
     """
     if not run.config.is_file():
         raise MissingInput(f"{run.root} has no config.yaml, so it is not a run folder. Name the --out of a run.")
-    config = load_config(None, run.config)
+    config = load_recorded(run.config)
     if config.data.mock:
         raise UsageError(f"{run.root}: this run has data.mock=true: its samples are random tokens without text.")
     sources = find_data_sources(config, run.data)

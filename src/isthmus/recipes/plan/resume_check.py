@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from isthmus.config.deprecated_names import current_settings
 from isthmus.config.schema import RunConfig
 from isthmus.config.schema.resume_rules import RESUME_RULES, ResumeRule, names_accepted
 from isthmus.errors import DataError, UsageError
@@ -71,10 +72,11 @@ def _refusal(context: RunContext, refused: Sequence[Change]) -> str:
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     """The differences of two records; a setting that an older version did not have has its default."""
+    settings = current_settings(saved["settings"])
     for name, rule in RESUME_RULES.items():
         if rule in ("content", "free"):
             continue
-        before = saved["settings"][name] if name in saved["settings"] else _default(name)
+        before = settings[name] if name in settings else _default(name)
         if before != now["settings"][name]:
             yield Change(name, f"{name} {_shown(before)} -> {_shown(now['settings'][name])}", rule)
     yield from _model_changes("model", saved["model"], now["model"], "fixed")

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.config.load import load_config
+from isthmus.config.deprecated_names import METRICS
+from isthmus.config.load import load_recorded
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, MissingInput
 from isthmus.files.input_files import check_regular, read_bytes, read_json
@@ -108,7 +109,7 @@ class HistoryReader:
         return RunHistory(
             name=self.name,
             folder=folder,
-            config=load_config(None, folder.config),
+            config=load_recorded(folder.config),
             metrics=metrics,
             events=list(self._event_rows),
             answers=list(self._answer_rows),
@@ -203,10 +204,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return row if type(row.get("step")) is int and 0 <= row["step"] < 1 << 53 else None
 
 
-_EARLIER_NAMES = {"learned_tokens": "loss_tokens"}
-"""Keys of metrics.jsonl that have another name now."""
-
-
 class _Columns:
     """Numbers of rows by key."""
 
@@ -216,7 +213,7 @@ class _Columns:
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             for name, value in row.items():
-                key = _EARLIER_NAMES.get(name, name)
+                key = METRICS.get(name, name)
                 if key == "step" or not (value is None or type(value) in (int, float)):
                     continue
                 if key not in self._columns and len(self._columns) >= _MOST_METRICS:
