@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile
 
 from isthmus.errors import DataError
 
@@ -49,6 +50,16 @@ def read_bytes(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
     if len(raw) > most_bytes:
         raise DataError(f"{path} has more than {most_bytes / 2**20:g} MiB. Is it the right file?")
     return raw
+
+
+def check_uncompressed(path: Path) -> None:
+    """Raise ValueError for arrays of NumPy (``.npz``) that expand in memory: ``numpy.savez`` compresses nothing."""
+    with ZipFile(path) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != ZIP_STORED for member in members):
+        raise ValueError("its arrays are compressed")
+    if sum(member.file_size for member in members) > path.stat().st_size:
+        raise ValueError("its arrays are larger than the file")
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES, *, most_digits: int = DIGITS) -> Any:

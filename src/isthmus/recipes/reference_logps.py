@@ -18,6 +18,7 @@ from isthmus.engine.parallel.process_groups import Position, agree, sum_over_ran
 from isthmus.engine.step import Stepper
 from isthmus.errors import Preempted
 from isthmus.files.atomic_write import atomic_file
+from isthmus.files.input_files import check_uncompressed
 from isthmus.train.stop import StopFlag
 
 
@@ -61,9 +62,10 @@ def compute_reference(
 def _read(path: Path) -> dict[str, npt.NDArray[np.float64]]:
     """Log-probabilities by the digest of their answers; empty without a readable cache."""
     try:
+        check_uncompressed(path)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, BadZipFile):
+    except (OSError, ValueError, EOFError, MemoryError, BadZipFile):
         return {}
 
 

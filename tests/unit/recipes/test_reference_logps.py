@@ -83,3 +83,20 @@ def test_stop_between_two_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Preempted, match="before the first step"):
         compute_reference(stepper, {"train": part(1, 3)}, path, place, fresh=True, stop=stop, log=lambda _: None)
     assert len(shown) == 1 and not path.exists()
+
+
+class Payload:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("import pathlib; pathlib.Path('ran').touch()",)
+
+
+def test_a_pickled_object_in_the_cache_does_not_run(
+    tmp_path: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "reference.npz"
+    np.savez(path, digest=np.array([Payload()], dtype=object))
+    find(path, part(1, 2), part(2, 1), fresh=False)
+    assert passes == [4, 2] and not (tmp_path / "ran").exists()

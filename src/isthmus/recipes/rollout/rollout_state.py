@@ -14,6 +14,7 @@ import numpy as np
 from isthmus.data.batching.rollout_batches import GeneratedAnswers
 from isthmus.errors import DataError
 from isthmus.files.atomic_write import atomic_file
+from isthmus.files.input_files import check_uncompressed
 
 _FILE = "rollout.npz"
 _TOKENS, _LOGPS = ("prompts", "answers"), ("sampling_logps", "policy_logps", "old_logps", "reference_logps")
@@ -74,13 +75,14 @@ class RolloutState:
         """Raises DataError if the folder of a checkpoint has no valid file."""
         path = folder / _FILE
         try:
+            check_uncompressed(path)
             with np.load(path, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
                 rollout = _read(arrays, header) if "first_step" in header else None
                 next_rollout = _read(arrays, header["next"], _NEXT) if "next" in header else None
                 planned = PlannedRollout(**header["planned"]) if "planned" in header else None
                 return cls(header["consumed"], rollout, next_rollout, planned)
-        except (OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile) as error:
+        except (OSError, ValueError, LookupError, TypeError, EOFError, MemoryError, BadZipFile) as error:
             raise DataError(
                 f"{path}: cannot be read, so the run cannot continue with the same prompts and answers ({error}). "
                 "Resume from another checkpoint, or start a new run with --out."

@@ -79,3 +79,24 @@ def test_damaged_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rollout.npz").write_bytes(content)
     with pytest.raises(DataError, match=r"rollout\.npz: cannot be read.*Resume from another checkpoint"):
         RolloutState.read(tmp_path)
+
+
+class Payload:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("import pathlib; pathlib.Path('ran').touch()",)
+
+
+def test_a_pickled_object_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez(tmp_path / "rollout.npz", header=np.array([Payload()], dtype=object))
+    with pytest.raises(DataError, match="Object arrays cannot be loaded"):
+        RolloutState.read(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_arrays_that_expand_are_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "rollout.npz", header=np.zeros(1_000_000, np.uint8))
+    with pytest.raises(DataError, match="its arrays are compressed"):
+        RolloutState.read(tmp_path)
