@@ -13,6 +13,7 @@ import json
 import re
 import runpy
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -597,6 +598,18 @@ def _answer(answer: str) -> str:
     return f"`{name}`" + (f", {rest}" if rest else "")
 
 
+def _page_of(script: str) -> str:
+    """The page that another script of this folder makes, with its paragraphs filled."""
+    page: str = runpy.run_path(str(REFERENCE.parent / f"{script}.py"))["page"]()
+    return re.sub(r"^(?![|#<\n]).+(?:\n(?![|#<\n-]).+)*", _filled, page, flags=re.MULTILINE)
+
+
+def _filled(paragraph: re.Match[str]) -> str:
+    indent = "  " if paragraph[0].startswith("- ") else ""
+    text = " ".join(paragraph[0].split())
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "api": api_page,
     "cli": cli_page,
@@ -604,6 +617,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "families": families_page,
     "presets": presets_page,
     **{key: functools.partial(trainer_page, key) for key in _TRAINERS},
+    "support": functools.partial(_page_of, "support"),
+    "../trust": functools.partial(_page_of, "trust"),
 }
 
 if __name__ == "__main__":
