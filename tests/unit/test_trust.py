@@ -30,6 +30,7 @@ def test_claims_are_quotes_of_their_pages(claims: list[Any], repository: Path) -
     assert missing == [], "the page has other words now: change the claim in docs/trust.py, and check its evidence"
 
 
+@pytest.mark.slow
 def test_claims_have_evidence_that_exists(claims: list[Any], trust: dict[str, Any], repository: Path) -> None:
     for claim in claims:
         assert claim.tests or claim.results, claim.quote
@@ -42,6 +43,7 @@ def test_claims_have_evidence_that_exists(claims: list[Any], trust: dict[str, An
             assert name in names if name else names, test
 
 
+@pytest.mark.slow
 def test_the_page_has_each_recorded_result_as_its_file_says(trust: dict[str, Any], repository: Path) -> None:
     page, listed = (
         trust["page"](),

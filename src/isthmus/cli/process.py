@@ -27,6 +27,7 @@ default_out: str | None = None
 started_by_isthmus = False
 parse: Callable[[Sequence[str]], int]
 """Runs a command line; of the last call of :func:`run_alone`."""
+_show_other_warning = warnings.showwarning
 
 
 def naming_default_out(message: str) -> str:
@@ -36,15 +37,14 @@ def naming_default_out(message: str) -> str:
 
 def print_deprecations() -> None:
     """Print warnings about deprecated names in one line, by one process of a run."""
-    show = warnings.showwarning
+    warnings.showwarning = _show_warning
 
-    def show_in_one_line(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if not issubclass(category, DeprecatedName):
-            show(message, category, *place, **more)
-        elif not started_by_isthmus and rank_env.rank() <= 0:
-            note(f"deprecated: {message}")
 
-    warnings.showwarning = show_in_one_line
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    if not issubclass(category, DeprecatedName):
+        _show_other_warning(message, category, *place, **more)
+    elif not started_by_isthmus and rank_env.rank() <= 0:
+        note(f"deprecated: {message}")
 
 
 def run_alone(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:

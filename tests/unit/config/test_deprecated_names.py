@@ -145,6 +145,7 @@ def test_reports_read_earlier_keys_of_metrics() -> None:
     assert REPORTED is METRICS and METRICS["learned_tokens"] == "loss_tokens"  # tests/unit/tools/report reads them
 
 
+@pytest.mark.slow
 def test_the_tables_lead_to_public_names_through_a_minor_version(repository: Path) -> None:
     public: dict[str, Any] = runpy.run_path(str(repository / "docs/public_names.py"))
     tables = {"settings": SETTINGS, "commands": COMMANDS, "python": PYTHON}
