@@ -296,7 +296,8 @@ def _row(claim: Claim) -> str:
     link = claim.page.removeprefix("docs/") if claim.page.startswith("docs/") else f"../{claim.page}"
     tests = "<br>".join(f"`{test}`{_mark(test)}" for test in claim.tests) or "-"
     results = "<br>".join(_link(newest_result(name)) for name in claim.results) or "-"
-    return f"| {claim.quote.replace('|', chr(92) + '|')} ([{Path(claim.page).name}]({link})) | {tests} | {results} |"
+    source = f"[{claim.page.removeprefix('docs/')}]({link})"
+    return f"| {claim.quote} ({source}) | {tests} | {results} |"
 
 
 def _mark(test: str) -> str:
