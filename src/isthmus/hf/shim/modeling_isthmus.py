@@ -193,16 +193,21 @@ class IsthmusModel(IsthmusPreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **_unused: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, S, H] of ``input_ids`` [B, S]; ``attention_mask`` [B, past + S] is zero for padding."""
+        """Hidden states [B, S, H] of ``input_ids`` [B, S]; ``attention_mask`` [B, past + S] is zero for padding.
+
+        ``cache`` is the name of ``past_key_values`` in transformers 5.24 and newer.
+        """
         config = self.config
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if config.embedding_multiplier != 1:
             x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        past = 0 if cache is None else int(cache.get_seq_length())
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must be [batch, length], got {tuple(attention_mask.shape)}")
         if position_ids is None:
@@ -212,8 +217,8 @@ class IsthmusModel(IsthmusPreTrainedModel):
         padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
         tables = [self._table(position_ids, windowed) for windowed in (False, True)]
         for layer in self.layers:
-            x = layer(x, tables, padding, past_key_values, past)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            x = layer(x, tables, padding, cache, past)
+        return BaseModelOutputWithPast(self.norm(x), cache)  # by position, since the name depends on the version
 
     def _table(self, position_ids: Tensor, windowed: bool) -> Table:
         longest = int(position_ids.max()) + 1
@@ -250,15 +255,17 @@ class IsthmusForCausalLM(IsthmusPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, S, V], only of the last ``logits_to_keep`` tokens if not 0; a loss with ``labels`` [B, S]."""
-        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        states = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache)
+        hidden, *caches = states.to_tuple()
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, positions]) * self.config.logits_multiplier
+        logits = self.lm_head(hidden[:, positions]) * self.config.logits_multiplier
         if (cap := self.config.logits_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(loss, logits, *caches)
