@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist clean gpu gpu-quick gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist release-dry workflows canary clean gpu gpu-quick gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -81,6 +81,9 @@ test-megatron-core: $(MEGATRON_VERSIONS:%=$(MEGATRON_CORE)/%/.done)  ## The engi
 	$(PYTEST) -p isthmus.engine -m "not thorough" $(ENGINE_TESTS); done
 	ISTHMUS_MEGATRON_CORE=$(CURDIR)/$(MEGATRON_CORE) $(PYTEST) tests/megatron_versions
 
+canary: $(STAMP)  ## Tests with the newest megatron-core, transformers, torch and peft (CASES, OUT, RECORD); needs network
+	$(VENV)/bin/python benchmarks/canary.py $(CASES) $(if $(OUT),--out $(OUT)) $(if $(RECORD),--record)
+
 bench-dry: $(STAMP)  ## Run each benchmark on tiny inputs, to check that it works: when one has changed
 	$(PYTEST) tests/benchmarks
 
@@ -151,7 +154,19 @@ dist: $(TOOLS)/.done  ## Build the wheel and the sdist, with the locked build to
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --no-build-isolation \
 	--python $(VENV)/bin/python --out-dir dist
 
-audit: $(TOOLS)/.done  ## Known vulnerabilities of the locked versions, and of the workflows; needs network
+release-dry: $(TOOLS)/.done  ## All that a release publishes, in build/release; tags and uploads nothing (FINAL=1 before a tag)
+	$(TOOLS)/bin/python .ci/release.py --python $(VENV)/bin/python $(if $(FINAL),--final)
+
+ACTIONLINT := build/actionlint
+$(ACTIONLINT)/.done: constraints/workflows.lock $(STAMP)
+	@rm -rf $(ACTIONLINT) && $(RUN) venv $(ACTIONLINT)
+	@$(ACTIONLINT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r constraints/workflows.lock
+	@touch $@
+
+workflows: $(ACTIONLINT)/.done  ## actionlint and shellcheck over .github/workflows
+	PATH=$(CURDIR)/$(ACTIONLINT)/bin:$$PATH actionlint
+
+audit: $(TOOLS)/.done workflows  ## Known vulnerabilities of the locked versions, and of the workflows; needs network
 	for lock in constraints/*.lock; do \
 	$(TOOLS)/bin/pip-audit --strict --progress-spinner off --disable-pip --require-hashes -r $$lock || exit 1; done
 	$(TOOLS)/bin/zizmor --offline .github/workflows

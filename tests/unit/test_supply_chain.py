@@ -1,8 +1,10 @@
-"""Locks have the tested versions with hashes, and workflows name the commit of each action."""
+"""Locks have the tested versions with hashes; workflows name the commit of each action and pass actionlint."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-SETS = ("cpu-py310", "cpu-py311", "tools")
+SETS = ("cpu-py310", "cpu-py311", "tools", "workflows")
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -40,5 +42,27 @@ def test_a_lock_is_complete(repository: Path, pyproject: dict[str, Any], name: s
 def test_actions_are_named_by_commit(repository: Path) -> None:
     workflows = sorted((repository / ".github/workflows").glob("*.yml"))
     used = [line for path in workflows for line in re.findall(r"uses: (.+)", path.read_text())]
-    assert len(workflows) == 3 and len(used) > 5
+    assert len(workflows) == 5 and len(used) > 5
     assert [line for line in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}  # v[\d.]+", line)] == []
+
+
+@pytest.mark.processes
+def test_workflows_pass_actionlint(repository: Path) -> None:
+    """With its shell checks, from the locked environment."""
+    tools = repository / "build/actionlint/bin"
+    if not (tools / "actionlint").exists():
+        pytest.skip("needs actionlint in build/actionlint: make workflows")
+    environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["actionlint", "-no-color"], cwd=repository, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_code_owners_are_paths_of_the_repository_without_invented_names(repository: Path) -> None:
+    lines = (repository / ".github/CODEOWNERS").read_text().splitlines()
+    owned = [line.split() for line in lines if re.match(r"(# )?[*/]", line)]
+    paths = [words[words[0] == "#"] for words in owned]
+    assert (
+        len(paths) > 10
+        and [path for path in paths if path != "*" and not (repository / path.strip("/")).exists()] == []
+    )
+    assert [words for words in owned if words[-1] != "TEAM" and not re.fullmatch(r"@[\w-]+/[\w-]+", words[-1])] == []
