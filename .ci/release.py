@@ -36,8 +36,8 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOCK = REPOSITORY / "constraints/cpu-py311.lock"
-COMMANDS = (["--version"], ["config", "ls"], ["config", "schema"])
-"""They read the package's version, its presets and its settings from the installed wheel."""
+COMMANDS = (["--version"], ["doctor"], ["config", "ls"], ["config", "schema"])
+"""They read the version, the tested versions, the presets and the settings of the installed wheel."""
 
 
 def main() -> None:
@@ -217,6 +217,12 @@ def check_installed(wheel: Path, version: str, python: Path) -> None:
         # A path in a .pth file brings packages, but not the .pth files in it, by which a checkout is installed.
         Path(purelib(installed), "dependencies.pth").write_text(f"{purelib(python)}\n", encoding="utf-8")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        command = [installed, "-c", "import isthmus; print(isthmus.__file__)"]
+        module = subprocess.run(
+            command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        if not module.startswith(folder):
+            raise SystemExit(f"The new environment imports {module.strip()} instead of the wheel.")
         for arguments in COMMANDS:
             command = [installed.with_name("isthmus"), *arguments]
             done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
