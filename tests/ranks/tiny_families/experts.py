@@ -227,6 +227,17 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
         },
     ),
+    "flint": TinyFamily(
+        layouts=({"tp": 2}, {"ep": 2}),
+        sizes=_EXPERTS | {"num_experts": 6, "head_dim": 8, "sliding_window": 5, "shared_expert_intermediate_size": 20},
+        logits={
+            "flint": ({"norm_topk_prob": False, "attention_bias": True}, {"norm_topk_prob": True}),
+            "flint-layers": (
+                {"layer_types": [_FULL, _SLIDING] * 2, "mlp_only_layers": [2]},
+                {"layer_types": [_SLIDING, _FULL] * 2},
+            ),
+        },
+    ),
     "hunyuan_v1_moe": TinyFamily(
         sizes={"num_experts": 6, "moe_topk": 2},
         logits={
