@@ -210,6 +210,8 @@ def _coverage() -> list[str]:
     result = json.loads(path.read_text())
     rows, packages = result["rows"], result["certificate"]["packages"]
     named = {kind: [f"`{row['type']}`" for row in rows if row["result"] == kind] for kind in _COVERED}
+    reasons = [row for row in rows if "reason" in row]
+    newer = [row["type"] for row in reasons if row["result"] == "refused" and row["type"] in shipped_families()]
     return [
         "## Model types of transformers",
         "",
@@ -225,9 +227,14 @@ def _coverage() -> list[str]:
         f"Learned: {', '.join(named['learned'])}.",
         "",
         *_hidden_summary(rows),
+        *([f"Refused then, with a family now: {', '.join(f'`{name}`' for name in newer)}.", ""] if newer else []),
         "| `model_type` | result | reason |",
         "| --- | --- | --- |",
-        *(f"| `{row['type']}` | {row['result']} | {_excerpt(row['reason'])} |" for row in rows if "reason" in row),
+        *(
+            f"| `{row['type']}` | {row['result']} | {_excerpt(row['reason'])} |"
+            for row in reasons
+            if row["type"] not in newer
+        ),
         "",
     ]
 
