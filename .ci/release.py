@@ -163,7 +163,7 @@ def bill_of_materials(wheel: Path, version: str, python: Path) -> str:
     for name, packages in needed.items():
         bom.register_dependency(components[name], [components[other] for other in packages])
     print(f"sbom       {len(components) - 1} packages that an installation of {wheel.name} requires")
-    return JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
+    return f"{JsonV1Dot6(bom).output_as_string(indent=1)}\n"
 
 
 def direct(lines: Iterable[str], extras: frozenset[str]) -> dict[str, frozenset[str]]:
@@ -210,21 +210,21 @@ def statement(files: Iterable[Path]) -> dict[str, Any]:
 def check_installed(wheel: Path, version: str, python: Path) -> None:
     """Run the commands of the wheel in an environment that has, besides, only the dependencies of ``python``."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([python, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
+        subprocess.run([str(python), "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
         installed = Path(folder, "venv/bin/python")
-        pip = [python, "-m", "pip", "--python", installed, "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
+        pip = [str(python), "-m", "pip", "--python", str(installed), "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True)
         # A path in a .pth file brings packages, but not the .pth files in it, by which a checkout is installed.
         Path(purelib(installed), "dependencies.pth").write_text(f"{purelib(python)}\n", encoding="utf-8")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        command = [installed, "-c", "import isthmus; print(isthmus.__file__)"]
+        command = [str(installed), "-c", "import isthmus; print(isthmus.__file__)"]
         module = subprocess.run(
             command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True
         ).stdout
         if not module.startswith(folder):
             raise SystemExit(f"The new environment imports {module.strip()} instead of the wheel.")
         for arguments in COMMANDS:
-            command = [installed.with_name("isthmus"), *arguments]
+            command = [str(installed.with_name("isthmus")), *arguments]
             done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode or not done.stdout.strip():
                 raise SystemExit(
@@ -236,7 +236,7 @@ def check_installed(wheel: Path, version: str, python: Path) -> None:
 
 
 def purelib(python: Path) -> str:
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 

@@ -50,6 +50,7 @@ OTHER_PYTHON = {"megatron-core": ["--python-version", "3.12", "--only-binary=:al
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="PACKAGE[,PACKAGE...]", help=f"of {', '.join(TESTS)}")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="run these instead of the tests of the packages")
     parser.add_argument("--workers", type=int, default=4, help="processes of pytest (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write the result to benchmarks/results")
     parser.add_argument("--out", type=Path, help="write the result to this file")
@@ -67,13 +68,15 @@ def main(arguments: list[str]) -> int:
     cases: dict[str, Any] = {}
     for packages in options.cases:
         name = ",".join(packages)
-        cases[name] = run_case(packages, REPOSITORY / "build" / "canary" / name.replace(",", "+"), options.workers)
+        folder = REPOSITORY / "build" / "canary" / name.replace(",", "+")
+        tests = options.tests or [path for package in packages for path in TESTS[package]]
+        cases[name] = run_case(packages, folder, list(dict.fromkeys(tests)), options.workers)
         print(json.dumps({name: cases[name]}, indent=1), flush=True)
         publish_result("canary", {"certificate": certified, "cases": cases}, record=options.record, out=options.out)
     return int(any(case.get("failed_only_with_newest") for case in cases.values()))
 
 
-def run_case(packages: tuple[str, ...], folder: Path, workers: int) -> dict[str, Any]:
+def run_case(packages: tuple[str, ...], folder: Path, tests: list[str], workers: int) -> dict[str, Any]:
     """Versions and outcomes of a case; its logs and the installed packages are in ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     site = folder / "site"
@@ -87,7 +90,7 @@ def run_case(packages: tuple[str, ...], folder: Path, workers: int) -> dict[str,
         return result | {"result": "the tested versions are the newest: nothing to test"}
     result["also_installed"] = {name: release for name, release in releases(site).items() if name not in packages}
     start, counts, failed, alike = time.monotonic(), Counter[str](), [], []
-    for path in dict.fromkeys(path for package in newer for path in TESTS[package]):
+    for path in tests:
         cache = folder / path.replace("/", "-").removesuffix(".py")
         failures = run_tests(path, cache, workers, site)
         counts += outcomes(cache / "junit.xml")

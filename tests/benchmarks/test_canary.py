@@ -62,8 +62,7 @@ def test_a_failure_of_the_checkout_is_not_one_of_the_release(
         "def test_passes():\n    assert m.version('peft')\n"
     )
     monkeypatch.setattr(canary, "install", lambda site, packages: add_package(site, "peft", "99.0"))
-    monkeypatch.setitem(canary.TESTS, "peft", [str(tmp_path / "test_case.py")])
-    result = canary.run_case(("peft",), tmp_path / "case", 1)
+    result = canary.run_case(("peft",), tmp_path / "case", [str(tmp_path / "test_case.py")], 1)
     assert result["packages"]["peft"]["newest"] == "99.0" and result["result"] == "failed"
     assert result["outcomes"] == {"passed": 1, "failed": 2}
     assert [test.rpartition("::")[2] for test in result["failed_only_with_newest"]] == ["test_newest_fails"]
