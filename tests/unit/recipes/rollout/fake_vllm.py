@@ -1,4 +1,7 @@
-"""A small HTTP server with the endpoints of vLLM that rollouts use."""
+"""A small HTTP server with the endpoints of vLLM that rollouts use.
+
+As a program it imports neither torch nor Isthmus before it needs them: that takes seconds at each start.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,12 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
-from isthmus.config.schema import RunConfig
-from isthmus.engine.parallel.process_groups import FIRST_RANK
-from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import tensor_hash
+if TYPE_CHECKING:
+    from isthmus.config.schema import RunConfig
 
 VOCAB_SIZE = 50
 CONFIG = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -31,6 +31,8 @@ CONFIG = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "
 
 def rollout_config(*urls: str, **rollout: Any) -> RunConfig:
     """Settings of a run with rollouts by these servers."""
+    from isthmus.config.schema import RunConfig
+
     values: dict[str, Any] = {
         "recipe": "grpo",
         "out": "run",
@@ -46,6 +48,10 @@ class Policy:
     """What an engine needs of the model that is trained."""
 
     def __init__(self, folder: Path) -> None:
+        import torch
+
+        from isthmus.engine.parallel.process_groups import FIRST_RANK
+
         architecture = SimpleNamespace(family="qwen3", vocab_size=VOCAB_SIZE, moe=None)
         source = SimpleNamespace(config=CONFIG | {"model_type": "qwen3"}, path=folder / "model")
         self.plan = SimpleNamespace(adapters=None, source=source, architecture=architecture)
@@ -153,6 +159,10 @@ class FakeVllm:
             return 500, {"error": {"message": "'CPUWorker' object has no attribute 'isthmus_settings'"}}
         if body["method"] == "isthmus_settings":
             return 200, {"results": [self.settings]}
+        from safetensors.torch import load_file
+
+        from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import tensor_hash
+
         (folder,) = body["args"]
         self.loaded.append(Path(folder).name)
         self.load(folder)
