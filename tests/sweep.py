@@ -36,3 +36,15 @@ def swept(
 def thorough_but(values: Iterable[Any], always: Iterable[Any] = SETTING_FAMILIES) -> list[Any]:
     """The values as cases of ``parametrize``; those not in ``always`` are ``thorough``."""
     return swept(values, always, further=pytest.mark.thorough)
+
+
+def by_tier(families: Iterable[str]) -> list[Any]:
+    """The families as cases: a family of each kind of block, of each kind of setting in the sweep, others thorough."""
+    return [
+        family
+        if family in BLOCK_FAMILIES
+        else pytest.param(
+            family, marks=pytest.mark.sweep if family in SETTING_FAMILIES else pytest.mark.thorough, id=family
+        )
+        for family in families
+    ]

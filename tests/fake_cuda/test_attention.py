@@ -90,6 +90,7 @@ def test_cudnn_attends_within_a_sequence_that_is_one_sample(fake_cuda: FakeCuda)
     assert results["line"].startswith("attention: cudnn, cuDNN for packed sequences of one sample")
 
 
+@pytest.mark.thorough_cases("0-qwen3")
 @pytest.mark.parametrize(("rank", "model"), [(0, "qwen3"), (3, "mistral")])
 def test_context_parallel_ranks_call_the_kernel_once_per_span(fake_cuda: FakeCuda, rank: int, model: str) -> None:
     results = fake_cuda.run(steps, model=model, lengths=[[2048], [128] * 16], rank=rank, size=4, cp=4)

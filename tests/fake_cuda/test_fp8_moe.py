@@ -139,6 +139,7 @@ def fp8_gemms_of_experts(**train: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough_cases("gfx950")
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942", "gfx950"])
 def test_experts_in_fp8_use_torch_s_grouped_kernel(fake_cuda: FakeCuda, gpu: str) -> None:
     """Forward and for the gradient of the input; weight gradients stay bfloat16, and nothing waits for the GPU."""

@@ -145,7 +145,7 @@ def kernels_of_a_step(**parallel: int | bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thorough_cases("{'tp': 2, 'async_tp': True}")
+@pytest.mark.thorough_cases("{}", "{'tp': 2, 'async_tp': True}")
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "async_tp": True}], ids=str)
 def test_weight_gradients_are_summed_by_the_gemm(fake_cuda: FakeCuda, layout: dict[str, Any]) -> None:
     """Of four projections of two layers, with biases, and the output layer, for two micro batches."""

@@ -37,7 +37,7 @@ def test_the_estimate_is_the_traced_memory(fake_cuda: FakeCuda, rank: str) -> No
     assert estimate["total"] == pytest.approx(results["peak"], rel=0.1)
 
 
-@pytest.mark.thorough_cases("tp2", "dp8")
+@pytest.mark.thorough_cases("lora", "tp2", "dp8")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -48,6 +48,7 @@ def deterministic_step(model: dict[str, Any], precision: str, layout: dict[str, 
     return {"kernels": dict(trace.kernels), "experts": sorted(experts)}
 
 
+@pytest.mark.thorough_cases("model1-bf16-layout1-gfx942")
 @pytest.mark.parametrize(
     ("model", "precision", "layout", "gpu"),
     [

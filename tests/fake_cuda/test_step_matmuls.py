@@ -42,7 +42,9 @@ def matmuls(trait: str, precision: str, **parallel: Any) -> dict[str, dict[str, 
     return {"computed": values, "predicted": predicted}
 
 
-@pytest.mark.thorough_cases("gated shared expert, qkv biases-bf16-parallel3")
+@pytest.mark.thorough_cases(
+    "MLA, shared experts, groups, expert bias-bf16-parallel2", "gated shared expert, qkv biases-bf16-parallel3"
+)
 @pytest.mark.parametrize(
     ("trait", "precision", "parallel"),
     [

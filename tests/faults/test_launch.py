@@ -289,6 +289,7 @@ def test_single_process_second_ctrl_c(stubbed: Path) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_under_another_launcher_one_rank_reports(stubbed: Path) -> None:
     """Like torchrun or srun: the parent sets the rank variables, and every rank prints to the terminal."""
     base = environment(stubbed, "all") | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

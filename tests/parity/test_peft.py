@@ -74,7 +74,7 @@ def test_existing_adapter_is_that_of_peft(
         assert loss == pytest.approx(merged, rel=1e-6)
 
 
-@pytest.mark.thorough_cases("{'tp': 2}")
+@pytest.mark.thorough_cases("{'tp': 2, 'etp': 1}", "{'tp': 2}")
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2}, {"tp": 2, "etp": 1}], ids=str)
 def test_exported_adapter_of_experts(
     layout: dict[str, int], two_ranks: RankPool, samples: Path, tmp_path: Path

@@ -51,7 +51,7 @@ def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tm
     assert max(results.values()) < 4e-5
 
 
-@pytest.mark.thorough_cases("llama-tied", "mistral-window-of-5", "qwen2-untied")
+@pytest.mark.thorough_cases("qwen3-tied", "llama-tied", "mistral-window-of-5", "qwen2-untied")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -74,6 +74,9 @@ def test_steps_equal_plain_transformers(
 
 
 @pytest.mark.thorough_cases(
+    "granite",
+    "smollm3",
+    "cohere",
     "gemma3_text",
     "gemma",
     "gemma2",

@@ -116,7 +116,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 ALL_GATHER, BROADCAST, ALL_TO_ALL = "_allgather_base_", "broadcast_", "alltoall_base_"
 
 
-@pytest.mark.thorough_cases("tp2-dp2")
+@pytest.mark.thorough_cases("tp2", "pp2", "tp2-dp2")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout", "collectives", "received"),
     [

@@ -105,6 +105,7 @@ def test_optimizer_offload_is_bitwise_identical(
     assert offloaded["digest"] == back["digest"] == full["digest"]
 
 
+@pytest.mark.thorough_cases("tp2")
 @pytest.mark.parametrize("layout", [{"precision": "bf16"}, {"tp": 2}], ids=["dp2-bf16", "tp2"])
 def test_checkpoints_need_little_memory(
     layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], samples: Path, tmp_path: Path
@@ -152,7 +153,15 @@ def test_resume_in_another_layout(
 
 
 @pytest.mark.thorough_cases(
-    "olmo2", "gemma2", "jamba", "kimi_linear", "nemotron_h-bf16", "nemotron_h-same", "nemotron_h", "qwen3_5_text-same"
+    "gpt2",
+    "olmo2",
+    "gemma2",
+    "jamba",
+    "kimi_linear",
+    "nemotron_h-bf16",
+    "nemotron_h-same",
+    "nemotron_h",
+    "qwen3_5_text-same",
 )
 @pytest.mark.parametrize(
     ("family", "writer", "reader"),

@@ -28,6 +28,7 @@ LAYOUTS = pytest.mark.parametrize(
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
+@pytest.mark.thorough_cases("untied-tp4", "tied-tp2-pp2")
 @LAYOUTS
 @TIED
 def test_one_checkpoint_loads_in_every_layout(
@@ -70,6 +71,7 @@ def test_megatron_core_layers_load_it(
     assert results["tensors"] >= 4 * 6
 
 
+@pytest.mark.thorough_cases("untied-tp4", "tied-tp2-pp2")
 @LAYOUTS
 @TIED
 def test_legacy_checkpoint_loads_strictly(

@@ -40,7 +40,7 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one_rank.run(TRAIN, **run))
 
 
-@pytest.mark.thorough_cases("dp2")
+@pytest.mark.thorough_cases("fsdp2", "cp2", "dp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -36,7 +36,7 @@ def metric(result: dict[str, Any], name: str) -> list[float]:
     return [step[name] for step in result["metrics"]]
 
 
-@pytest.mark.thorough_cases("fsdp2", "pp2-vpp2-dp2", "pp2", "tp2-sp")
+@pytest.mark.thorough_cases("micro-batch-4-unpacked", "cp2", "fsdp2", "pp2-vpp2-dp2", "pp2", "tp2-sp")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

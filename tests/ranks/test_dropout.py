@@ -29,7 +29,7 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one_rank.run(TRAIN, **run, evaluate=True))
 
 
-@pytest.mark.thorough_cases("tp2", "fsdp2", "dp2", "tp2-pp2-recomputed")
+@pytest.mark.thorough_cases("one-micro-batch", "cp2-recomputed", "tp2", "fsdp2", "dp2", "tp2-pp2-recomputed")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

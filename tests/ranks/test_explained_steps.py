@@ -19,7 +19,7 @@ def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
     return {"model": models["qwen3-tied"], "samples": samples}
 
 
-@pytest.mark.thorough_cases("cp2", "dp2", "fsdp2", "pp2-recompute")
+@pytest.mark.thorough_cases("pp2", "cp2", "dp2", "fsdp2", "pp2-recompute")
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [

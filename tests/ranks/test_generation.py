@@ -139,6 +139,7 @@ def transformers_answers(folder: Path) -> list[list[int]]:
     return [network.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
 
 
+@pytest.mark.thorough_cases("gemma4_unified_text", "qwen3_vl")
 @pytest.mark.parametrize("family", sorted(CASES))
 def test_greedy_answers_and_their_log_probabilities(family: str, one_rank: RankPool, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path / "model", family, **CASES[family])

@@ -74,7 +74,7 @@ def assert_same_run(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) 
     assert valid == pytest.approx(other_valid, abs=1e-12)
 
 
-@pytest.mark.thorough_cases("micro-batch-1-unpacked", "cp2", "dp2", "fsdp2", "hsdp")
+@pytest.mark.thorough_cases("lora-tp2", "micro-batch-1-unpacked", "cp2", "dp2", "fsdp2", "hsdp")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [
@@ -185,6 +185,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return steps_of([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
+@pytest.mark.thorough_cases("2")
 @pytest.mark.parametrize("updates", [1, 2])
 def test_one_step_off_policy_equals_a_loop_written_by_hand(
     updates: int, one_rank: RankPool, ahead: dict[int, Path], models: dict[str, Path], prompts: Path, tmp_path: Path
@@ -239,7 +240,7 @@ def test_a_state_that_leaves_during_generation_changes_nothing(
     assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[1])]
 
 
-@pytest.mark.thorough_cases("1-1", "2-2")
+@pytest.mark.thorough_cases("2-1", "1-1", "2-2")
 @pytest.mark.parametrize(("updates", "done"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
     updates: int,
@@ -256,7 +257,7 @@ def test_resumed_run_repeats_rollouts_of_earlier_weights_bitwise(
     assert [exact_part(row) for row in steps_of(rows)] == [exact_part(row) for row in rows_of(ahead[updates])[done:]]
 
 
-@pytest.mark.thorough_cases("pp2", "dp2", "fsdp2", "hsdp", "ep2", "lora-tp2")
+@pytest.mark.thorough_cases("alone", "pp2", "dp2", "fsdp2", "hsdp", "ep2", "lora-tp2")
 @pytest.mark.parametrize(
     ("model", "ranks", "layout"),
     [
@@ -316,6 +317,7 @@ def test_a_stop_request_abandons_answers_of_earlier_weights(
     assert compared[0] == compared[1]
 
 
+@pytest.mark.thorough_cases("pp2")
 @pytest.mark.parametrize("layout", [{"parallel.pp": 2}, {"parallel.tp": 2, "parallel.sp": True}], ids=["pp2", "tp2-sp"])
 def test_the_first_layer_that_differs_is_named(
     layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], prompts: Path, tmp_path: Path

@@ -51,6 +51,7 @@ def test_layout_trains_as_single_process(
     assert divergences(result) == pytest.approx(divergences(alone), rel=TOLERANCE, abs=1e-5)
 
 
+@pytest.mark.thorough_cases("lora")
 @pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "lora"])
 def test_experts(
     lora: dict[str, int], one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path

@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_cases("latent-tp2", "qwen3-pp2", "qwen3-dp2", "qwen3-tp2-sp-recomputed")
+@pytest.mark.thorough_cases("latent-cp2", "latent-tp2", "qwen3-pp2", "qwen3-dp2", "qwen3-tp2-sp-recomputed")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts_train_as_one_process(
     model: str, layout: str, two_ranks: RankPool, folders: dict[str, Path], samples: Path, alone: dict[str, Any]

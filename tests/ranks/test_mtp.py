@@ -98,6 +98,7 @@ def test_one_tied_embedding_for_lookups_and_both_heads(
     assert max(max_relative_difference(rest[curve], alone[curve][2:]) for curve in ALL) < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_mtp_resumes_from_virtual_pipeline(
     one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(folder, "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=2, num_experts=4)
 
 
-@pytest.mark.thorough_cases("tp2-bf16")
+@pytest.mark.thorough_cases("dp2-overlap", "tp2-bf16")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -98,7 +98,7 @@ def test_8bit_adamw_resumes(layout: dict[str, Any], worlds: dict[int, RankPool],
         assert max_relative_difference(other["loss"], full["loss"][HALF:]) < 0.02
 
 
-@pytest.mark.thorough_cases("bf16-dp2", "dp2-overlap", "muon-ep2")
+@pytest.mark.thorough_cases("fp32", "lora-pp2", "bf16-dp2", "dp2-overlap", "muon-ep2")
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

@@ -31,7 +31,7 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
     return dict(one_rank.run(TRAIN, **run, steps=4, evaluate=True))
 
 
-@pytest.mark.thorough_cases("tp2", "fsdp2")
+@pytest.mark.thorough_cases("cp2", "micro-batch-4-unpacked", "tp2", "fsdp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

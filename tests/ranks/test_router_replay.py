@@ -149,6 +149,7 @@ def test_training_computes_the_log_probabilities_of_the_server(
     assert row["logp_difference_max"] > 1e-3 and "moe_replay_differences" not in row
 
 
+@pytest.mark.thorough_cases("prompts-not-shared")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

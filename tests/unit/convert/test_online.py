@@ -23,7 +23,7 @@ from isthmus.families.rules.shard import Layout, local_shape
 from isthmus.hf.model_folder import ModelFolder, write_model_files
 from isthmus.hf.tensors.parallel_writer import SafetensorsWriter
 from ranks.tiny import ARCHETYPES, build_model_folder
-from sweep import swept
+from sweep import by_tier
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -80,7 +80,7 @@ def test_round_trip_of_bfloat16_in_float32_keeps_every_byte(tmp_path: Path, tp: 
 
 
 @pytest.mark.slow_cases("glm_moe_dsa", "gpt_oss", "kimi_linear")
-@pytest.mark.parametrize("family", swept(sorted(all_families())))
+@pytest.mark.parametrize("family", by_tier(sorted(all_families())))
 def test_round_trip_keeps_every_byte(tmp_path: Path, family: str) -> None:
     check_round_trip(build(tmp_path / "source", family, dtype=torch.float32), tmp_path, tp=2)
 

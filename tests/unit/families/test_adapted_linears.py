@@ -16,7 +16,7 @@ from isthmus.families.family import Family
 from isthmus.families.registry import all_families, family_for
 from isthmus.families.rules.shard import Layout, hf_slices, local_shape, tensor_slices, unsharded
 from ranks.tiny import SIZES, model_class, tiny_config
-from sweep import swept
+from sweep import by_tier
 
 _WITH_ATTENTION = ("falcon_h1", "nemotron_h")
 WITHOUT_ADAPTERS = re.compile(r"\.router(\.gate|\.proj)?$|\.gate\.wg$|\.indexer\.|\.(mamba|mixer)\.(x|dt)_proj$")
@@ -35,7 +35,7 @@ def selected(name: str, *targets: str) -> list[str]:
     return list(dict.fromkeys(linear.module for linears in result.values() for linear in linears))
 
 
-@pytest.mark.parametrize("name", swept(all_families()))
+@pytest.mark.parametrize("name", by_tier(all_families()))
 def test_linears_are_those_of_transformers(name: str) -> None:
     config, family, arch = tiny(name)
     with torch.device("meta"):

@@ -182,6 +182,7 @@ def test_fine_tuning_scripts_start_from_a_megatron_checkpoint(model: Path) -> No
     assert "NUM_QUERY_GROUPS=1" in Path("log/train.log").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_layout_that_does_not_fit_the_machine_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = Path("large")

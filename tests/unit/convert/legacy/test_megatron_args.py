@@ -19,7 +19,7 @@ from isthmus.families.blocks.latent_attention import Latent
 from isthmus.families.blocks.rotary import RopeScaling
 from isthmus.families.registry import all_families
 from ranks.tiny import SIZES, tiny_config
-from sweep import swept
+from sweep import by_tier
 
 PLAIN = from_settings(
     {
@@ -186,7 +186,7 @@ def test_default_attention_scale_is_supported() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", swept(name for name, family in all_families().items() if name != LAST_RESORT and family.nested is None)
+    "family", by_tier(name for name, family in all_families().items() if name != LAST_RESORT and family.nested is None)
 )
 def test_family_is_recovered_from_args(family: str) -> None:
     arch = tiny(family)
