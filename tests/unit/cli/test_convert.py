@@ -39,6 +39,7 @@ def test_convert_both_ways_and_verify(model: str, tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.split()[-2:] == ["result", "identical"]
 
 
+@pytest.mark.slow
 def test_a_difference_is_exit_code_1(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", model, str(tmp_path / "there")]) == 0
     file = Path(model) / "model.safetensors"
@@ -86,6 +87,7 @@ def test_options_of_logits_need_logits(words: list[str], model: str, capsys: pyt
     assert "need --logits" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_differing_config_field_is_named(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10000.0}
     for folder, factor in (("two", 2.0), ("four", 4.0)):

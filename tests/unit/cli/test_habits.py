@@ -20,6 +20,7 @@ from isthmus.config.setting_errors import dotted, settings
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow_cases("--learning_rate 1e-4-optim.lr=1e-4")
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

@@ -150,6 +150,7 @@ def test_ranks_of_another_launcher_do_not_start_more(
     assert codes == [2] and "--nproc 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"isthmus {isthmus.__version__}\n"

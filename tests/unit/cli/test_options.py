@@ -51,6 +51,7 @@ def test_a_command_passes_its_options_as_one_object(words: list[str], expected: 
     assert result.output == f"{expected}\n"
 
 
+@pytest.mark.slow
 def test_a_limit_of_an_option_is_checked() -> None:
     app = typer.Typer()
     app.command()(verb(count))

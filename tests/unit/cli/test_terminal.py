@@ -43,6 +43,7 @@ def test_an_exact_text_is_changed_on_a_terminal_only(
     assert capsys.readouterr() == ("# a\x1b[2J\n# a\\x1b[2J\n", "b\\x1b[2J\n")
 
 
+@pytest.mark.slow
 def test_commands_print_through_the_terminal_module() -> None:
     for path in Path(isthmus.__file__).with_name("cli").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -127,6 +127,7 @@ def test_an_unknown_model_preset_has_the_three_nearest_names() -> None:
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_presets_are_searched_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "ls", "LORA", "qwen3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -211,6 +212,7 @@ def test_config_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert main(["config", "show", "mine.yaml", "--recipe", "sft"]) == 2
 
 
+@pytest.mark.slow
 def test_the_json_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)

@@ -564,6 +564,7 @@ def test_a_mixture_and_options_of_the_launcher(tmp_path: Path) -> None:
     assert "train.precision" not in launched.settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", TEXTS)
 def test_a_config_of_another_program_is_recognized(
     program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -49,6 +49,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: opened.weights.read(name, slice(0, shape[0])) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow_cases("torch_dist")
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
 def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "copy", to)
@@ -65,6 +66,7 @@ def test_checksum_detects_one_flipped_bit(to: Format, model: Path, tmp_path: Pat
         convert(tmp_path / "copy", tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_the_metadata_are_detected_or_harmless(index: Path) -> None:
     raw, full = index.read_bytes(), all_tensors(index.parents[1])
     refused = 0
@@ -165,6 +167,7 @@ def test_truncated_file_is_named_with_both_sizes(index: Path) -> None:
         all_tensors(index.parents[1])
 
 
+@pytest.mark.slow_cases("torch_dist")
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
 def test_conversions_record_what_they_read(to: Format, model: Path, tmp_path: Path) -> None:
     """The same files have the same hashes, with and without checksums of their own."""
@@ -183,6 +186,7 @@ def test_conversions_record_what_they_read(to: Format, model: Path, tmp_path: Pa
         assert file == {"bytes": path.stat().st_size, "xxh3_64_of_blocks": hash_file(path).digest}
 
 
+@pytest.mark.slow_cases("torch_dist")
 @pytest.mark.parametrize("to", ["hf", "torch_dist", "torch"])
 def test_no_damaged_place_is_silent(to: Format, model: Path, tmp_path: Path) -> None:
     """A small form of benchmarks/flips.py, which the campaign of 1,000 places runs with all commands."""

@@ -36,7 +36,7 @@ def complete(folder: Path) -> int:
     return len(ahead)
 
 
-@pytest.mark.slow_cases("torch_dist")
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])
 def test_mtp_layers_survive_a_round_trip(saved: Path, to: str, tmp_path: Path) -> None:
     assert complete(saved) == 6 + 9 + 2 + 6 * 3 + 3
@@ -48,6 +48,7 @@ def test_mtp_layers_survive_a_round_trip(saved: Path, to: str, tmp_path: Path) -
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+@pytest.mark.slow
 def test_mtp_layers_without_weights_are_dropped(saved: Path, tmp_path: Path) -> None:
     convert(saved, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")

@@ -73,13 +73,14 @@ def round_trip(source: ModelFolder, target: Path, tp: int, dtype: torch.dtype, m
 
 
 @pytest.mark.sweep_cases("4-False", "2-True", "1-False")
+@pytest.mark.slow_cases("2-False", "4-True")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip_of_bfloat16_in_float32_keeps_every_byte(tmp_path: Path, tp: int, tied: bool) -> None:
     check_round_trip(build(tmp_path / "source", "qwen3", dtype=torch.bfloat16, tied=tied), tmp_path, tp)
 
 
-@pytest.mark.slow_cases("glm_moe_dsa", "gpt_oss", "kimi_linear")
+@pytest.mark.slow_cases("deepseek_v3", "qwen3_next", "qwen3_vl", "glm_moe_dsa", "gpt_oss", "kimi_linear")
 @pytest.mark.parametrize("family", by_tier(sorted(all_families())))
 def test_round_trip_keeps_every_byte(tmp_path: Path, family: str) -> None:
     check_round_trip(build(tmp_path / "source", family, dtype=torch.float32), tmp_path, tp=2)
@@ -97,7 +98,7 @@ def check_round_trip(source: ModelFolder, tmp_path: Path, tp: int) -> None:
     ).read_bytes()
 
 
-@pytest.mark.slow_cases("gpt_oss")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("gpt2", "deepseek_v3")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_sharded_files_round_trip_and_load_without_warnings(tmp_path: Path, family: str) -> None:
@@ -246,7 +247,7 @@ def test_weights_beyond_the_dtype_of_the_training_are_refused(llama: dict[str, A
         import_weights(live, llama["family"], llama["arch"], source, layout=llama["layout"])
 
 
-@pytest.mark.slow_cases("gpt_oss")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("gpt2")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_random_weights_do_not_depend_on_the_layout(tmp_path: Path, family: str) -> None:

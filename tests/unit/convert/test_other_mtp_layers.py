@@ -65,7 +65,7 @@ def assert_same_bytes(expected: Path, result: Path) -> None:
     )
 
 
-@pytest.mark.slow_cases("torch_dist-hy_v3", "torch_dist-nemotron_h")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("torch-mimo", "torch-nemotron_h", "torch-hy_v3")
 @pytest.mark.parametrize("family", PREFIXES)
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])

@@ -79,6 +79,7 @@ def test_code_of_a_class_of_transformers_is_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "back/modeling_own.py").exists()
 
 
+@pytest.mark.slow
 def test_tokenizer_keeps_its_code(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "qwen2")
     (source / "tokenization_own.py").write_text("class OwnTokenizer: ...\n")

@@ -60,6 +60,7 @@ def test_round_trip_keeps_all_bytes(layout: LegacyLayout | None, gemma3: Path, t
     assert config["vision_config"] == original["vision_config"]
 
 
+@pytest.mark.slow
 def test_another_dtype_is_that_of_the_language_model(gemma3: Path, tmp_path: Path) -> None:
     convert(gemma3, tmp_path / "out", "hf", dtype=torch.float16)
     dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out/model.safetensors").items()}
@@ -131,6 +132,7 @@ def test_an_adapter_of_the_language_model_is_merged(tmp_path: Path) -> None:
         assert torch.allclose(load_network(tmp_path / "merged")(INPUT_IDS).logits, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_names_of_another_program_become_those_of_the_family(tmp_path: Path) -> None:
     base = build_model_folder(tmp_path / "base", "gemma3", tie_word_embeddings=False)
     tensors = load_file(base / "model.safetensors")
@@ -143,6 +145,7 @@ def test_names_of_another_program_become_those_of_the_family(tmp_path: Path) -> 
     assert export.keys() == tensors.keys() and all(torch.equal(export[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.slow
 def test_random_weights_are_those_of_the_language_model(gemma3: Path) -> None:
     keys = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     result = open_source(ModelConfig(path=str(gemma3), init="random", config=keys))

@@ -90,6 +90,7 @@ def test_from_python(qwen3: Path, tmp_path: Path) -> None:
     assert isthmus.convert.transfer.convert is convert  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_dtype_is_converted(qwen3: Path, tmp_path: Path) -> None:
     convert(qwen3, tmp_path / "bf16", dtype=torch.bfloat16)
     convert(tmp_path / "bf16", tmp_path / "back")
@@ -152,6 +153,7 @@ def test_common_state_as_an_object(qwen3: Path, tmp_path: Path, monkeypatch: pyt
     assert all(torch.equal(tensor, content(tmp_path / "back")[name]) for name, tensor in content(qwen3).items())
 
 
+@pytest.mark.slow
 def test_required_flags_of_megatron_lm(qwen3: Path, tmp_path: Path) -> None:
     (qwen3 / "tokenizer_config.json").write_text("{}")
     assert convert(qwen3, tmp_path / "out dir").megatron_flags == [
@@ -195,6 +197,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PLANTED)
 def test_verify_detects_changed_tensor(fault: str, qwen3: Path, converted: Path) -> None:
     name, new = PLANTED[fault]
@@ -203,6 +206,7 @@ def test_verify_detects_changed_tensor(fault: str, qwen3: Path, converted: Path)
         compare_models(qwen3, converted)
 
 
+@pytest.mark.slow
 def test_verify_detects_exchanged_gate_and_up(qwen3: Path, converted: Path) -> None:
     tensors = load_file(qwen3 / "model.safetensors")
     gate, up = "model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"
@@ -212,6 +216,7 @@ def test_verify_detects_exchanged_gate_and_up(qwen3: Path, converted: Path) -> N
         compare_models(qwen3, converted)
 
 
+@pytest.mark.slow_cases("rms_norm_eps-0.001-norm_epsilon")
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -226,6 +231,7 @@ def test_verify_detects_another_config(key: str, value: Any, message: str, qwen3
         compare_models(qwen3, converted)
 
 
+@pytest.mark.slow
 def test_nan_is_a_difference_of_nan(qwen3: Path, converted: Path) -> None:
     change(qwen3, "model.norm.weight", lambda w: w.index_fill(0, torch.tensor([3]), torch.nan))
     with pytest.raises(CheckFailed, match=r"model\.norm\.weight in 1 of \d+ elements, by nan at most"):
@@ -242,6 +248,7 @@ def test_parts_in_float16_and_bfloat16_do_not_overflow(qwen3: Path, tmp_path: Pa
     assert all(torch.equal(result[name], expected[name].float()) for name in names)
 
 
+@pytest.mark.slow
 def test_minus_zero_is_not_zero(qwen3: Path, converted: Path, tmp_path: Path) -> None:
     change(qwen3, "model.norm.weight", torch.zeros_like)
     convert(qwen3, tmp_path / "zero")
@@ -262,6 +269,7 @@ def test_unexpected_or_missing_tensor_is_refused(qwen3: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path) -> None:
     plain = build_model_folder(tmp_path / "llama", "llama", tie_word_embeddings=False)
     with pytest.raises(DataError, match=r"not expected: decoder\.layers\.self_attention\.[qk]_layernorm"):
@@ -271,6 +279,7 @@ def test_checkpoint_of_another_model_is_refused(converted: Path, tmp_path: Path)
         convert(converted, tmp_path / "out", hf_like=deeper)
 
 
+@pytest.mark.slow
 def test_checkpoint_without_config_and_args_needs_hf_like(converted: Path, qwen3: Path, tmp_path: Path) -> None:
     shutil.rmtree(converted / "hf")
     torch.save({"iteration": 0}, converted / "release" / "common.pt")
@@ -288,6 +297,7 @@ def test_missing_or_empty_source_is_refused(tmp_path: Path) -> None:
         convert(tmp_path / "empty", tmp_path / "out")
 
 
+@pytest.mark.slow_cases("5000 digits")
 @pytest.mark.parametrize("text", ["7", "\u0667", "1" * 5000, ""], ids=["7", "arabic digit", "5000 digits", "empty"])
 def test_tracker_of_a_missing_checkpoint_is_refused(text: str, converted: Path) -> None:
     (converted / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")

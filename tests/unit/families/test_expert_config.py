@@ -252,6 +252,7 @@ def architecture(name: str, **changes: Any) -> Architecture:
     return family_for(config).to_architecture(config)
 
 
+@pytest.mark.slow_cases("qwen3-30b-a3b", "deepseek-v2", "deepseek-v3")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_parameter_counts(name: str) -> None:
     config = CONFIGS[name]

@@ -95,7 +95,7 @@ def test_refused_settings(settings: dict[str, Any], problem: str) -> None:
         FAMILY.to_architecture(PUBLISHED | settings)
 
 
-@pytest.mark.slow_cases("step3p7")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["step3p5", "step3p7"])
 def test_mtp_layers_are_copied(family: str, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", family)

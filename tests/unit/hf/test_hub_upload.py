@@ -102,6 +102,7 @@ def test_invalid_push_is_refused_before_writing(
     assert not (tmp_path / "out").exists() and api.calls == []
 
 
+@pytest.mark.slow
 def test_push_without_a_network(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", model, str(tmp_path / "out"), "--push", "me/model"]) == 74
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err

@@ -102,6 +102,7 @@ def test_a_file_that_matched_is_hashed_again_only_after_a_change(
     assert check()[0] == everything
 
 
+@pytest.mark.slow_cases("model.safetensors.sha256")
 @pytest.mark.parametrize("name", ["SHA256SUMS", "sha256sum.txt", "model.safetensors.sha256"])
 def test_lists_of_sha256_are_checked(model: Path, tmp_path: Path, name: str) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")

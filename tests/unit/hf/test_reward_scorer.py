@@ -74,6 +74,7 @@ def expected_scores(folder: Path, texts: list[str]) -> list[float]:
         return [float(model(row).logits[0, 0]) for row in rows]
 
 
+@pytest.mark.slow
 def test_messages_are_rendered_with_the_template_of_the_model(base: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
     texts = [
@@ -85,6 +86,7 @@ def test_messages_are_rendered_with_the_template_of_the_model(base: Path) -> Non
     assert len({*scores}) == 3
 
 
+@pytest.mark.slow
 def test_texts_are_concatenated(base: Path) -> None:
     scores = RewardScorer(ModelFolder.open(base), CPU)(["the sea"] * 3, ANSWERS)
     assert scores == pytest.approx(expected_scores(base, [f"the sea{answer}" for answer in ANSWERS]), abs=1e-5)

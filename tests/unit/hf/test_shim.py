@@ -103,7 +103,7 @@ def gpt2_with_experts(source: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "export"
 
 
-@pytest.mark.slow_cases("qwen2_moe-shared")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", swept([*KNOWN, *OWN], ("llama-biases", "mistral-window-of-5", "qwen2_moe-shared")))
 @torch.no_grad()
 def test_logits_equal_transformers_models(case: str, tmp_path: Path) -> None:
@@ -142,6 +142,7 @@ def test_round_trip_of_a_model_without_a_transformers_class(
         assert all(torch.equal(first(ids).logits, other(ids).logits) for other in others)
 
 
+@pytest.mark.slow
 def test_export_without_a_transformers_class_needs_trust_remote_code(gpt2_with_experts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         AutoModelForCausalLM.from_pretrained(gpt2_with_experts, trust_remote_code=False)
@@ -172,6 +173,7 @@ CACHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CACHED)
 @torch.no_grad()
 def test_cached_logits_equal_full_logits(case: str, gpt2_with_experts: Path) -> None:
@@ -187,6 +189,7 @@ def test_cached_logits_equal_full_logits(case: str, gpt2_with_experts: Path) -> 
     assert model(ids, logits_to_keep=3).logits.equal(expected[:, -3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CACHED)
 @torch.no_grad()
 def test_greedy_generation(case: str, gpt2_with_experts: Path) -> None:
@@ -203,6 +206,7 @@ def test_greedy_generation(case: str, gpt2_with_experts: Path) -> None:
     assert model.generate(batch, attention_mask=mask, **how)[1, 5:].equal(ids[0])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_sdpa_equals_eager_attention(gpt2_with_experts: Path) -> None:
     ids = tokens(2, 24)
@@ -215,6 +219,7 @@ def test_sdpa_equals_eager_attention(gpt2_with_experts: Path) -> None:
     assert (logits[0] - logits[1]).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_equal_transformers(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "qwen2_moe")
     convert(source, tmp_path / "export", "hf", hf_family="isthmus")
@@ -228,6 +233,7 @@ def test_loss_and_gradients_equal_transformers(tmp_path: Path) -> None:
     assert (expected - actual).abs().max() < 1e-5 * expected.abs().max() + 1e-7
 
 
+@pytest.mark.slow
 def test_float32_parameters_stay_float32(tmp_path: Path) -> None:
     source = build_model_folder(tmp_path / "source", "ernie4_5_moe")
     convert(source, tmp_path / "export", "hf", hf_family="isthmus")

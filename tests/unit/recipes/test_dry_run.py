@@ -69,6 +69,7 @@ def test_what_a_login_machine_lacks_is_a_warning(model: Path, monkeypatch: pytes
         lines_of(model, {"mock": True}, {"steps": 3}, runs_here=False, **sections)
 
 
+@pytest.mark.slow
 def test_a_run_is_checked_against_another_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lines(gpu: str, memory_gib: float = 64, **train: Any) -> list[str]:
         machine = described_platform(part_named(gpu), 8, int(memory_gib * 2**30))

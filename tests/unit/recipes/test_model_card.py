@@ -108,6 +108,7 @@ def test_a_distilled_model_names_its_teacher(tmp_path: Path) -> None:
     assert "It was distilled from the teacher large." in local.text
 
 
+@pytest.mark.slow
 def test_the_code_of_a_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = json.dumps({"a": "Hello! How can I help? Once upon a time"})
     model = build_tiny_qwen3(

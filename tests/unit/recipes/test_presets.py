@@ -114,6 +114,7 @@ def test_benchmark_presets_have_the_published_settings() -> None:
     "minimax-m2.5-lora",
     "qwen3.5-122b-a10b-lora",
 )
+@pytest.mark.slow_cases("qwen3-30b-a3b-sft")
 @pytest.mark.parametrize(
     "name",
     swept(

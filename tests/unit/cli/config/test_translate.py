@@ -24,6 +24,7 @@ def parameters(file: Path) -> int:
     return sum(map(prod, family.hf_shapes(family.to_architecture(config.model.config)).values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "family", "count"),
     [
@@ -72,6 +73,7 @@ def test_a_config_as_arguments_is_read_as_the_same_config(
     assert config_of(capsys, "from-megatron", "megatron.txt") == first
 
 
+@pytest.mark.slow
 def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -100,6 +102,7 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
             parse_and_run(["config", "to-megatron", str(file), *words])
 
 
+@pytest.mark.slow
 def test_files_of_gpt2_give_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_gpt2_files(tmp_path / "gpt2", ["the sea is blue " * 9], prefix="gpt2-")
     place = GPT_345M.index("--vocab-file")
@@ -142,6 +145,7 @@ def test_settings_and_data_win_over_an_experiment(
         parse_and_run(["config", "from-primus", "first.yaml"])
 
 
+@pytest.mark.slow
 def test_an_experiment_becomes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in MODEL_FILES.items():
         (tmp_path / name).write_text(text)
@@ -152,6 +156,7 @@ def test_an_experiment_becomes_a_config(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not done" not in (tmp_path / "run.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_arguments_alone_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
@@ -215,6 +220,7 @@ def test_errors_name_lines_and_mock_data_needs_no_tokenizer(
     assert "\n  train.sh:3: --nothing  is not" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "quote.txt").write_text("--save 'x")

@@ -140,6 +140,7 @@ def test_names_keep_their_order_and_other_tensors_are_unchanged() -> None:
         weights.read("w", into=torch.zeros(5, 6))
 
 
+@pytest.mark.slow
 def test_only_codes_and_scales_of_a_slice_are_read() -> None:
     source, _ = fp8(40, 60)
     DequantizedWeights(source, Fp8Blocks(4, 6), torch.bfloat16).read("w", (slice(6, 7), slice(12, 24)))

@@ -31,6 +31,7 @@ SMALL = {
 STRAY = ["pytorch_model.bin", "consolidated.safetensors", "model.gguf", "optimizer.pt", "tokenizer.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_export_has_everything_that_readers_need(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, export = build_model_folder(tmp_path / "source", family, num_hidden_layers=2), tmp_path / "export"

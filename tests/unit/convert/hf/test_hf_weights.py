@@ -109,6 +109,7 @@ def test_experts_and_latent_attention_of_deepseek(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_export_has_no_quantization_config(quantized: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -150,6 +151,7 @@ def test_codes_without_quantization_config_are_refused(quantized: Path, tmp_path
         convert(quantized, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_hf_like_may_be_a_quantized_model(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "there")
     config = json.loads((quantized / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
@@ -159,6 +161,7 @@ def test_hf_like_may_be_a_quantized_model(quantized: Path, tmp_path: Path) -> No
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_missing_prefix_is_added(tied: bool, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2", tie_word_embeddings=tied)
@@ -168,6 +171,7 @@ def test_missing_prefix_is_added(tied: bool, tmp_path: Path) -> None:
     assert compare_models(tmp_path / "wanted", tmp_path / "there").num_tensors == (4 * 12 + 2 + (not tied))
 
 
+@pytest.mark.slow
 def test_quantized_without_prefix(quantized: Path, tmp_path: Path) -> None:
     convert(quantized, tmp_path / "wanted")
     rewrite(quantized, without("model."))

@@ -112,6 +112,7 @@ class Payload:
         return self.call
 
 
+@pytest.mark.slow_cases("payload1-in-a-shard")
 @pytest.mark.parametrize("way", ["zip", "before-1.6", "plain-pickle", "in-a-shard"])
 @pytest.mark.parametrize("payload", [Payload(os.system, "touch ran"), Payload(Path.touch, Path("ran"))])
 def test_payload_does_not_run(

@@ -73,6 +73,7 @@ def test_mistral_without_window_is_read_as_llama(tmp_path: Path) -> None:
         compare_models(model, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_yaml_model_describes_a_checkpoint(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "mistral", sliding_window=None)
     checkpoint = bare(model, tmp_path / "there")
@@ -127,6 +128,7 @@ def test_unsupported_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.slow
 def test_optimizer_state_is_ignored(tmp_path: Path) -> None:
     from isthmus.convert.torch_dist.dcp_metadata import TensorStorageMetadata, load_metadata, save_metadata
 

@@ -41,7 +41,7 @@ def rewrite(path: Path, change: Any) -> None:
     torch.save(state, path)
 
 
-@pytest.mark.slow_cases("layout4-False")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("layout3-False", "layout1-False", "layout5-False", "layout8-True", "layout7-False")
 @pytest.mark.parametrize(
     ("layout", "tied"), [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[-1], True)]
@@ -56,7 +56,7 @@ def test_legacy_round_trip(layout: LegacyLayout, tied: bool, tmp_path: Path) -> 
     compare_models(source, tmp_path / "back")
 
 
-@pytest.mark.slow_cases("gpt_oss", "deepseek_v3")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("gpt2")
 @pytest.mark.parametrize("family", ARCHETYPES)
 def test_archetypes(family: str, tmp_path: Path) -> None:
@@ -80,6 +80,7 @@ def test_from_any_format_to_any_other(model: Path, tmp_path: Path) -> None:
         compare_models(model, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_contents_of_each_rank(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2, pp=2, vpp=2))
     states = {
@@ -97,6 +98,7 @@ def test_contents_of_each_rank(model: Path, tmp_path: Path) -> None:
     assert first["model0"]["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spelling", "norm"),
     [("te", "self_attention.linear_qkv.layer_norm_weight"), ("local", "input_layernorm.weight")],
@@ -111,6 +113,7 @@ def test_both_spellings(spelling: Any, norm: str, model: Path, tmp_path: Path) -
     compare_models(model, tmp_path / "legacy")
 
 
+@pytest.mark.slow
 def test_padding_of_any_width_is_removed(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch")
     name = "embedding.word_embeddings.weight"
@@ -127,6 +130,7 @@ def test_padding_of_any_width_is_removed(model: Path, tmp_path: Path) -> None:
     compare_models(model, tmp_path / "legacy")
 
 
+@pytest.mark.slow_cases("<lambda>-1 missing")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -148,6 +152,7 @@ def test_mismatched_tensors_are_named(change: Any, message: str, model: Path, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_damage_is_named(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(tp=2))
     path = tmp_path / "legacy" / "release" / "mp_rank_01" / FILE
@@ -201,6 +206,7 @@ def test_wrong_parallel_sizes_are_refused(model: Path, tmp_path: Path) -> None:
         convert(tmp_path / "legacy", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_parts_of_one_tensor_must_have_one_dtype(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -216,6 +222,7 @@ def test_parts_of_one_tensor_must_have_one_dtype(model: Path, tmp_path: Path) ->
     convert(model, tmp_path / "out", "torch", dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_uneven_pipeline_stages_are_read(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "legacy", "torch", layout=LegacyLayout(pp=2))
     moved: dict[str, Any] = {}

@@ -64,6 +64,7 @@ def check_files_and_ranks(tp: int, ep: int, etp: int, pp: int) -> None:
         assert f"mp_rank_{file.tp:02d}{stage}" + (f"_{file.ep:03d}" if ep > 1 else "") in folders
 
 
+@pytest.mark.slow_cases("{'ep': 8, 'etp': 1}")
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases("dmoe-top-2-tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", swept(CASES, ("gpt2-version-0", "llama-tp2", "dmoe-top-2-tp2", "moe-ep2")))
 @torch.no_grad()
 def test_logits_are_those_of_the_old_code(case: str, tmp_path: Path) -> None:
@@ -108,6 +108,7 @@ def test_changed_modelling_code_runs_only_with_permission(
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_release_without_args_needs_a_config(tmp_path: Path) -> None:
     """As Megatron-LM's GPT-2 345M of 2020."""
     files = Files(OldModel(version=0, old_names=True))
@@ -126,6 +127,7 @@ def test_release_without_args_needs_a_config(tmp_path: Path) -> None:
         assert (network(IDS[None]).logits[0] - logits(files, IDS)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_optimizer_files_beside_the_model_are_ignored(tmp_path: Path) -> None:
     """The distributed optimizer of early 2023 has own files, and names the model's differently."""
     checkpoint = Files(OldModel()).save(tmp_path / "old")

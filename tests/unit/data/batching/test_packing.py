@@ -38,6 +38,7 @@ def test_too_long_item_is_reported():
         pack([3, 11], 10)
 
 
+@pytest.mark.slow
 def test_fifty_thousand_items_take_about_a_second():
     rng = random.Random(0)
     lengths = [rng.randint(1, 2048) for _ in range(50_000)]

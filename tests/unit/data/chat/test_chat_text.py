@@ -195,6 +195,7 @@ def test_reasoning_has_loss(build, template, expected):
     assert learned(build(template), THOUGHT) == [[expected]]
 
 
+@pytest.mark.slow
 def test_reasoning_that_the_template_removes_is_refused(build):
     template = LLAMA2.replace("m.content + ' ' + eos", "m.content.split('</think>')[-1] + ' ' + eos")
     assert learned(build(template), TALK)

@@ -146,7 +146,7 @@ def test_a_bomb_is_not_decompressed(tmp_path: Path, name: str, monkeypatch: pyte
         list(read_records(path))
 
 
-@pytest.mark.slow_cases("dictionary")
+@pytest.mark.slow_cases("compression", "a list", "dictionary")
 @pytest.mark.parametrize(
     ("column", "options"),
     [
@@ -212,6 +212,7 @@ def test_depth_of_records(tmp_path: Path, text: str) -> None:
             list(read_records(path))
 
 
+@pytest.mark.slow
 def test_many_columns(tmp_path: Path) -> None:
     """Names are compared in linear time."""
     path = tmp_path / "a.csv"

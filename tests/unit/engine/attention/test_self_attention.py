@@ -225,6 +225,7 @@ def test_shared_keys_and_values_are_not_copied_for_each_head(attend: Callable[..
 
 
 @old_sdpa
+@pytest.mark.slow_cases("packed_attention")
 @pytest.mark.parametrize("attend", WAYS)
 def test_no_quadratic_allocation(attend: Callable[..., Tensor]) -> None:
     q, k, v = inputs(1536, 2, torch.float32)

@@ -44,6 +44,7 @@ STACKED = {
 }
 
 
+@pytest.mark.slow_cases("mixtral", "qwen2_moe")
 @pytest.mark.parametrize("family", STACKED)
 def test_homogeneous_layers(family: str, tmp_path: Path) -> None:
     expected = ENDS | {f"decoder.layers.{name}" for name in STACKED[family]}
@@ -56,6 +57,7 @@ def test_homogeneous_layers(family: str, tmp_path: Path) -> None:
     assert keys - expected == additional
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_heterogeneous_layers(family: str, tmp_path: Path) -> None:
     moe = LATENT | MOE | SHARED | ({"mlp.router.expert_bias"} if family == "deepseek_v3" else set())

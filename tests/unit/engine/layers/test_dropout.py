@@ -38,6 +38,7 @@ def mask(batch: PackedBatch, rate: float = 0.1, width: int = 64, layer: int = 3,
     return dropped[:, 0] > 0
 
 
+@pytest.mark.slow_cases("0.001", "0.1")
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
 def test_rate(rate: float) -> None:
     remaining = mask(batch_of({0: 4096}), rate, width=1024)
@@ -45,6 +46,7 @@ def test_rate(rate: float) -> None:
     assert abs(1 - remaining.double().mean().item() - rate) < 5 * deviation
 
 
+@pytest.mark.slow
 def test_values_are_independent() -> None:
     """The counts of kept pairs of values at any distance, and of rows and columns, have the variance of chance."""
     rate, tokens, width = 0.3, 2048, 1024

@@ -135,6 +135,7 @@ def test_distant_distributions_stay_finite(beta: float, top_k: int | None) -> No
     assert all(item.isfinite().all() for item in torch.autograd.grad(result[0], (hidden, weight)))
 
 
+@pytest.mark.slow
 def test_logits_of_all_tokens_are_never_materialized() -> None:
     with Recorder() as seen:
         ours(DistillConfig(beta=0.5, temperature=2.0, top_k=5, sft_weight=1.0))

@@ -232,6 +232,7 @@ def test_no_loss_tokens_give_zero() -> None:
     assert grad_hidden.shape == (0, HIDDEN) and not grad_weight.any()
 
 
+@pytest.mark.slow_cases("cpu-dtype1", "gpu-dtype0", "gpu-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_chunks")
 def test_logits_of_all_tokens_are_never_materialized(dtype: torch.dtype) -> None:

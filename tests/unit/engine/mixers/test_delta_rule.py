@@ -41,6 +41,11 @@ def inputs(tokens: int, channels: int, dtype: torch.dtype, decay: float = 1.0) -
     return [x.to(dtype).requires_grad_() for x in results]
 
 
+@pytest.mark.slow_cases(
+    "samples in chunks-decay of a head-torch.float32-2e-05",
+    "samples in chunks-decay of a channel-torch.float64-1e-12",
+    "samples in chunks-decay of a channel-torch.float32-2e-05",
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
 @pytest.mark.parametrize("channels", [1, KEYS], ids=["decay of a head", "decay of a channel"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

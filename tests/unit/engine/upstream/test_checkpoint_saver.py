@@ -215,6 +215,7 @@ def test_edited_patch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "were edited" in capsys.readouterr().err and file.read_text() == edited
 
 
+@pytest.mark.slow
 def test_wrong_folder_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(tmp_path)) == 66
     assert "Name the root of a checkout" in capsys.readouterr().err

@@ -35,6 +35,7 @@ def files_with(pattern: str, words: Iterable[str]) -> set[str]:
     return {path for path, text in texts if any(word in text for word in words) and re.search(pattern, text)}
 
 
+@pytest.mark.slow
 def test_the_listed_files_are_those_that_name_the_block() -> None:
     listed = set(re.findall(r"^- `([\w/]+\.py)`", PAGE[PAGE.index("## What it touches") :], re.MULTILINE))
     files = files_with(r"(?i)short_?convolution\b|\bshort convolution|ShortConvolutionMixer", ("hort",))

@@ -75,7 +75,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("searches")
+@pytest.mark.slow_cases("comparisons", "searches")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_refused_within_its_limits(name, monkeypatch):
     monkeypatch.setattr(template_meter, "TIME_S", 0.03)
@@ -122,6 +122,7 @@ MANY_TURNS = [
 ]
 
 
+@pytest.mark.slow_cases("deepseek", "llama3", "mistral", "qwen2.5", "qwen3")
 @pytest.mark.parametrize("name", [*TEMPLATE_TOKENS, "plain"])
 def test_shipped_templates_render_what_transformers_renders(name):
     template = default_template(set(), adds_bos=False)[1] if name == "plain" else find_template(name)[0]

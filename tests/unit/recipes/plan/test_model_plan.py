@@ -239,6 +239,7 @@ def test_fp8_recipe_follows_the_config(tmp_path: Path) -> None:
     assert (plain.scaling, plain.forward, plain.backward) == ("rowwise", torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
+@pytest.mark.slow_cases("qwen2_moe-lora1-message1")
 @pytest.mark.parametrize(
     ("family", "lora", "message"),
     [

@@ -82,6 +82,7 @@ def test_every_preset_in_several_layouts(preset: str, layout: dict[str, int]) ->
     assert numel < 40_000_000
 
 
+@pytest.mark.slow
 def test_experts_keep_groups_and_expert_parallelism() -> None:
     config = config_of("preset:deepseek-v3", **{"parallel.ep": 8, "parallel.tp": 2})
     _, large, small = both(config, 16)

@@ -16,6 +16,7 @@ from isthmus.recipes.plan.validation import validate
 from ranks.tiny import build_model_folder
 
 
+@pytest.mark.slow
 def test_a_user_sees_errors_in_the_documented_order(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

@@ -331,6 +331,7 @@ def hub_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_hub_is_asked_for_the_account(hub_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = simulate(tmp_path, {})
     for token, level, text in (

@@ -21,6 +21,7 @@ from isthmus.tools.evaluate.task_settings import TaskSettings
 from ranks.tiny import build_model_folder
 
 
+@pytest.mark.slow_cases("qwen3-torch_dist", "gpt_oss-torch_dist")
 @pytest.mark.parametrize(
     ("family", "to"),
     [("qwen3", "torch_dist"), ("gpt2", "torch"), ("gpt_oss", "torch_dist")],

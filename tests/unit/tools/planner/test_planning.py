@@ -26,6 +26,7 @@ def plans(*words: str, model: str = "llama3.1-8b", gpus: str | None = "8xH100", 
     return make_plans(f"preset:{model}", None, [*BASE, *words], machine, **options)
 
 
+@pytest.mark.slow
 def test_plans_fit_and_are_ordered_by_the_time_of_a_step() -> None:
     results = plans(number=4)
     assert len(results.best) == 4 and results.closest is None
@@ -54,6 +55,7 @@ def test_a_plan_has_the_memory_that_a_run_checks_and_settings_that_a_run_accepts
     assert memory == best.memory
 
 
+@pytest.mark.slow
 def test_the_command_of_a_plan_has_recipe_model_ranks_and_every_given_setting(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text("data: {files: [chats.jsonl]}\nlora: {alpha: 8}\n")
@@ -68,6 +70,7 @@ def test_the_command_of_a_plan_has_recipe_model_ranks_and_every_given_setting(tm
     assert len({word.partition("=")[0] for word in words[7:]}) == len(words[7:])
 
 
+@pytest.mark.slow
 def test_the_command_of_several_nodes_starts_torchrun_and_asks_for_data() -> None:
     results = plans(model="llama3.2-1b", gpus="16xMI300X", nodes=None)
     command = as_command(results, results.best[0], BASE)
@@ -93,6 +96,7 @@ def test_more_gpus_than_a_node_has_are_several_nodes(gpus: str, nodes: int | Non
     assert (machine.gpus_per_node, machine.nodes) == layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("margin", "warned"), [(0.02, True), (0.04, False)])
 def test_a_plan_within_3_percent_of_the_memory_is_marked(margin: float, warned: bool) -> None:
     from dataclasses import replace
@@ -119,6 +123,7 @@ def test_a_hub_id_without_network_is_planned_with_its_preset(
         parse_and_run(["plan", "Qwen/Qwen3-9B", "--gpus", "8xH100"])
 
 
+@pytest.mark.slow
 def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
     results = plans("parallel.tp=4", "parallel.cp=2", "train.micro_batch_size=1", number=9)
     assert {(item.config.parallel.tp, item.config.parallel.cp) for item in results.best} == {(4, 2)}
@@ -177,7 +182,7 @@ def test_plans_leave_out_fsdp_with_settings_that_a_run_refuses(override: str) ->
         plans(override, "parallel.fsdp=true", model="llama3.2-1b")
 
 
-@pytest.mark.slow_cases("4xGB200-18-72")
+@pytest.mark.slow
 @pytest.mark.sweep_cases("8xH100-3-24")
 @pytest.mark.parametrize(("gpus", "nodes", "batch"), [("6xH100", 2, 24), ("8xH100", 3, 24), ("4xGB200", 18, 72)])
 def test_numbers_of_gpus_that_are_no_powers_of_two(gpus: str, nodes: int, batch: int) -> None:
@@ -235,6 +240,7 @@ def test_the_command_reads_a_config_json_and_a_run_config(tmp_path: Path, capsys
         parse_and_run(["plan", "--gpus", "8xH100"])
 
 
+@pytest.mark.slow
 def test_a_plan_with_vllm_says_that_generation_is_not_in_the_time_of_a_step() -> None:
     note = "without generation and the transfer of weights"
     words = ("rollout.reward=exact_match", "data.seq_length=2048")

@@ -90,6 +90,7 @@ def test_a_report_escapes_everything_that_a_run_folder_contains(runs: list[RunDi
     assert loss["curves"][0]["values"][19] is None and data["events"] == [30]
 
 
+@pytest.mark.slow
 def test_a_report_has_the_facts_of_a_run(runs: list[RunDir], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(runs[0].root), "--json", "--samples", "1"]) == 0
     written = json.loads(capsys.readouterr().out)
@@ -113,6 +114,7 @@ def test_a_report_has_the_facts_of_a_run(runs: list[RunDir], capsys: pytest.Capt
     )
 
 
+@pytest.mark.slow
 def test_settings_are_compared(runs: list[RunDir], tmp_path: Path) -> None:
     write_report([run.root for run in runs], tmp_path / "r.html", num_samples=0)
     text = (tmp_path / "r.html").read_text()
@@ -145,6 +147,7 @@ def test_reports_of_long_runs_are_small(runs: list[RunDir]) -> None:
     assert np.mean(curve["means"]) == pytest.approx(noise.mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_running_or_damaged_is_reported(runs: list[RunDir], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

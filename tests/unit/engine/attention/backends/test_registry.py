@@ -65,6 +65,7 @@ def check(
 
 
 @BACKENDS
+@pytest.mark.slow_cases("1-7-whole samples-flex_attention", "4-7-parts-flex_attention")
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("window", swept([None, 1, 7, 1000], always=(None, 7)))
 @pytest.mark.parametrize("groups", [1, 4])
@@ -103,6 +104,7 @@ def test_cudnn_computes_one_sample_of_a_length_that_recurs(
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow_cases("options2-7-whole", "options2-7-parts", "options2-7-inside")
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("window", swept([None, 7], always=(7,)))
 @pytest.mark.parametrize("options", swept(OPTIONS, always=OPTIONS[-1:]))

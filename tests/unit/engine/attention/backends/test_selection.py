@@ -160,6 +160,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
+@pytest.mark.slow_cases("dtype0-causal", "dtype0-window", "dtype0-all", "dtype1-window", "dtype1-all")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_right_kernel_passes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Also one that accumulates in the dtype of the inputs, as the blocks do."""
@@ -189,6 +190,7 @@ class WrongGradient(torch.autograd.Function):
         return grads[0] * 1.1
 
 
+@pytest.mark.slow_cases("window")
 @pytest.mark.parametrize(
     ("attend", "changes", "reason"),
     [

@@ -101,6 +101,7 @@ def test_gpu_in_a_processor_beside_one_of_the_vendor_of_torch(tmp_path: Path, mo
     assert levels(findings(check_device_files, simulate(tmp_path / "laptop", DISPLAY))) == []
 
 
+@pytest.mark.slow
 def test_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(CUDA, monkeypatch)
     results = findings(check_torch_build, simulate(tmp_path / "old", h100(driver="550.54.15")))

@@ -20,6 +20,7 @@ def planner_throughput(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return importlib.import_module("planner_throughput")
 
 
+@pytest.mark.slow
 def test_the_median_error_is_below_15_percent_also_for_rows_that_were_not_fitted(
     planner_throughput: Any, repository: Path
 ) -> None:
