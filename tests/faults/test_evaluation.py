@@ -143,6 +143,7 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
+@pytest.mark.thorough
 def test_tasks_of_lm_eval(isthmus: ForkServer, sft_args: list[str], tasks: Path, tmp_path: Path) -> None:
     """A folder in one process, and the checkpoint of the same run on two ranks, as in lm_eval's own hf model."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra: eval)")

@@ -138,7 +138,7 @@ raise SystemExit(status.exit_code)
 """
 
 
-@pytest.mark.thorough_cases("same token")
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", ["a" * 16, "b" * 16], ids=["same token", "another token"])
 def test_ranks_of_two_machines_check_the_token(other: str) -> None:
     ranks = []

@@ -16,6 +16,8 @@ from isthmus.engine.upstream.compat import _without_triton, deferred_compile
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
+LOADED = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
+"""Prints whether the compiler of torch is imported."""
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -36,18 +38,22 @@ def test_share_gloo_devices(one_rank: RankPool) -> None:
     assert results["shared"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
-def test_imports_are_quiet_and_do_not_compile() -> None:
-    loaded = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
-    code = f"import megatron.core.optimizer, megatron.core.distributed; {loaded}"
+def test_megatron_core_warns_and_compiles_when_imported() -> None:
+    code = f"import megatron.core.optimizer, megatron.core.distributed; {LOADED}"
     upstream = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     # megatron-core 0.18 and newer cannot be imported without Triton; Isthmus imports it with a stand-in.
     if "No module named 'triton'" not in upstream.stderr:
         assert "Apex" in upstream.stderr, "megatron-core no longer warns: drop compat.quiet_missing_extensions"
         assert upstream.stdout == "True\n", "megatron-core no longer compiles on import: drop compat.PatchedImports"
+
+
+@pytest.mark.processes
+def test_imports_are_quiet_and_do_not_compile() -> None:
     modules = "isthmus.engine.optim.optimizer, isthmus.engine.checkpoint.save_load, isthmus.recipes.run"
     ours = run_python(
-        f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {loaded}"
+        f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {LOADED}"
     )
     assert (ours.stdout, ours.stderr) == ("False\n", "")
 
