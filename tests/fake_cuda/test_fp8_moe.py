@@ -225,6 +225,14 @@ def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     return dict(trace.kernels)
 
 
+@pytest.mark.thorough_cases(
+    "1-tensorwise-gfx942",
+    "1-tensorwise-gfx950",
+    "1-rowwise-sm_90",
+    "1-rowwise-gfx950",
+    "3-tensorwise-sm_90",
+    "3-rowwise-gfx942",
+)
 @pytest.mark.parametrize("gpu", ["sm_90", "gfx942", "gfx950"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("number", [1, 3])

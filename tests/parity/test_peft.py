@@ -50,7 +50,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough_cases("qwen3-dora")
+@pytest.mark.thorough_cases("deepseek_v3", "qwen3-dora")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_existing_adapter_is_that_of_peft(
     name: str, one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path

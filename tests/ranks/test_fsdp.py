@@ -183,6 +183,7 @@ def test_fsdp_rank_has_only_its_shard(two_ranks: RankPool, models: dict[str, Pat
             assert share == pytest.approx(0.5, abs=0.01), name
 
 
+@pytest.mark.thorough
 def test_fsdp_export_equals_import(two_ranks: RankPool, four_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "model", "qwen2_moe", mlp_only_layers=[1], dtype=torch.bfloat16)
     for world, layout in ((two_ranks, {}), (four_ranks, {"tp": 2, "precision": "bf16"}), (four_ranks, {"fsdp": 2})):
