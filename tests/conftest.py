@@ -24,6 +24,7 @@ import pytest
 
 from shared_server import FOLDER
 
+gc.set_threshold(100_000, 50, 100)  # imports and collection make few objects that are garbage
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 if FOLDER not in os.environ:  # workers of pytest-xdist have the folder of the process that started them
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="isthmus-servers-", suffix=f"-{os.getpid()}")
@@ -66,11 +67,9 @@ def shared_data() -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking the imported libraries, and its young objects, again and again."""
+    """Keep the garbage collector from walking the imported libraries again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-    gc.set_threshold(100_000, 50, 100)
 
 
 def mark_cases(config: pytest.Config, items: list[pytest.Item], tier: str) -> None:

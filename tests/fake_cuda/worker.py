@@ -38,10 +38,12 @@ _IMPORTED_FOR_ALL = (
 
 
 def main() -> None:
+    gc.disable()  # imports leave no garbage: a sixth of their time
     for name in _IMPORTED_FOR_ALL:
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them
     gc.freeze()
+    gc.enable()
     serve()
     os.environ.pop("LD_PRELOAD")
     replies = os.fdopen(os.dup(1), "w")
