@@ -1,10 +1,26 @@
 #!/usr/bin/env bash
-# Installs Isthmus into the Python of a container and keeps the container's torch; run by Dockerfile and isthmus.def.
+# Installs the wheel in this folder into the Python of an image, with the extras in EXTRAS. A torch of the image stays;
+# without one, its build comes from TORCH_INDEX. The other versions are those of constraints/, if they exist for this
+# Python, else the ranges of the wheel. Run by the Dockerfiles and isthmus.def.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")"
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1
-torch=$(mktemp)
-python3 -c 'import torch; print("torch==" + torch.__version__)' > "$torch"
-python3 -m pip install --constraint "$torch" '.[tensorboard,sentencepiece,data]'
-rm "$torch"
-cd / && python3 -c 'import isthmus.recipes.run' && isthmus --version
+wheels=(isthmus-*.whl)
+if [ "${#wheels[@]}" != 1 ] || [ ! -f "${wheels[0]}" ]; then
+  echo "dist/ must have one wheel of isthmus, got: ${wheels[*]}. Empty dist/ and run: make dist" >&2
+  exit 1
+fi
+versions=$(mktemp)
+cat "cpu-py$(python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt" > "$versions" 2>/dev/null || true
+if ! python -c 'import torch' 2>/dev/null; then
+  torch=$(grep '^torch==' "$versions") || { echo "No torch in this image, and constraints/ has none for its Python." >&2; exit 1; }
+  python -m pip install --no-deps --index-url "${TORCH_INDEX:?is empty, and this image has no torch}" "$torch"
+fi
+sed -i '/^torch==/d' "$versions"
+python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >> "$versions"
+python -m pip install --constraint "$versions" "${wheels[0]}[$EXTRAS]"
+rm "$versions"
+# Any user may write there: docker run --user, and arbitrary users of Kubernetes. New volumes get the same permissions.
+getent passwd 1000 > /dev/null || useradd --uid 1000 --no-create-home --home-dir /home/isthmus isthmus
+install -d -m 1777 /home/isthmus /home/isthmus/.cache /workspace
+cd / && python -c 'import isthmus.recipes.run' && isthmus --version

@@ -1,8 +1,7 @@
-"""Metadata, constraints, container files and pages name the same oldest Python and torch."""
+"""Metadata, constraints and pages name the same oldest Python and torch."""
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,35 +77,3 @@ def test_constraints_are_in_the_ranges(repository: Path, pyproject: dict[str, An
         tested = pins(path)
         for requirement in required(pyproject):
             assert tested[canonicalize_name(requirement.name)] in requirement.specifier, (path.name, requirement)
-
-
-def test_container_files_have_the_same_default_image(repository: Path) -> None:
-    text = {path.name: path.read_text() for path in (repository / "docker").iterdir()}
-    (docker,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", text["Dockerfile"], re.MULTILINE)
-    (apptainer,) = re.findall(r"^    BASE_IMAGE=(\S+)$", text["isthmus.def"], re.MULTILINE)
-    assert docker == apptainer and re.search(r"^From: \{\{ BASE_IMAGE \}\}$", text["isthmus.def"], re.MULTILINE)
-    other = {re.search(r"BASE_IMAGE=(pytorch/\S+)", text[name])[1] for name in ("Dockerfile", "isthmus.def")}  # type: ignore[index]
-    page = (repository / "docs/how-to/install.md").read_text()
-    assert len(other) == 1 and all(f"| `{image}` |" in page for image in (docker, *other))
-
-
-def test_container_files_copy_what_the_build_needs(repository: Path, pyproject: dict[str, Any]) -> None:
-    project = pyproject["project"]
-    needed = {"pyproject.toml", "docker/install.sh", "src", project["readme"], *project["license-files"]}
-    copied = re.findall(r"^COPY (.+) \S+$", (repository / "docker/Dockerfile").read_text(), re.MULTILINE)
-    assert {word for line in copied for word in line.split()} == needed
-    files = (repository / "docker/isthmus.def").read_text().partition("%files\n")[2].partition("%post")[0]
-    pairs = [line.split() for line in files.split("\n") if line.strip()]
-    assert {source for source, _ in pairs} == needed and all(end == f"/opt/isthmus/{source}" for source, end in pairs)
-    remaining = re.findall(r"^!(.+)$", (repository / "docker/Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    assert set(remaining) == needed
-
-
-def test_images_on_the_install_page_are_not_too_old(repository: Path, oldest: tuple[str, str]) -> None:
-    page = (repository / "docs/how-to/install.md").read_text()
-    rows = re.findall(r"^\| `([^`]+:[^`]+)` \| [\w.]+ [\w.]+ \| ([\d.]+) \| ([\d.]+)", page, re.MULTILINE)
-    assert len(rows) >= 4
-    for image, python, torch in rows:
-        assert Version(python) >= Version(oldest[0]) and Version(torch) >= Version(oldest[1]), image
-        versions = re.search(r"_py([\d.]+)_pytorch_release_([\d.]+)$", image)
-        assert versions is None or (versions[1], versions[2]) == (python, torch), image
