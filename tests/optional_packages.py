@@ -31,7 +31,7 @@ def _is_installed(name: str, minimum: str) -> bool:
         return False
 
 
-bitsandbytes = OptionalPackage("bitsandbytes", "0.49", extra="qlora")
+bitsandbytes = OptionalPackage("bitsandbytes", "0.49", extra="lora")
 datasets = OptionalPackage("datasets", "3", extra="data")
 peft = OptionalPackage("peft", "0.21", extra="bench")
 trl = OptionalPackage("trl", "1.0", extra="bench")

@@ -31,7 +31,7 @@ from ranks.tiny import build_model_folder, build_samples, open_samples
 HALF = TOTAL_STEPS // 2
 NEEDS_FSDP = pytest.mark.skipif(not fsdp_sums_gradients(), reason="fully_shard of this torch averages gradients")
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (extra: qlora)"
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (extra: lora)"
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import DataError, UnsafeInput
+from isthmus.errors import DataError, UnsafeInput, UsageError
+from isthmus.extras import install_command, missing_packages
 from isthmus.hf.model_folder import ModelFolder, modeling_files
 
 
@@ -13,7 +14,8 @@ def folder_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any
     """The config class and the causal language model of a folder with ``auto_map``.
 
     Files with the content that this Isthmus writes are not run: the same classes are imported from Isthmus. Raises
-    UnsafeInput for other files unless ``trust_remote_code``, and DataError if they cannot be imported.
+    UnsafeInput for other files unless ``trust_remote_code``, UsageError if they import packages that are not installed,
+    and DataError if they cannot be imported for another reason.
     """
     shim_files = modeling_files()
     unlike = [path.name for path in shim_files if not _same(folder.path / path.name, path)]
@@ -36,6 +38,8 @@ def folder_classes(folder: ModelFolder, *, trust_remote_code: bool) -> tuple[Any
         if "AutoConfig" in auto_map:
             config = get_class_from_dynamic_module(auto_map["AutoConfig"], str(folder.path))
     except (OSError, ImportError, AttributeError, SyntaxError, ValueError) as error:
+        if isinstance(error, ImportError) and (packages := missing_packages(str(error))):
+            raise UsageError(f"{folder}: {error}. Run {install_command(*packages)}.") from error
         raise DataError(f"{folder}: its modelling code cannot be imported: {error}. Correct it.") from error
     return config, network
 

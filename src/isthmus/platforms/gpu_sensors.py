@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any, Protocol
 
+from isthmus.extras import install_command
+
 _logger = logging.getLogger(__name__)
 _SIGNIFICANT = 0.01
 """Share of the time since the reading before; less is no throttling."""
@@ -44,7 +46,7 @@ class GpuSensors(Protocol):
 
 def nvidia_sensors(pci: str, uuid: str) -> GpuSensors | None:
     """Through nvidia-ml-py; None if it or the GPU is not available. ``pci`` is such as ``0000:23:00.0``."""
-    return _opened("pynvml", "nvidia", lambda library: _Nvidia(library, _nvml_handle(library, pci, uuid)))
+    return _opened("pynvml", lambda library: _Nvidia(library, _nvml_handle(library, pci, uuid)))
 
 
 def amd_sensors(pci: str) -> GpuSensors | None:
@@ -54,20 +56,16 @@ def amd_sensors(pci: str) -> GpuSensors | None:
         library.amdsmi_init()
         return _Amd(library, library.amdsmi_get_processor_handle_from_bdf(pci))
 
-    return _opened("amdsmi", "amd", opened)
+    return _opened("amdsmi", opened)
 
 
-def _opened(module: str, extra: str, make: Callable[[Any], GpuSensors]) -> GpuSensors | None:
+def _opened(module: str, make: Callable[[Any], GpuSensors]) -> GpuSensors | None:
     try:
         with redirect_stdout(io.StringIO()):  # amdsmi prints what it does not find; stdout is for results
             return make(importlib.import_module(module))
     except Exception as error:  # the library raises errors of its own, and none is a reason to end a run
-        _logger.debug(
-            "GPU temperature, power and clock are not recorded: %s: %s (pip install 'isthmus[%s]')",
-            module,
-            error,
-            extra,
-        )
+        command = install_command(module)
+        _logger.debug("GPU temperature, power and clock are not recorded: %s: %s (%s)", module, error, command)
         return None
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from isthmus.config.schema.output import LoggingConfig
 from isthmus.errors import DataError, UsageError
+from isthmus.extras import check_installed, install_command, optional_package
 from isthmus.files.atomic_write import write_atomic
 from isthmus.files.input_files import read_json
 
@@ -66,8 +67,9 @@ class Tracker(Protocol):
 
 class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard.summary import hparams
-        from torch.utils.tensorboard.writer import SummaryWriter
+        with optional_package("logging.to=tensorboard", "tensorboard"):
+            from torch.utils.tensorboard.summary import hparams
+            from torch.utils.tensorboard.writer import SummaryWriter
 
         if threading.excepthook is threading.__excepthook__:
             threading.excepthook = _without_tensorboard
@@ -104,7 +106,8 @@ class _WandB:
     """Entity, host and offline mode are those of W&B's environment variables."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb
+        with optional_package("logging.to=wandb", "wandb"):
+            import wandb
 
         self._run: Any = wandb.init(
             project=run.project,
@@ -122,7 +125,8 @@ class _WandB:
         self._run.log({**values, "step": step})
 
     def log_answers(self, answers: Answers, step: int) -> None:
-        import wandb
+        with optional_package("logging.to=wandb", "wandb"):
+            import wandb
 
         table = wandb.Table(columns=["prompt", "answer"], data=[list(pair) for pair in answers])
         self._run.log({_ANSWERS: table, "step": step})
@@ -138,8 +142,9 @@ class _MLflow:
     """Limits of MLflow's servers: parameters in a request, characters of a value."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
+        with optional_package("logging.to=mlflow", "mlflow"):
+            from mlflow.entities import Param
+            from mlflow.tracking import MlflowClient
 
         self._client: Any = MlflowClient()
         if (known := run.known_id("mlflow")) is not None:
@@ -170,7 +175,8 @@ class _Trackio:
     """Local by default; a Space is that of Trackio's environment variables."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import trackio
+        with optional_package("logging.to=trackio", "trackio"):
+            import trackio
 
         with redirect_stdout(sys.stderr):  # it prints how to open its dashboard; stdout is for results
             self._run: Any = trackio.init(
@@ -186,8 +192,9 @@ class _Trackio:
         self._run.log(dict(values), step=step)
 
     def log_answers(self, answers: Answers, step: int) -> None:
-        import pandas
-        import trackio
+        with optional_package("logging.to=trackio", "trackio"):
+            import pandas
+            import trackio
 
         table = trackio.Table(dataframe=pandas.DataFrame(answers, columns=["prompt", "answer"]))
         self._run.log({_ANSWERS: table}, step=step)
@@ -197,13 +204,13 @@ class _Trackio:
             self._run.finish()
 
 
-_KINDS: Mapping[str, tuple[str, Callable[[TrackedRun], Tracker]]] = {
-    "tensorboard": ("tensorboard", _TensorBoard),
-    "wandb": ("wandb", _WandB),
-    "mlflow": ("mlflow", _MLflow),
-    "trackio": ("trackio", _Trackio),
+_KINDS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+    "trackio": _Trackio,
 }
-"""The package and the class of each name in ``logging.to``."""
+"""The class of each name in ``logging.to``, which is also the name of its package."""
 
 
 def check_trackers(logging: LoggingConfig) -> tuple[str, ...]:
@@ -212,14 +219,13 @@ def check_trackers(logging: LoggingConfig) -> tuple[str, ...]:
     Raises:
         UsageError: another tracker is not installed.
     """
-    absent = [name for name in logging.to if find_spec(_KINDS[name][0]) is None]
-    if others := [name for name in absent if name != "tensorboard"]:
-        extras = ",".join(others)
-        raise UsageError(
-            f"logging.to: {', '.join(others)} is not installed. Run `pip install 'isthmus[{extras}]'`, or leave it out."
-        )
-    hint = "Install isthmus[tensorboard], or set logging.to=[]."
-    return (f"TensorBoard is not installed: only metrics.jsonl is written. {hint}",) if absent else ()
+    for name in logging.to:
+        if name != "tensorboard":
+            check_installed(f"logging.to={name}", name, otherwise="omit it")
+    if "tensorboard" not in logging.to or find_spec("tensorboard") is not None:
+        return ()
+    hint = f"Run {install_command('tensorboard')}, or set logging.to=[]."
+    return (f"TensorBoard is not installed: only metrics.jsonl is written. {hint}",)
 
 
 class Trackers:
@@ -230,11 +236,10 @@ class Trackers:
         self._warn = warn
         self._open: dict[str, Tracker] = {}
         for name in logging.to:
-            package, kind = _KINDS[name]
-            if find_spec(package) is None:
+            if find_spec(name) is None:
                 continue
             try:
-                self._open[name] = kind(run)
+                self._open[name] = _KINDS[name](run)
             except Exception as error:
                 if run.start or name == "tensorboard":  # TensorBoard is the default, and needs only the disk
                     self._warn_of(name, error)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from isthmus import extras
 from isthmus.cli.exit import ExitStatus, print_error
 from isthmus.config.schema.output import LoggingConfig
 from isthmus.errors import UsageError
@@ -129,7 +130,9 @@ class Failing:
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[TrackedRun], Any]], None]:
     def use(kind: Callable[[TrackedRun], Any]) -> None:
-        monkeypatch.setattr(trackers, "_KINDS", {"wandb": ("json", kind), "mlflow": ("no_such_package", kind)})
+        monkeypatch.setattr(trackers, "_KINDS", {"wandb": kind})
+        for module in (trackers, extras):
+            monkeypatch.setattr(module, "find_spec", lambda name: name if name == "wandb" else None)
 
     return use
 
@@ -203,9 +206,9 @@ def test_broken_tensorboard_does_not_end_a_run(
 def test_absent_packages(kinds: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds(Failing)
     assert check_trackers(LoggingConfig(to=("wandb",))) == ()
-    with pytest.raises(UsageError, match=r"mlflow is not installed. Run `pip install 'isthmus\[mlflow\]'`"):
+    expected = r"logging.to=mlflow needs mlflow \(not installed\). Run pip install 'isthmus\[mlflow\]', or omit it"
+    with pytest.raises(UsageError, match=expected):
         check_trackers(LoggingConfig(to=("wandb", "mlflow")))
-    monkeypatch.setattr(trackers, "_KINDS", {"tensorboard": ("no_such_package", Failing)})
     (message,) = check_trackers(LoggingConfig())
-    assert "only metrics.jsonl is written. Install isthmus[tensorboard]" in message
+    assert "only metrics.jsonl is written. Run pip install 'isthmus[tensorboard]'" in message
     Trackers(LoggingConfig(), SimpleNamespace(), print).log({"train/loss": 1.0}, 1)  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from isthmus.data.readers.chunks import (
 )
 from isthmus.data.readers.data_names import HUB, is_hub_name
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
+from isthmus.extras import optional_package
 from isthmus.files.remote_files import file_bytes, is_url, open_binary
 
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -181,13 +182,11 @@ def rows_at_once(num_rows: int, num_bytes: int) -> int:
 
 
 def _pyarrow(path: str) -> Any:
-    try:
+    with optional_package(f"{path}: reading parquet", "pyarrow"):
         import pyarrow
         import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(f"{path}: reading parquet needs pyarrow: pip install 'isthmus[data]'.") from error
     return pyarrow
 
 
@@ -269,10 +268,8 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
 
 
 def _library(name: str) -> Any:
-    try:
+    with optional_package(f"{name}: reading a data set", "datasets"):
         import datasets
-    except ImportError as error:
-        raise UsageError(f"{name}: reading it needs datasets: pip install 'isthmus[data]'.") from error
     datasets.disable_progress_bars()
     return datasets
 

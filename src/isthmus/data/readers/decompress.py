@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from isthmus.data.readers.chunks import expands_too_much, expansion_limit
-from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
+from isthmus.errors import DataError, IOFailure, MissingInput
+from isthmus.extras import optional_package
 from isthmus.files.remote_files import open_binary
 
 _GZIP = (b"\x1f\x8b",)
@@ -85,7 +86,7 @@ def is_compressed(path: Path | str) -> bool:
 
 
 def _zstd(path: Path | str) -> Any:
-    try:
-        return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    except ImportError as error:
-        raise UsageError(f"{path}: reading Zstandard needs backports.zstd: pip install 'isthmus[data]'.") from error
+    if sys.version_info >= (3, 14):
+        return importlib.import_module("compression.zstd")
+    with optional_package(f"{path}: reading Zstandard", "backports.zstd"):
+        return importlib.import_module("backports.zstd")

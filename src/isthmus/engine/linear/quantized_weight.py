@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from isthmus.errors import UsageError
+from isthmus.extras import optional_package
 
 BLOCK = 64
 """Elements of a row with the same scale in NF4, bitsandbytes' default."""
@@ -27,12 +27,8 @@ def bitsandbytes(setting: str = "lora.quantize") -> Any:
     """The functional API; a UsageError if the package is not installed."""
     # On some CPUs the import warns that a package for inference is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
+    with optional_package(setting, "bitsandbytes", otherwise="omit the setting"):
         from bitsandbytes import functional
-    except ImportError as error:
-        raise UsageError(
-            f"{setting} needs bitsandbytes ({error}). Run `pip install 'isthmus[qlora]'`, or leave it out."
-        ) from error
     return functional
 
 

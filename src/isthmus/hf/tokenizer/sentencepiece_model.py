@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from isthmus.errors import DataError, IsthmusError, UsageError
+from isthmus.errors import DataError, IsthmusError
+from isthmus.extras import optional_package
 from isthmus.hf.model_folder import read_json
 
 _BPE = 2
@@ -118,12 +119,8 @@ def parse_sentencepiece(path: Path) -> Any:
     raw = path.read_bytes()
     if not raw.startswith(b"\n"):  # field 1, the pieces, comes first in every sentencepiece model
         return None
-    try:
+    with optional_package(f"{path}: reading a sentencepiece model", "sentencepiece"):
         messages = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError as error:
-        raise UsageError(
-            f"{path} is a sentencepiece model. Install the package that reads it: pip install 'isthmus[sentencepiece]'."
-        ) from error
     proto = messages.ModelProto()
     try:
         proto.ParseFromString(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+from isthmus.extras import install_command
 from isthmus.launch.engines.job import Job, run_program, torchrun_environment, torchrun_words
 
 FIRST_MACHINE, THIS_MACHINE = "{first}", "{machine}"
@@ -18,8 +19,7 @@ def render(job: Job) -> str:
 
 def submit(job: Job) -> int:
     """Submit the job to the cluster at RAY_API_SERVER_ADDRESS; default: that of this machine."""
-    install = "Install it with `pip install 'isthmus[ray]'`."
-    return run_program(_words(job), "", install)
+    return run_program(_words(job), "", f"Run {install_command('ray')}.")
 
 
 def _words(job: Job) -> list[str]:

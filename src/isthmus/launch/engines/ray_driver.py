@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import ray
-from ray.util import get_node_ip_address
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from isthmus.errors import IOFailure, IsthmusError, Preempted, UsageError
+from isthmus.extras import optional_package
 from isthmus.launch.engines.ray import FIRST_MACHINE, THIS_MACHINE
 from isthmus.platforms.rank_env import RUN_TOKEN
+
+with optional_package("isthmus launch ray", "ray"):
+    import ray
+    from ray.util import get_node_ip_address
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class TorchrunAgent:

@@ -22,6 +22,7 @@ from isthmus.data.chat.chat_records import parse_document
 from isthmus.data.readers.file_formats import rename_fields
 from isthmus.data.tokenize.tokenize_records import TokenizeOptions
 from isthmus.errors import DataError, UsageError, counted
+from isthmus.extras import optional_package
 from isthmus.files.remote_files import open_folder
 from isthmus.recipes.data.prepare_shards import InputShard
 
@@ -242,7 +243,7 @@ def _minhash_config() -> Any:
 
 
 def _datatrove() -> Any:
-    try:
+    with optional_package("isthmus prepare --filter or --dedup", "datatrove"):
         import datatrove.data
         import datatrove.io
         import datatrove.pipeline.dedup
@@ -250,7 +251,5 @@ def _datatrove() -> Any:
         import datatrove.utils.hashing
         import loguru
         import spacy  # noqa: F401 - datatrove cuts English words with it
-    except ImportError as error:
-        raise UsageError("--filter and --dedup need datatrove: pip install 'isthmus[dedup]'.") from error
     loguru.logger.disable("datatrove")
     return datatrove

@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol
 from isthmus.data.readers.chunks import RecordChunk, kept_records
 from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.data.tokenize.tokenize_records import RecordTokenizer
-from isthmus.errors import Hang, IsthmusError, UsageError
+from isthmus.errors import Hang, IsthmusError
+from isthmus.extras import optional_package
 from isthmus.files.remote_files import Folder
 from isthmus.platforms.cpu_threads import cores
 from isthmus.recipes.data.prepare_shards import InputShard, ShardParts
@@ -154,7 +155,8 @@ def complete_shard_in_task(
     folder: Folder, number: int, shard: InputShard, inputs: str, reference: Sequence[Any]
 ) -> None:
     """:func:`complete_shard` with a tokenizer that the process has loaded once."""
-    import ray
+    with optional_package("isthmus prepare --engine ray", "ray"):
+        import ray
 
     key = reference[0].hex()
     if key not in _tokenizers:
@@ -165,10 +167,8 @@ def complete_shard_in_task(
 
 def _started_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # tasks without GPUs leave the variables alone
-    try:
+    with optional_package("isthmus prepare --engine ray", "ray"):
         import ray
-    except ImportError as error:
-        raise UsageError("--engine ray needs Ray: pip install 'isthmus[ray]'.") from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, logging_level="warning", log_to_driver=False)
     return ray

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection
 
-from isthmus.errors import UsageError
+from isthmus.extras import check_installed
 from isthmus.recipes.rollout.answer_batch import AnswerBatch
 from isthmus.recipes.rollout.limited_process import LimitedProcess
 from isthmus.recipes.rollout.right_answers import RightAnswers, result_of, without_reasoning
@@ -23,11 +22,7 @@ class MathVerify:
         """Raises UsageError if the library is not installed."""
         self.setting = setting
         self._right = RightAnswers(setting)
-        if importlib.util.find_spec("math_verify") is None:
-            raise UsageError(
-                "rollout.reward math_verify needs the library math-verify: pip install 'isthmus[rl]', or leave "
-                "math_verify out."
-            )
+        check_installed("rollout.reward=math_verify", "math_verify", otherwise="omit it")
         hint = "Correct the installation: python -c 'import math_verify'"
         self._process = LimitedProcess("math_verify", hint)
 

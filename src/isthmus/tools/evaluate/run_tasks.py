@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from isthmus.engine.generation.inference import SharedInference
 from isthmus.engine.parallel.process_groups import close_groups
 from isthmus.engine.step import Evaluator
 from isthmus.errors import MissingInput, UsageError
+from isthmus.extras import check_installed
 from isthmus.hf.hub import reaches_hub
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms import rank_env
@@ -41,8 +41,7 @@ def evaluate_tasks(settings: TaskSettings, overrides: Sequence[str] = ()) -> tup
         UsageError: lm_eval is not installed, a setting has no effect, a task is unknown or the layout does not fit.
         MissingInput, DataError: the model is missing or damaged.
     """
-    if find_spec("lm_eval") is None:
-        raise UsageError("lm-evaluation-harness is not installed. Run `pip install 'isthmus[eval]'`.")
+    check_installed("isthmus eval", "lm_eval")
     for word in overrides:
         if "=" not in word:
             raise UsageError(f"{word!r} is not a setting (key=value). Name one model, then options and settings.")

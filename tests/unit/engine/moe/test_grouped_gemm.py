@@ -52,7 +52,7 @@ def test_gradients_are_added_to_the_buffers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_quantized_weights_equal_dequantized_ones(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: qlora)")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (extra: lora)")
     if kernel and GROUPED_MM is None:
         pytest.skip(f"torch {torch.__version__} has no grouped_mm")
     monkeypatch.setattr(grouped_gemm, "_has_kernel", lambda *_: kernel)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus import extras
 from isthmus.config.schema import RunConfig
 from isthmus.errors import DataError, Hang, IsthmusError, MissingInput, UsageError
 from isthmus.recipes.rollout import limited_process
@@ -325,8 +326,8 @@ def test_a_file_is_not_run_before_the_cheap_checks(module: Path) -> None:
 
 
 def test_math_verify_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs the library math-verify: pip install 'isthmus\[rl\]'"):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs math_verify \(not installed\)\. Run pip install 'isthmus\[rl\]'"):
         check_rewards(config("math_verify"))
 
 

