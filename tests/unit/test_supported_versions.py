@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,16 @@ def test_constraints_are_in_the_ranges(repository: Path, pyproject: dict[str, An
         tested = pins(path)
         for requirement in required(pyproject):
             assert tested[canonicalize_name(requirement.name)] in requirement.specifier, (path.name, requirement)
+
+
+def test_recorded_resolutions_are_in_the_tested_range(repository: Path, pyproject: dict[str, Any]) -> None:
+    """`isthmus doctor` reports a version below the oldest set as an error, so pip must not choose one."""
+    tested = pins(repository / "constraints/cpu-py310.txt")
+    record = max(repository.glob("benchmarks/results/*_package-resolutions_*.json"))
+    resolutions = {name: lines for name, lines in json.loads(record.read_text())["resolutions"].items() if "--" in name}
+    assert len(resolutions) == 8
+    direct = {canonicalize_name(Requirement(line).name) for line in pyproject["project"]["dependencies"]}
+    for name, lines in resolutions.items():
+        versions = {line.split("==")[0]: Version(line.split("==")[1]) for line in lines if line}
+        assert direct <= {*versions}
+        assert {package: versions[package] for package in direct if versions[package] < tested[package]} == {}, name
