@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site graph lock audit dist release-dry workflows canary clean gpu gpu-quick gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site site-version graph lock audit dist release-dry workflows canary clean gpu gpu-quick gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -127,13 +127,20 @@ docs: $(STAMP)  ## Generate the reference pages from the code
 
 SITE_STAMP := $(VENV)/.docs-done
 $(SITE_STAMP): $(STAMP)
-	@$(VENV)/bin/python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || \
-	{ echo "Installing mkdocs-material and mkdocstrings"; $(PIP) -c $(VENV)/pins.txt -e '.[docs]'; }
+	@$(VENV)/bin/python -c 'import material, mike, mkdocstrings_handlers.python' 2>/dev/null || \
+	{ echo "Installing mkdocs-material, mkdocstrings and mike"; $(PIP) -c $(VENV)/pins.txt -e '.[docs]'; }
 	@touch $@
 
 site: $(SITE_STAMP)  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "Open build/site/index.html"
+
+# Other versions stay on the branch; only the branch of this clone changes.
+site-version: $(SITE_STAMP)  ## Commit the site to the branch gh-pages as VERSION (0.1) and as the latest one; no push
+	@test -n "$(VERSION)" || { echo "Name a version: make site-version VERSION=0.1" >&2; exit 2; }
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mike deploy --update-aliases $(VERSION) latest
+	$(VENV)/bin/mike set-default latest
+	@echo "Look at it with $(VENV)/bin/mike serve; publish it with git push origin gh-pages"
 
 # tred (Graphviz) leaves out imports that follow from others.
 graph: $(STAMP)  ## Draw the imports of ARCHITECTURE.md; needs Graphviz
