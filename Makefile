@@ -138,7 +138,7 @@ site: $(SITE_STAMP)  ## Build the documentation site in build/site
 # Other versions stay on the branch; only the branch of this clone changes.
 site-version: $(SITE_STAMP)  ## Commit the site to the branch gh-pages as VERSION (0.1) and as the latest one; no push
 	@test -n "$(VERSION)" || { echo "Name a version: make site-version VERSION=0.1" >&2; exit 2; }
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mike deploy --update-aliases $(VERSION) latest
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases $(VERSION) latest
 	$(VENV)/bin/mike set-default latest
 	@echo "Look at it with $(VENV)/bin/mike serve; publish it with git push origin gh-pages"
 

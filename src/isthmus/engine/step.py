@@ -396,6 +396,7 @@ class Stepper(Evaluator):
 
     @property
     def loss_scale(self) -> float | None:
+        """Loss scale of fp16; None for other precisions."""
         return float(self.optimizer.get_loss_scale()) if self.model[0].config.fp16 else None
 
     @property

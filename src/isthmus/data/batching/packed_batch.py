@@ -185,4 +185,5 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
+        """Number of loss tokens of all samples."""
         return sum(self.loss_tokens)

@@ -1,0 +1,324 @@
+"""Each fenced block of the documentation is run, is read by another test, or has a reason why it cannot run here.
+
+Commands run in this process in a folder with a small model under all the names that pages use. Training commands run
+with ``--dry-run``, which checks settings, model, data, layout and memory for all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.main import parse_and_run
+from isthmus.config.recipes import RECIPE_SETTINGS
+from isthmus.data.chat.chat_records import kinds_of
+from isthmus.data.chat.rollout_records import parse_prompt
+from unit.data.records import read_records
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+READ_BY = {
+    "yaml": "tests/unit/test_docs.py loads it as a config",
+    "jsonl": "tests/unit/data/test_formats_page.py parses it",
+    "csv": "tests/unit/data/test_formats_page.py parses it",
+    "console": "tests/unit/docs/test_outputs.py runs the command",
+}
+"""Languages whose blocks another test reads."""
+REASONS = {
+    r"make (demo|test|docs|setup|gpu|gpu-quick)\b|\(cd [AB] && make gpu": "a target of the checkout, which CI runs",
+    r"(python -m )?pytest |python docs/generate.py|MEGATRON_LM=|source |python make_prompts.py": "part of the checkout",
+    r"(srun|torchrun|kubectl|xargs torchrun|until|done$|  \[)": "starts ranks of a scheduler or of several machines",
+    r"(vllm_env/bin/)?(pip|git clone|python3.11 -m venv)|cd ": "installs from a package index",
+    r"(docker|apptainer|  -v )": "needs a container runtime",
+    r"(vllm|python -m sglang|python llama.cpp|llama-server|ollama|FROM|text-generation-launcher|VLLM_|    --)":
+        "a program for serving",
+    r"(export|hf auth) ?": "changes the environment of the shell",
+    r".*\bbash examples/": "needs a checkout of ROCm's Megatron-LM",
+    r".*--push\b": "uploads to the Hub",
+    r"isthmus (bench|tune)\b": "measures for minutes; tests/unit/tools run it on small grids",
+    r"isthmus (demo|eval)\b": "runs for minutes, or downloads data sets of tasks",
+    r"isthmus (run|patch)\b": "needs a checkout of Megatron-LM; tests/upstream",
+    r"isthmus launch\b.*(kubernetes|ray|ssh)\b": "asks a cluster; tests/faults/test_schedulers.py runs fakes of them",
+    r"isthmus doctor\b(?! --quick)": "measures for half a minute",
+    r"isthmus .*--rehearse": "trains for minutes; tests/faults run rehearsals",
+    r"isthmus (unlearn)\b": "the recipe of the guide",
+    r".*(--engine|--filter)\b": "needs a cluster, or optional packages",
+    r".*(s3://)": "needs an object store",
+    r"isthmus .*\.\.\.( |$)": "is abridged",
+    r"isthmus .*\[OPTIONS\]": "the form of a command",
+}  # fmt: skip
+"""Pattern of the start of a line -> why it does not run here."""
+MODELS = (
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "models/Qwen3-0.6B", "models/Qwen3-8B", "models/Qwen2.5-0.5B",
+    "models/llama", "models/old", "Qwen3-0.6B", "runs/sft/hf", "runs/reward/hf", "runs/tutorial/hf",
+    "playground/pretrain/hf",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for line in re.sub(r"\\\n\s*", "", self.text).splitlines() if line.strip()]
+
+    @property
+    def has_commands(self) -> bool:
+        return self.language in ("bash", "sh") or bool(re.match(r"(\$ )?isthmus [a-z]", self.text))
+
+
+@functools.cache
+def all_blocks() -> list[Block]:
+    results = []
+    for page in PAGES:
+        for indent, language, text in re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S):
+            text = re.sub(rf"^{indent}", "", text, flags=re.MULTILINE)
+            results.append(Block(page.relative_to(ROOT).as_posix(), language, text))
+    return results
+
+
+def reason(line: str) -> str | None:
+    """Why a line does not run here."""
+    return next((text for pattern, text in REASONS.items() if re.match(pattern, line)), None)
+
+
+def prepare(folder: Path) -> None:
+    """Models, data and configs under the names that pages use."""
+    runpy.run_path(str(ROOT / "docs/record_outputs.py"))["make_inputs"](folder)
+    for name in MODELS:
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder / "model")
+    copies = {"chats": "my-chats.jsonl a.json b.jsonl long.jsonl playground/chats.jsonl", "labels": "answers.jsonl"}
+    copies |= {"text": "documents.jsonl corpus.jsonl", "prompts": "heldout.jsonl"}
+    for source, names in copies.items():
+        for name in names.split():
+            (folder / name).write_bytes((folder / f"{source}.jsonl").read_bytes())
+    chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    (folder / "chats.json").write_text(json.dumps(chats))
+    (folder / "data").mkdir()
+    (folder / "data/part.jsonl.gz").write_bytes(gzip.compress((folder / "text.jsonl").read_bytes()))
+    sft = "recipe: sft\nout: runs/new\nmodel: {path: model}\ndata: {files: [chats.jsonl], seq_length: 128}\n"
+    steps = "train: {steps: 4, global_batch_size: 32, micro_batch_size: 1}\n"
+    for name in ("sft", "run", "mine", "config"):
+        (folder / f"{name}.yaml").write_text(sft + steps)
+    (folder / "pretrain.yaml").write_text((sft + steps).replace("sft", "pretrain").replace("chats", "text"))
+    for name in ("train_gpt.sh", "train.sh"):
+        (folder / name).write_text((folder / "train.sh").read_text())
+    for name, source in {"lora_sft": "llamafactory", "theirs": "trl", "grpo_trl": "trl"}.items():
+        (folder / f"{name}.yaml").write_text((folder / f"{source}.yaml").read_text())
+    (folder / "rewards.py").write_text(
+        "def right_count(completions, names=None, **columns):\n    return [0.0 for _ in completions]\n\n\n"
+        "accuracy = compute_score = right_count\n"
+    )
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture
+def playground(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a page; its models are links."""
+    folder = shutil.copytree(prepared, tmp_path / "page", symlinks=True)
+    monkeypatch.chdir(folder)
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(variable, raising=False)
+    return folder
+
+
+def run_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run one ``isthmus`` command; its output goes to the file after ``>``."""
+    words = shlex.split(line.removeprefix("$ "), comments=True)
+    target = words.index(">") if ">" in words else len(words)
+    arguments, file = words[1:target], words[target + 1 :]
+    if arguments[0] in (*RECIPE_SETTINGS, "launch") and "--dry-run" not in arguments:
+        arguments.append("--dry-run")
+    capsys.readouterr()
+    code = parse_and_run(arguments)
+    output = capsys.readouterr()
+    assert code == 0, f"{line}\n{output.err}"
+    if file:
+        Path(file[0]).write_text(output.out)
+
+
+def runnable(page: str) -> Iterator[str]:
+    for block in all_blocks():
+        if block.page == page and block.has_commands:
+            yield from (line for line in block.lines if re.match(r"(\$ )?isthmus ", line) and not reason(line))
+
+
+PAGES_WITH_COMMANDS = sorted({block.page for block in all_blocks() if [*runnable(block.page)]})
+IN_EACH_TEST_RUN = ("README.md", "docs/how-to/config-files.md")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page in IN_EACH_TEST_RUN else pytest.mark.thorough)
+        for page in PAGES_WITH_COMMANDS
+    ],
+)
+def test_commands_run(page: str, playground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in runnable(page):
+        run_line(line, capsys)
+
+
+NO_COMMAND = {
+    "docs/concepts/packed-sequences.md": {"loss =": "a formula"},
+    "docs/how-to/add-a-block.md": {
+        "RECURRENCES": "code of the package, abridged", "class Short": "code of the package, abridged",
+        '"short_convolution"': "code of the package, abridged",
+        "MIXER": "code of the package, abridged",
+    },
+    "docs/how-to/add-a-recipe.md": {
+        "class Unlearning": "code of the guide, abridged", "RECIPE": "code of the guide, abridged",
+    },
+    "docs/how-to/checkpoint-and-resume.md": {
+        "resuming from the copy": "a message of many machines", "elastic:": "a message of many machines",
+        "isthmus: out/checkpoints": "an error; tests/unit/recipes", "isthmus: runs/a": "an error of two hosts",
+    },
+    "docs/how-to/config-files.md": {"isthmus 0.1.0": "output on GPUs"},
+    "docs/how-to/convert-checkpoints.md": {
+        "checkpoints/qwen3/": "a list of files", "logits max": "output of a model with published weights",
+        "isthmus: hf/model": "an error of a damaged file; tests/faults",
+    },
+    "docs/how-to/grpo.md": {"p(before": "a formula"},
+    "docs/how-to/install.md": {"platform cuda": "output on GPUs", "python -c": "asks torch for a GPU"},
+    "docs/how-to/launch.md": {
+        "isthmus: command line": "an error; tests/unit/launch", "#SBATCH": "a written script; tests/unit/launch",
+        "slurmstepd": "output of Slurm",
+    },
+    "docs/how-to/plan-a-run.md": {"a rank of plan 1": "output of a plan of 16,384 GPUs"},
+    "docs/how-to/watch-a-run.md": {
+        "spike in": "a message of many machines", "isthmus: the loss": "an error of many machines",
+        "warning: rank": "a message of many machines",
+    },
+    "docs/tutorial-grpo.md": {"step ": "output of a run of five minutes", "echo ": "asks the model of that run"},
+    "docs/tutorial.md": {"sft.yaml:9:3": "tests/unit/test_docs.py compares the error"},
+}  # fmt: skip
+"""Page -> start of a block, or of a line of a shell block, that is no command which runs here, and why."""
+PYTHON_NOT_RUN = {
+    "docs/how-to/use-from-python.md": {
+        "import isthmus\n\nbridge": "needs two ranks; tests/ranks/test_bridge.py runs these calls",
+        "(model,) =": "part of examples/python/train_loop.py", "keys = dropout": "part of a loop of the user",
+        "model = bridge": "needs four ranks; tests/ranks/test_bridge.py",
+        "for name, weight": "has an engine of the user",
+    },
+    "docs/how-to/reward-models.md": {"base = Auto": "loads an adapter of a run; tests/parity compares it with PEFT"},
+    "docs/how-to/convert-checkpoints.md": {"model = Auto": "loads a model with code of its own"},
+    "docs/tutorial-grpo.md": {"import json": "reads the data of the demo"},
+}  # fmt: skip
+PRELUDES = {
+    "docs/how-to/use-from-python.md": "from dataclasses import replace\nimport isthmus\n"
+    "from isthmus.families.models.qwen3 import FAMILY as QWEN3\nfrom isthmus.families.rules.rule import renamed\n"
+    "bridge = isthmus.AutoBridge.from_hf_pretrained('models/Qwen3-0.6B')\n",
+}
+"""Names and folders that a page assumes."""
+TROUBLESHOOTING = "docs/how-to/troubleshooting.md"
+"""The page whose messages tests/unit/test_troubleshooting.py compares."""
+
+
+def exception(table: dict[str, dict[str, str]], block: Block, text: str) -> str | None:
+    """The reason for a block or a line in a table of exceptions."""
+    entries = table.get(block.page, {})
+    return next((why for start, why in entries.items() if text.lstrip().startswith(start)), None)
+
+
+def test_each_block_is_run_or_read_or_has_a_reason() -> None:
+    neither = []
+    for block in all_blocks():
+        if block.language in READ_BY or block.language in ("json", "toml", "python"):
+            continue  # all of them, by the tests below and of other files
+        if block.has_commands:
+            lines = block.lines if block.language != "text" else block.lines[:1]
+            results = [
+                line.startswith(("isthmus ", "$ isthmus ")) or reason(line) or exception(NO_COMMAND, block, line)
+                for line in lines
+            ]
+        elif block.page == TROUBLESHOOTING:
+            continue
+        else:
+            results = [exception(NO_COMMAND, block, block.text) or all(reason(line) for line in block.lines)]
+        if not all(results):
+            neither.append(f"{block.page}: {block.lines[0]}")
+    assert not neither, "say in REASONS or NO_COMMAND why these do not run, or write a command that runs"
+
+
+def test_each_exception_is_of_a_block() -> None:
+    for table in (NO_COMMAND, PYTHON_NOT_RUN):
+        for page, entries in table.items():
+            texts = [text for block in all_blocks() if block.page == page for text in (block.text, *block.lines)]
+            assert [start for start in entries if not any(text.lstrip().startswith(start) for text in texts)] == [], (
+                page
+            )
+
+
+def test_tests_in_reasons_exist() -> None:
+    tables = [*NO_COMMAND.values(), *PYTHON_NOT_RUN.values(), READ_BY, REASONS]
+    named = {
+        path for table in tables for why in table.values() for path in re.findall(r"(?:tests|examples)/[\w/.]+", why)
+    }
+    assert len(named) > 8
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_json_blocks_are_records(tmp_path: Path) -> None:
+    blocks = [block for block in all_blocks() if block.language == "json"]
+    assert len(blocks) >= 5
+    for block in blocks:
+        path = tmp_path / "block.jsonl"
+        path.write_text(block.text)
+        (record,) = read_records(path)
+        assert parse_prompt(record) if "grpo" in block.page else kinds_of(record), block.text
+
+
+def test_toml_blocks_are_toml() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    (block,) = [block for block in all_blocks() if block.language == "toml"]
+    assert "isthmus.families" in tomllib.loads(block.text)["project"]["entry-points"]
+
+
+def python_code(page: str) -> str:
+    """The blocks of a page that run, after what the page assumes."""
+    texts = [block for block in all_blocks() if block.page == page and block.language == "python"]
+    run = [block.text for block in texts if not exception(PYTHON_NOT_RUN, block, block.text)]
+    return "\n".join([PRELUDES.get(page, ""), *run]) if run else ""
+
+
+PAGES_WITH_PYTHON = sorted(
+    {block.page for block in all_blocks() if block.language == "python" and python_code(block.page)}
+)
+QUICK_PYTHON = ("docs/how-to/add-a-family.md", "docs/how-to/watch-a-run.md")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page in QUICK_PYTHON else pytest.mark.thorough) for page in PAGES_WITH_PYTHON],
+)
+def test_python_runs(page: str, playground: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", python_code(page)], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
