@@ -44,8 +44,7 @@ def __getattr__(name: str) -> Any:
 def _renamed(name: str) -> Any:
     """What an earlier name of the package means now, with a warning."""
     if not name.startswith("_"):
-        from isthmus.config import deprecated_names
-
+        deprecated_names = importlib.import_module("isthmus.config.deprecated_names")
         renamed = deprecated_names.PYTHON.get(name)
         if renamed is not None and renamed.is_refused:
             raise AttributeError(f"isthmus.{renamed.explain(name)}")
