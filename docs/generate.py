@@ -432,7 +432,7 @@ def _output_section(name: str) -> list[str]:
     if name in unrecorded:
         return [f"The output is not recorded, because {unrecorded[name]}.", ""]
     record = OUTPUTS / f"{name.replace(' ', '-')}.txt"
-    about = "Recorded output, on a CPU; the model is small and has random weights:"
+    about = "Recorded output, on a CPU. `model` is a small model with random weights."
     return [about, "", "```console", *record.read_text().splitlines(), "```", ""]
 
 
@@ -460,7 +460,9 @@ def _parameter(parameter: Any, context: Any) -> str | None:
     if record is None or "--help" in parameter.opts:
         return None
     name, text = re.sub(r" <[^>]*>$", "", record[0]), record[1]
-    return f"| `{_one_line(name)}` | {_one_line(text or '')} |"
+    # MkDocs shows the backslash of an escaped | within backticks.
+    code = f"<code>{name.replace('|', '&#124;')}</code>" if "|" in name else f"`{name}`"
+    return f"| {code} | {_one_line(text or '')} |"
 
 
 # Import paths of the public functions and classes besides those of the package itself.

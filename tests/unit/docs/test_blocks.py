@@ -52,9 +52,19 @@ REASONS = {
     r"isthmus (bench|tune)\b": "measures for minutes; tests/unit/tools run it on small grids",
     r"isthmus (demo|eval)\b": "runs for minutes, or downloads data sets of tasks",
     r"isthmus (run|patch)\b": "needs a checkout of Megatron-LM; tests/upstream",
-    r"isthmus launch\b.*(kubernetes|ray|ssh)\b": "asks a cluster; tests/faults/test_schedulers.py runs fakes of them",
+    r"isthmus launch\b": "needs a folder that machines share; tests/faults/test_schedulers.py starts fakes of clusters",
+    r".*rollout.engine=vllm": "needs vLLM",
+    r'eval "\$\(|isthmus completion': "changes the shell",
     r"isthmus doctor\b(?! --quick)": "measures for half a minute",
     r"isthmus .*--rehearse": "trains for minutes; tests/faults run rehearsals",
+    r".*(models/(gpt2|gemma-3-4b-it|Mixtral|mixtral|some-llama|new-model|old)|megatron/gemma3|hf-like models/Mis)":
+        "needs a model of another family or format; tests/parity converts one of each",
+    r"isthmus convert (runs/megatron .*--vocab-size|legacy|out )": "needs a checkpoint of Megatron-LM",
+    r"isthmus convert .*--vpp": "needs eight layers",
+    r"isthmus sft .*parallel.ep=": "needs an MoE model; tests/ranks/test_experts.py trains such layouts",
+    r"isthmus config (from-primus|from-verl|from-megatron args)": "needs files of another program; tests/unit/config",
+    r"isthmus sft run.yaml tune.file=": "needs the file of isthmus tune",
+    r".*gsm8k/": "needs a data set of the Hub",
     r"isthmus (unlearn)\b": "the recipe of the guide",
     r".*(--engine|--filter)\b": "needs a cluster, or optional packages",
     r".*(s3://)": "needs an object store",
@@ -64,8 +74,8 @@ REASONS = {
 """Pattern of the start of a line -> why it does not run here."""
 MODELS = (
     "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "models/Qwen3-0.6B", "models/Qwen3-8B", "models/Qwen2.5-0.5B",
-    "models/llama", "models/old", "Qwen3-0.6B", "runs/sft/hf", "runs/reward/hf", "runs/tutorial/hf",
-    "playground/pretrain/hf",
+    "models/llama", "models/old", "Qwen3-0.6B", "runs/sft/hf", "runs/reward/hf", "playground/pretrain/hf",
+    "playground/sft/hf", "Qwen/Qwen3-4B", "MODEL_FOLDER", "models/qwen3", "megatron", "other", "small", "large", "base",
 )  # fmt: skip
 
 
@@ -81,7 +91,8 @@ class Block:
 
     @property
     def has_commands(self) -> bool:
-        return self.language in ("bash", "sh") or bool(re.match(r"(\$ )?isthmus [a-z]", self.text))
+        shell = self.language in ("bash", "sh")
+        return shell or (self.language == "text" and bool(re.match(r"(\$ )?isthmus [a-z]", self.text)))
 
 
 @functools.cache
@@ -106,28 +117,72 @@ def prepare(folder: Path) -> None:
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder / "model")
-    copies = {"chats": "my-chats.jsonl a.json b.jsonl long.jsonl playground/chats.jsonl", "labels": "answers.jsonl"}
-    copies |= {"text": "documents.jsonl corpus.jsonl", "prompts": "heldout.jsonl"}
+    copies = {"chats": "my-chats.jsonl a.jsonl b.jsonl long.jsonl playground/chats.jsonl", "labels": "answers.jsonl"}
+    copies |= {"text": "documents.jsonl corpus.jsonl", "prompts": "heldout.jsonl math.jsonl"}
     for source, names in copies.items():
         for name in names.split():
             (folder / name).write_bytes((folder / f"{source}.jsonl").read_bytes())
     chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
-    (folder / "chats.json").write_text(json.dumps(chats))
+    for name in ("chats.json", "a.json"):
+        (folder / name).write_text(json.dumps(chats))
     (folder / "data").mkdir()
     (folder / "data/part.jsonl.gz").write_bytes(gzip.compress((folder / "text.jsonl").read_bytes()))
     sft = "recipe: sft\nout: runs/new\nmodel: {path: model}\ndata: {files: [chats.jsonl], seq_length: 128}\n"
     steps = "train: {steps: 4, global_batch_size: 32, micro_batch_size: 1}\n"
     for name in ("sft", "run", "mine", "config"):
-        (folder / f"{name}.yaml").write_text(sft + steps)
+        (folder / f"{name}.yaml").write_text(sft + steps.replace("steps: 4", "steps: 40"))
     (folder / "pretrain.yaml").write_text((sft + steps).replace("sft", "pretrain").replace("chats", "text"))
     for name in ("train_gpt.sh", "train.sh"):
         (folder / name).write_text((folder / "train.sh").read_text())
-    for name, source in {"lora_sft": "llamafactory", "theirs": "trl", "grpo_trl": "trl"}.items():
+    for name, source in {"lora_sft": "llamafactory", "theirs": "trl", "grpo": "trl"}.items():
         (folder / f"{name}.yaml").write_text((folder / f"{source}.yaml").read_text())
-    (folder / "rewards.py").write_text(
-        "def right_count(completions, names=None, **columns):\n    return [0.0 for _ in completions]\n\n\n"
-        "accuracy = compute_score = right_count\n"
-    )
+    for name in ("rewards", "my_rewards", "my"):
+        (folder / f"{name}.py").write_text(
+            "def score(completions, **columns):\n    return [0.0 for _ in completions]\n\n\n"
+            "right_count = accuracy = compute_score = score\n"
+        )
+    (folder / "data/dataset_info.json").write_text('{"chats": {"file_name": "../chats.jsonl"}}')
+
+
+def train(folder: Path) -> None:
+    """The run folders, checkpoints and adapters that pages use: those of two short runs."""
+    recorder = runpy.run_path(str(ROOT / "docs/record_outputs.py"))
+    sft = "isthmus sft --model model --data chats.jsonl data.seq_length=128 train.steps=2 train.global_batch_size=4"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "src"))
+        for command in (
+            f"{sft} --out runs/first", f"{sft} --out runs/lora lora.rank=4",
+            "isthmus convert model checkpoints/qwen3", "isthmus prepare text.jsonl prepared/text --tokenizer model",
+        ):  # fmt: skip
+            recorder["command_output"](command, folder)
+    targets = {"runs/first": "runs/a runs/b runs/lr-1e-5 runs/lr-2e-5 runs/tutorial runs/count runs/second"}
+    targets |= {"runs/lora/adapter": "adapters/first adapter", "checkpoints/qwen3": "runs/megatron"}
+    targets |= {"runs/first/checkpoints/iter_0000002": "runs/first/checkpoints/iter_0000100"}
+    for target, names in targets.items():
+        for name in names.split():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(folder / target)
+    for kind in ("bin", "idx"):
+        for name in ("web_text_document", "text"):
+            (folder / "corpus").mkdir(exist_ok=True)
+            (folder / f"corpus/{name}.{kind}").write_bytes((folder / f"prepared/text.{kind}").read_bytes())
+        (folder / f"text.{kind}").write_bytes((folder / f"prepared/text.{kind}").read_bytes())
+
+
+THEIRS = {"axolotl": "axolotl", "llama-factory": "llamafactory", "ms-swift": "swift"}
+"""Page -> config of the program that the page is about."""
+
+
+def write_files_of_page(page: str, folder: Path) -> None:
+    """The files that the page tells to save."""
+    text = (ROOT / page).read_text()
+    for name, content in re.findall(r"Save this as `([\w.]+)`[^`]*\n```\w+\n(.*?)^```", text, re.M | re.S):
+        (folder / name).write_text(content)
+    for block in all_blocks():
+        if block.page == page and (match := re.match(r"# (\w+\.py)\n", block.text)):
+            (folder / match[1]).write_text(block.text)
+    if source := THEIRS.get(Path(page).stem):
+        (folder / "theirs.yaml").write_text((folder / f"{source}.yaml").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -137,14 +192,40 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(prepared: Path) -> Path:
+    train(prepared)
+    return prepared
+
+
 @pytest.fixture
-def playground(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a page; its models are links."""
-    folder = shutil.copytree(prepared, tmp_path / "page", symlinks=True)
+def playground(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a page; its models and runs are links."""
+    quick = request.node.get_closest_marker("thorough") is None
+    source = request.getfixturevalue("prepared" if quick else "trained")
+    folder = shutil.copytree(source, tmp_path / "page", symlinks=True)
+    write_files_of_page(request.getfixturevalue("page"), folder)
     monkeypatch.chdir(folder)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(variable, raising=False)
     return folder
+
+
+def outputs(arguments: list[str]) -> list[str]:
+    """What a command writes, and earlier commands of a page may have written."""
+    position = {"convert": 2, "prepare": 2, "merge": 3}.get(arguments[0], 3 if arguments[:2] == ["config", "cp"] else 0)
+    results = [arguments[position]] if position else []
+    if "--out" in arguments and arguments[0] not in RECIPE_SETTINGS:
+        results.append(arguments[arguments.index("--out") + 1])
+    return results + (["run.yaml"] if arguments[0] == "init" else [])
+
+
+def clear(names: list[str]) -> None:
+    for path in [Path(f"{name}{end}") for name in names for end in ("", ".bin", ".idx")]:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
 
 
 def run_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +233,10 @@ def run_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line.removeprefix("$ "), comments=True)
     target = words.index(">") if ">" in words else len(words)
     arguments, file = words[1:target], words[target + 1 :]
-    if arguments[0] in (*RECIPE_SETTINGS, "launch") and "--dry-run" not in arguments:
-        arguments.append("--dry-run")
+    if arguments[0] in RECIPE_SETTINGS:
+        arguments += ["--dry-run"] if "--dry-run" not in arguments else []
+        arguments += ["--out", "runs/of_a_page"] if "--out" in arguments else []  # the last one counts
+    clear(outputs(arguments))
     capsys.readouterr()
     code = parse_and_run(arguments)
     output = capsys.readouterr()
@@ -169,7 +252,7 @@ def runnable(page: str) -> Iterator[str]:
 
 
 PAGES_WITH_COMMANDS = sorted({block.page for block in all_blocks() if [*runnable(block.page)]})
-IN_EACH_TEST_RUN = ("README.md", "docs/how-to/config-files.md")
+IN_EACH_TEST_RUN = ("docs/how-to/config-files.md", "docs/how-to/parallelism.md")
 
 
 @pytest.mark.processes
