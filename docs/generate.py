@@ -404,6 +404,7 @@ def cli_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+@functools.cache
 def _verbs() -> dict[str, Any]:
     root: Any = typer.main.get_command(app)
     return dict(root.commands)

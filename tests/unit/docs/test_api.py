@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import isthmus
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/reference/api.md").read_text()
@@ -24,6 +26,7 @@ def test_each_public_name_is_on_the_page() -> None:
     assert {f"isthmus.{name}" for name in isthmus.__all__ if name != "__version__"} <= headings
 
 
+@pytest.mark.slow
 def test_what_is_on_the_page_has_a_description() -> None:
     missing = []
     for path, options in DIRECTIVES:

@@ -61,6 +61,8 @@ REASONS = {
         "needs a model of another family or format; tests/parity converts one of each",
     r"isthmus convert (runs/megatron .*--vocab-size|legacy|out )": "needs a checkpoint of Megatron-LM",
     r"isthmus convert .*--vpp": "needs eight layers",
+    r"isthmus convert .*--dtype bf16": "the small model is in float32, and the next commands compare it",
+    r"isthmus pretrain run.yaml --nproc 8": "needs the config of the command before, which needs Primus or a whole script",
     r"isthmus sft .*parallel.ep=": "needs an MoE model; tests/ranks/test_experts.py trains such layouts",
     r"isthmus config (from-primus|from-verl|from-megatron args)": "needs files of another program; tests/unit/config",
     r"isthmus sft run.yaml tune.file=": "needs the file of isthmus tune",
