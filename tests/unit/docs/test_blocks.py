@@ -62,7 +62,7 @@ REASONS = {
     r"isthmus convert (runs/megatron .*--vocab-size|legacy|out )": "needs a checkpoint of Megatron-LM",
     r"isthmus convert .*--vpp": "needs eight layers",
     r"isthmus convert .*--dtype bf16": "the small model is in float32, and the next commands compare it",
-    r"isthmus pretrain run.yaml --nproc 8": "needs the config of the command before, which needs Primus or a whole script",
+    r"isthmus pretrain run.yaml --nproc 8": "needs the config of the command before",
     r"isthmus sft .*parallel.ep=": "needs an MoE model; tests/ranks/test_experts.py trains such layouts",
     r"isthmus config (from-primus|from-verl|from-megatron args)": "needs files of another program; tests/unit/config",
     r"isthmus sft run.yaml tune.file=": "needs the file of isthmus tune",
@@ -119,6 +119,8 @@ def prepare(folder: Path) -> None:
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder / "model")
+    prompts = (folder / "prompts.jsonl").read_text()
+    (folder / "prompts.jsonl").write_text(prompts.replace('"answer"', '"solution"'))  # chat writes answer
     copies = {"chats": "my-chats.jsonl a.jsonl b.jsonl long.jsonl playground/chats.jsonl", "labels": "answers.jsonl"}
     copies |= {"text": "documents.jsonl corpus.jsonl", "prompts": "heldout.jsonl math.jsonl"}
     for source, names in copies.items():
@@ -223,7 +225,7 @@ def outputs(arguments: list[str]) -> list[str]:
 
 
 def clear(names: list[str]) -> None:
-    for path in [Path(f"{name}{end}") for name in names for end in ("", ".bin", ".idx")]:
+    for path in [path for name in map(Path, names) for path in (name, *name.parent.glob(f"{name.name}.*"))]:
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():
@@ -237,7 +239,7 @@ def run_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, file = words[1:target], words[target + 1 :]
     if arguments[0] in RECIPE_SETTINGS:
         arguments += ["--dry-run"] if "--dry-run" not in arguments else []
-        arguments += ["--out", "runs/of_a_page"] if "--out" in arguments else []  # the last one counts
+        arguments += ["--out", "runs/of_a_page"]  # the last one counts
     clear(outputs(arguments))
     capsys.readouterr()
     code = parse_and_run(arguments)
