@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -38,7 +38,7 @@ class DataSet(Section):
 class DataConfig(Section):
     """Training, validation and test data, and how samples are made of them."""
 
-    exclusive = ("files", "sets", "mock")
+    exclusive: ClassVar[tuple[str, ...]] = ("files", "sets", "mock")
     files: Paths = ()
     """Training files, folders, patterns, hf:ORG/NAME:SPLIT or prepared prefixes; required without sets and mock."""
     sets: dict[str, DataSet] = Field(default_factory=dict)

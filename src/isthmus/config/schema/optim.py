@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ def _of_recipe(schema: dict[str, Any]) -> None:
 class OptimConfig(Section):
     """The optimizer and its learning rate schedule."""
 
-    exclusive = ("warmup_steps", "warmup_fraction")
+    exclusive: ClassVar[tuple[str, ...]] = ("warmup_steps", "warmup_fraction")
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw_8bit: AdamW of bitsandbytes with moments of 8 bits, 2 bytes per parameter instead of 8.
     muon: Muon for the weight matrices of the layers, each Hugging Face matrix and expert by itself, and AdamW for

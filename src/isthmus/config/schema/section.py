@@ -52,7 +52,7 @@ def lacks(key: str) -> NoReturn:
 class Section(BaseModel):
     """A section of settings: immutable, strictly typed, without unknown keys."""
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     exclusive: ClassVar[tuple[str, ...]] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ class TuneConfig(Section):
 class TrainConfig(Section):
     """Length, batch sizes, precision and recomputation."""
 
-    exclusive = ("steps", "epochs")
+    exclusive: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     steps: Count | None = None
     """Optimizer steps; give this or epochs."""
     epochs: float | None = Field(default=None, gt=0, le=1e6)

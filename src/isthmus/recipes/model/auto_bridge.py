@@ -15,6 +15,7 @@ from isthmus.convert.open_model import checkpoint_config
 from isthmus.convert.transfer import ConversionResult, convert
 from isthmus.engine.parallel.ddp import sum_tp_grads
 from isthmus.errors import UsageError
+from isthmus.families.family import Family
 from isthmus.families.registry import family_for
 from isthmus.recipes.model.hf_export import export_hf, iterate_full_weights
 from isthmus.recipes.model.load_model import build_from_folder, check_is_folder, plan_from_folder
@@ -32,12 +33,12 @@ class AutoBridge:
     def __init__(self, hf_dir: Path | str, *, trust_remote_code: bool = False) -> None:
         """See :meth:`from_hf_pretrained`."""
         check_is_folder(hf_dir)
-        self.hf_dir = str(hf_dir)
-        self.trust_remote_code = trust_remote_code
+        self.hf_dir: str = str(hf_dir)
+        self.trust_remote_code: bool = trust_remote_code
         source = open_source(ModelConfig(path=self.hf_dir, trust_remote_code=trust_remote_code))
         self.config: dict[str, Any] = source.config
         """The contents of config.json."""
-        self.family = family_for(self.config)
+        self.family: Family = family_for(self.config)
         self._folder = source.path
         self._model: RankModel | None = None
 
