@@ -31,9 +31,17 @@ class ChunkStorageMetadata:
 
 
 class _MemoryFormat(Enum):
-    CONTIGUOUS = 0
-    CHANNELS_LAST = 1
-    PRESERVE = 2
+    """Members have torch's names, by which Python 3.11.0 to 3.11.3 pickle them: as a call of ``getattr``."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+def _memory_format(enumeration: Any, name: Any) -> _MemoryFormat:
+    if enumeration is not _MemoryFormat or type(name) is not str:
+        raise UnsafeInput("it calls getattr for more than a memory format")
+    return _MemoryFormat[name]
 
 
 @dataclass
@@ -44,7 +52,7 @@ class TensorProperties:
 
     def __getstate__(self) -> tuple[Any, ...]:
         # torch's fields: dtype, layout, requires_grad, memory_format, pin_memory
-        return self.dtype, torch.strided, False, _MemoryFormat.CONTIGUOUS, False
+        return self.dtype, torch.strided, False, _MemoryFormat.TORCH_CONTIGUOUS_FORMAT, False
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
@@ -112,6 +120,8 @@ _OTHER_TYPES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,  # Python 3.13
+    ("builtins", "getattr"): _memory_format,
+    ("__builtin__", "getattr"): _memory_format,  # pickle protocol 2
     # megatron-core 0.14 and 0.15, with the shapes of flattened optimizer state, which is not converted
     (_MEGATRON, "MCoreMetadata"): Metadata,
 }

@@ -70,6 +70,13 @@ def _packed(size: tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(size)}q", *size)
 
 
+def _memory_format(enumeration: Any, name: Any) -> metadata._MEM_FORMAT_ENCODING:
+    """Member of the only enumeration of an index. Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``."""
+    if enumeration is not metadata._MEM_FORMAT_ENCODING or type(name) is not str:
+        raise UnsafeInput("calls getattr for more than a memory format. Do not load this checkpoint.")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES: dict[tuple[str, str], Any] = {
     (metadata.__name__, name): getattr(metadata, name)
     for name in (
@@ -90,6 +97,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): Path,
     ("pathlib._local", "PosixPath"): Path,  # Python 3.13
     ("collections", "OrderedDict"): dict,
+    ("builtins", "getattr"): _memory_format,
+    ("__builtin__", "getattr"): _memory_format,  # pickle protocol 2
 }
 
 

@@ -13,8 +13,15 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from isthmus.convert.torch_dist.dcp_metadata import load_metadata
 from isthmus.engine.checkpoint.checkpoint_index import CheckpointIndex, TensorParts
 from isthmus.engine.checkpoint.index_file import INDEX, read_index, write_index
 from isthmus.errors import DataError, UnsafeInput
@@ -85,6 +92,34 @@ def test_code_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsafeInput, match=re.escape(f"{checkpoint / INDEX} names posix.mkdir")):
         read_index(checkpoint)
     assert not target.exists()
+
+
+def _by_name(member: Any, protocol: Any) -> Any:
+    """As Python 3.11.0 to 3.11.3 pickle members of an enumeration."""
+    return getattr, (type(member), member.name)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_memory_formats_by_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    stored, expected = dcp.FileSystemReader(checkpoint).read_metadata(), read_index(checkpoint)
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", _by_name)
+    text = pickle.dumps(stored, protocol=protocol)
+    assert b"getattr" in text
+    (checkpoint / INDEX).write_bytes(text)
+    assert read_index(checkpoint).tensors.keys() == expected.tensors.keys()
+    assert load_metadata(checkpoint / INDEX).state_dict_metadata.keys() == stored.state_dict_metadata.keys()
+
+
+class Attribute:
+    def __reduce__(self) -> Any:
+        return getattr, (TensorProperties, "__init__")
+
+
+def test_other_attributes_are_refused(checkpoint: Path) -> None:
+    (checkpoint / INDEX).write_bytes(pickle.dumps(Attribute()))
+    for read in (lambda: read_index(checkpoint), lambda: load_metadata(checkpoint / INDEX)):
+        with pytest.raises(UnsafeInput, match="getattr for more than a memory format"):
+            read()
 
 
 def test_damage_is_named(checkpoint: Path) -> None:
