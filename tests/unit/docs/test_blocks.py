@@ -60,6 +60,7 @@ REASONS = {
     r".*(models/(gpt2|gemma-3-4b-it|Mixtral|mixtral|some-llama|new-model|old)|megatron/gemma3|hf-like models/Mis)":
         "needs a model of another family or format; tests/parity converts one of each",
     r"isthmus convert (runs/megatron .*--vocab-size|legacy|out )": "needs a checkpoint of Megatron-LM",
+    r"isthmus chat .*--file": "answers for minutes; tests/unit/cli/test_chat.py",
     r"isthmus convert .*--vpp": "needs eight layers",
     r"isthmus convert .*--dtype bf16": "the small model is in float32, and the next commands compare it",
     r"isthmus pretrain run.yaml --nproc 8": "needs the config of the command before",
