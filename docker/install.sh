@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the wheel in this folder into the Python of an image, with the extras in EXTRAS. A torch of the image stays;
-# without one, its build comes from TORCH_INDEX. The other versions are those of constraints/, if they exist for this
+# without one, it comes from TORCH_INDEX, or from the default index. The other versions are those of constraints/, if they exist for this
 # Python, else the ranges of the wheel. Run by the Dockerfiles and isthmus.def.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -14,7 +14,8 @@ versions=$(mktemp)
 cat "cpu-py$(python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt" > "$versions" 2>/dev/null || true
 if ! python -c 'import torch' 2>/dev/null; then
   torch=$(grep '^torch==' "$versions") || { echo "No torch in this image, and constraints/ has none for its Python." >&2; exit 1; }
-  python -m pip install --no-deps --index-url "${TORCH_INDEX:?is empty, and this image has no torch}" "$torch"
+  # The build of the default index needs libraries of CUDA, which pip adds; a CPU build has no such requirement.
+  python -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
 fi
 sed -i '/^torch==/d' "$versions"
 python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >> "$versions"
