@@ -83,11 +83,11 @@ def convert(options: ConvertOptions) -> int:
     target: Any = _push_target(options.to, options.push, public=options.public)
     if options.keep is not None and not options.learn:
         raise UsageError("--keep is for the result of --learn. Add --learn, or leave it out.")
-    from isthmus.files.remote_files import is_url
+    from isthmus.files.remote_files import is_store_url
     from isthmus.recipes.run_dir import exported_adapter, exported_model
 
     source: Path | str = options.source
-    if options.learn or not is_url(source):
+    if options.learn or not is_store_url(source):
         source = exported_model(Path(source))
     family = _learn(Path(source), options.keep, quiet=options.json) if options.learn else None
     import torch

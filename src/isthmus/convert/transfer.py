@@ -23,7 +23,6 @@ from isthmus.convert.open_model import HF_SUBFOLDER, Format, OpenedModel, open_m
 from isthmus.convert.torch_dist.to_torch_dist import TorchDistWriter
 from isthmus.convert.towers import FOLDER as TOWERS
 from isthmus.convert.weight_source import TensorSpec, copied_dtype
-from isthmus.engine.checkpoint.checkpoint_store import find_checkpoint
 from isthmus.engine.checkpoint.tracker import TRACKER
 from isthmus.errors import OutputExists, UsageError, disk_errors
 from isthmus.families.architecture import Dropout
@@ -35,7 +34,7 @@ from isthmus.families.registry import all_families
 from isthmus.files.atomic_write import TEMPORARY
 from isthmus.files.checked_files import RecordedFiles, recording
 from isthmus.files.folder_lock import LOCK, FolderLock
-from isthmus.files.remote_files import is_url
+from isthmus.files.remote_files import is_store_url
 from isthmus.hf.companion_files import check_companions
 from isthmus.hf.model_folder import write_model_files
 from isthmus.hf.published_checksums import published_hashes
@@ -165,7 +164,7 @@ def convert(
         OutputExists, OutputInUse, NoSpace, IOFailure: the destination exists or cannot be written; partial output is
             removed.
     """
-    if is_url(source):
+    if is_store_url(source):
         with _downloaded(str(source), Path(destination), progress) as folder:
             result = convert(
                 folder,
@@ -211,6 +210,8 @@ def convert(
 @contextmanager
 def _downloaded(url: str, destination: Path, progress: Progress) -> Iterator[Path]:
     """A folder with the checkpoint at ``url``, beside ``destination``; a download that was killed is continued."""
+    from isthmus.engine.checkpoint.checkpoint_store import find_checkpoint  # other conversions start without fsspec
+
     if destination.exists():
         raise OutputExists(f"{destination} exists already. Remove it or choose another folder.")
     store, step = find_checkpoint(url)

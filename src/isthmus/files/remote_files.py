@@ -23,9 +23,14 @@ def is_url(name: Path | str) -> bool:
     return _URL.match(str(name)) is not None
 
 
+def is_store_url(name: Path | str) -> bool:
+    """Whether a name is a URL of storage that lists its files, which ``https://`` does not."""
+    return is_url(name) and not str(name).lower().startswith(("http://", "https://"))
+
+
 def refuse_url(name: Path | str) -> None:
-    """Raise UsageError for a URL where a folder is needed; a ``Path`` of a URL has one slash fewer."""
-    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.+)", str(name))
+    """Raise UsageError for the URL of a store where a folder is needed; a ``Path`` of a URL has one slash fewer."""
+    match = re.fullmatch(r"(?!https?:)([A-Za-z][A-Za-z0-9+.-]+):/+(.+)", str(name))
     if match is not None and not Path(name).exists():
         url = f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2]}"
         raise UsageError(

@@ -39,11 +39,11 @@ READ_BY = {
 }
 """Languages whose blocks another test reads."""
 REASONS = {
-    r"make (demo|test|docs|setup|gpu|gpu-quick)\b|\(cd [AB] && make gpu": "a target of the checkout, which CI runs",
-    r"(python -m )?pytest |python docs/generate.py|MEGATRON_LM=|source |python make_prompts.py": "part of the checkout",
+    r"make (demo|test|docs|setup|gpu|gpu-quick|dist|release-dry)\b|\(cd [AB] && make gpu": "a target of the checkout, which CI runs",
+    r"(OMP_NUM_THREADS=1 \S*python )?(python )?(-m )?pytest |python docs/generate.py|MEGATRON_LM=|source |python make_prompts.py": "part of the checkout",
     r"(srun|torchrun|kubectl|xargs torchrun|until|done$|  \[)": "starts ranks of a scheduler or of several machines",
     r"(vllm_env/bin/)?(pip|git clone|python3.11 -m venv)|cd ": "installs from a package index",
-    r"(docker|apptainer|  -v )": "needs a container runtime",
+    r"(docker|podman|buildah|apptainer|  -v )": "needs a container runtime",
     r"(vllm|python -m sglang|python llama.cpp|llama-server|ollama|FROM|text-generation-launcher|VLLM_|    --)":
         "a program for serving",
     r"(export|hf auth) ?": "changes the environment of the shell",
@@ -274,6 +274,11 @@ def test_commands_run(page: str, playground: Path, capsys: pytest.CaptureFixture
 
 
 NO_COMMAND = {
+    "README.md": {"2. Pretrain": "output of isthmus demo"},
+    "docs/how-to/containers.md": {
+        "FROM isthmus": "a Dockerfile of a user", "make dist": "needs Apptainer", "enroot": "needs Enroot",
+        "#!/bin/bash": "a script for Slurm with Pyxis", "debootstrap": "needs root; what was built and run",
+    },
     "docs/concepts/packed-sequences.md": {"loss =": "a formula"},
     "docs/how-to/add-a-block.md": {
         "RECURRENCES": "code of the package, abridged", "class Short": "code of the package, abridged",
@@ -300,7 +305,7 @@ NO_COMMAND = {
     },
     "docs/how-to/plan-a-run.md": {"a rank of plan 1": "output of a plan of 16,384 GPUs"},
     "docs/how-to/watch-a-run.md": {
-        "spike in": "a message of many machines", "isthmus: the loss": "an error of many machines",
+        "url ": "output of a server", "spike in": "a message of many machines", "isthmus: the loss": "an error of many machines",
         "warning: rank": "a message of many machines",
     },
     "docs/tutorial-grpo.md": {"step ": "output of a run of five minutes", "echo ": "asks the model of that run"},

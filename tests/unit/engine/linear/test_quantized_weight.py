@@ -112,5 +112,5 @@ def test_the_package_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     bitsandbytes.cache_clear()
-    with pytest.raises(UsageError, match=r"pip install 'isthmus\[qlora\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'isthmus\[lora\]'"):
         quantized(torch.ones(2, 64), "nf4")
