@@ -318,12 +318,13 @@ def test_kubectl_lines_of_the_page(shared: Path, daemons: Path) -> None:
     assert json.loads(job)["metadata"]["name"] == "isthmus-a" and json.loads(job_set)["metadata"]["name"] == "other"
 
 
-def test_filters_in_array_jobs(chats: Path, model: Path, shared: Path, daemons: Path) -> None:
-    """Four jobs make the bytes of one process."""
+def test_filters_in_array_jobs(repository: Path, model: Path, shared: Path, daemons: Path) -> None:
+    """Four jobs make the bytes of one process; a repetition and duplicates are left out."""
     pytest.importorskip("datatrove", reason="needs datatrove: pip install 'isthmus[dedup]'")
-    texts = [f"{chat['instruction']} {chat['output']} " * 8 for chat in json.loads(chats.read_text())]
+    texts = (repository / "CHANGELOG.md").read_text().split("\n- ")
     for number in range(2):
-        lines = (json.dumps({"text": text}) for text in [*texts[number * 20 : number * 20 + 30], texts[0]])
+        parts = [*texts[number * 20 : number * 20 + 30], texts[0], "again and " * 50]
+        lines = (json.dumps({"text": text}) for text in parts)
         (shared / "data").mkdir(exist_ok=True)
         (shared / f"data/{number}.jsonl").write_text("\n".join(lines) + "\n")
     words = [
