@@ -39,8 +39,11 @@ READ_BY = {
 }
 """Languages whose blocks another test reads."""
 REASONS = {
-    r"make (demo|test|docs|setup|gpu|gpu-quick|dist|release-dry)\b|\(cd [AB] && make gpu": "a target of the checkout, which CI runs",
-    r"(OMP_NUM_THREADS=1 \S*python )?(python )?(-m )?pytest |python docs/generate.py|MEGATRON_LM=|source |python make_prompts.py": "part of the checkout",
+    r"make (demo|test|docs|setup|gpu|gpu-quick|dist|release-dry)\b|\(cd [AB] && make gpu":
+        "a target of the checkout, which CI runs",
+    r"(OMP_NUM_THREADS=1 \S*python )?(python )?(-m )?pytest |python docs/generate.py|MEGATRON_LM=|source ":
+        "part of the checkout",
+    r"python make_prompts.py": "part of the checkout",
     r"(srun|torchrun|kubectl|xargs torchrun|until|done$|  \[)": "starts ranks of a scheduler or of several machines",
     r"(vllm_env/bin/)?(pip|git clone|python3.11 -m venv)|cd ": "installs from a package index",
     r"(docker|podman|buildah|apptainer|  -v )": "needs a container runtime",
@@ -305,7 +308,8 @@ NO_COMMAND = {
     },
     "docs/how-to/plan-a-run.md": {"a rank of plan 1": "output of a plan of 16,384 GPUs"},
     "docs/how-to/watch-a-run.md": {
-        "url ": "output of a server", "spike in": "a message of many machines", "isthmus: the loss": "an error of many machines",
+        "url ": "output of a server",
+        "spike in": "a message of many machines", "isthmus: the loss": "an error of many machines",
         "warning: rank": "a message of many machines",
     },
     "docs/tutorial-grpo.md": {"step ": "output of a run of five minutes", "echo ": "asks the model of that run"},
