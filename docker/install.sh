@@ -14,8 +14,8 @@ versions=$(mktemp)
 cat "cpu-py$(python -c 'import sys; print("%d%d" % sys.version_info[:2])').txt" > "$versions" 2>/dev/null || true
 if ! python -c 'import torch' 2>/dev/null; then
   torch=$(grep '^torch==' "$versions") || { echo "No torch in this image, and constraints/ has none for its Python." >&2; exit 1; }
-  # The build of the default index needs libraries of CUDA, which pip adds; a CPU build has no such requirement.
-  python -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
+  # The packages that torch requires come with the wheel, from the default index.
+  python -m pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
 fi
 sed -i '/^torch==/d' "$versions"
 python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >> "$versions"
