@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the wheel in this folder into the Python of an image, with the extras in EXTRAS. A torch of the image stays;
-# without one, it comes from TORCH_INDEX, or from the default index. The other versions are those of constraints/, if they exist for this
-# Python, else the ranges of the wheel. Run by the Dockerfiles and isthmus.def.
+# without one, it comes from TORCH_INDEX, or from the default index. The other versions are those of constraints/, if they
+# exist for this Python, else the ranges of the wheel. Run by the Dockerfiles and isthmus.def.
 set -euo pipefail
 cd "$(dirname "$0")"
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1

@@ -51,7 +51,7 @@ class SilenceNotices:
         silent_s = self._clock() - self._last
         if silent_s >= self._next:
             self._next = 2 * silent_s
-            self._print_line(f"{current_region() or 'start'}: {duration(silent_s)} since the last line")
+            self._print_line(f"{current_region() or 'running'}: {duration(silent_s)} since the last line")
 
     def _watch(self) -> None:
         while not self._stop.wait(_CHECK_S):

@@ -34,7 +34,7 @@ def test_the_open_region_is_named_whenever_the_time_has_doubled() -> None:
     assert lines == [f"loading the model: {time} since the last line" for time in ("0:20", "0:40", "1:20")]
     notices.line_printed()
     silence(notices, clock, 20)
-    assert lines[3:] == ["start: 0:20 since the last line"]
+    assert lines[3:] == ["running: 0:20 since the last line"]
 
 
 def test_steps_of_thirty_seconds_are_no_silence() -> None:
@@ -64,7 +64,7 @@ def test_a_console_prints_notices_until_it_is_closed(
         time.sleep(0.01)
         printed += capsys.readouterr().err
     console.close()
-    assert printed.startswith("start: 0:00 since the last line")
+    assert printed.startswith("running: 0:00 since the last line")
     capsys.readouterr()
     time.sleep(0.1)
     assert capsys.readouterr().err == ""
