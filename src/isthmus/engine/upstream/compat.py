@@ -115,10 +115,19 @@ def share_gloo_devices() -> None:
 class SharedDevicesGloo(torch.distributed.ProcessGroupGloo):
     """A gloo process group on the devices that all groups of this process share."""
 
-    def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta, **settings: Any
+    ) -> None:
+        """``settings`` are those that newer versions of torch add: ``enable_reconfigure`` in 2.14."""
         gloo: Any = torch.distributed.ProcessGroupGloo
         options = gloo._Options()
+        if not all(hasattr(options, name) for name in settings):
+            # Devices of its own cost CPU time; a setting that is lost changes what the group does.
+            super().__init__(store, rank, size, timeout=timeout, **settings)
+            return
         options._devices, options._timeout = gloo_devices(), timeout
+        for name, value in settings.items():
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from isthmus.engine.upstream.compat import _without_triton, deferred_compile
+from isthmus.engine.upstream.compat import SharedDevicesGloo, _without_triton, deferred_compile, gloo_devices
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -36,6 +39,15 @@ def test_share_gloo_devices(one_rank: RankPool) -> None:
     results = one_rank.run("unit.engine.upstream.upstream_tasks.gloo_threads")
     assert results["upstream"] == 3, "gloo groups share a thread now: drop compat.share_gloo_devices"
     assert results["shared"] == 0
+
+
+def test_gloo_groups_take_settings_of_newer_versions_of_torch() -> None:
+    """torch 2.14 passes ``enable_reconfigure``: what the options have is set there, the rest is left to torch."""
+    timeout = timedelta(seconds=5)
+    named: Any = SharedDevicesGloo(HashStore(), 0, 1, timeout, group_name="x")
+    assert (named.options.group_name, named.options._devices) == ("x", gloo_devices())
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        SharedDevicesGloo(HashStore(), 0, 1, timeout, later=True)
 
 
 @pytest.mark.thorough
