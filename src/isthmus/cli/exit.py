@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isthmus.errors import IOFailure, IsthmusError, explain, printable
+from isthmus.errors import IsthmusError, explain, printable
 from isthmus.train.terminal_lines import width_of, wrapped
 
 
@@ -24,18 +25,27 @@ class ExitStatus:
 def exit_status_of(run: Callable[[], int | None]) -> ExitStatus:
     """Call ``run``; success and plain exit codes have no message."""
     try:
-        return ExitStatus(run() or 0)
+        exit_code = run() or 0
+        sys.stdout.flush()  # at the end of the interpreter it would be a warning
+        return ExitStatus(exit_code)
     except SystemExit as request:
+        if isinstance(request.__context__, BrokenPipeError):  # typer exits with 1
+            return _output_closed()
         if isinstance(request.code, str):
             return ExitStatus(1, request.code)
         return ExitStatus(request.code or 0)
     except BrokenPipeError:
-        # The reader closed the pipe. Neither this code nor the interpreter may write to it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return ExitStatus(IOFailure.exit_code)
+        return _output_closed()
     except BaseException as error:  # some errors of torch are not an Exception
         code, message = explain(error)
         return ExitStatus(code, message, traceback.format_exc())
+
+
+def _output_closed() -> ExitStatus:
+    """The reader of stdout closed it: the exit code is that of a program which SIGPIPE ends."""
+    # Neither this code nor the interpreter may write to it again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return ExitStatus(128 + signal.SIGPIPE)
 
 
 def open_closed_streams() -> None:

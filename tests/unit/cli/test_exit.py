@@ -85,6 +85,18 @@ def test_closed_streams_are_opened() -> None:
     assert (closed.returncode, closed.stdout) == (2, "")
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("verb", ["version", "config ls"])  # one leaves its output to the buffer, one flushes it
+def test_a_closed_stdout_ends_the_command_in_silence(verb: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "isthmus", *verb.split()]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_a_closed_stderr_is_not_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
