@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
 
 Overlong = Literal["drop", "truncate", "split", "error"]
 """Handling of samples of more than seq_length + 1 tokens."""
-_COUNTS = {
-    "records": "records",
-    "samples": "samples",
-    "tokens": "tokens",
-    "loss_tokens": "learned_tokens",
-    "split_records": "split_records",
-    "split_tokens": "split_tokens",
-    "unsplit_tokens": "whole_tokens",
-    "truncated": "truncated",
-    "split_overlong": "split_overlong",
-    "dropped_overlong": "dropped_overlong",
-    "dropped_without_loss": "dropped_nothing_to_learn",
-    "without_end": "unended",
-    "empty_answers": "empty_answers",
-}
-"""Field -> key in manifests and in the output of ``--json``."""
 
 
 def overlong_sample(tokens: int, seq_length: int | None) -> str:
@@ -105,7 +89,7 @@ class TokenizeStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All counts, for a manifest."""
-        counts: dict[str, Any] = {key: getattr(self, name) for name, key in _COUNTS.items()}
+        counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         lengths = {str(length): self.lengths[length] for length in sorted(self.lengths)}
         skipped = {"count": self.skipped.count, "first_reasons": self.skipped.reasons}
         rest = {"lengths": lengths, "unused_fields": dict(self.unused_fields), "notes": self.notes}
@@ -115,6 +99,9 @@ class TokenizeStats:
     def from_dict(cls, values: dict[str, Any]) -> TokenizeStats:
         skipped = SkippedRecords(values["skipped"]["count"], list(values["skipped"]["first_reasons"]))
         lengths = Counter({int(length): int(count) for length, count in values["lengths"].items()})
-        counts = {name: int(values[key]) for name, key in _COUNTS.items()}
+        counts = {name: int(values[name]) for name in _COUNTS}
         unused = Counter(values["unused_fields"])
         return cls(skipped=skipped, lengths=lengths, unused_fields=unused, notes=list(values["notes"]), **counts)
+
+
+_COUNTS = tuple(item.name for item in fields(TokenizeStats) if item.type == "int")

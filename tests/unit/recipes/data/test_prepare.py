@@ -90,7 +90,7 @@ def test_output_does_not_depend_on_workers(tmp_path, tokenizer, small_chunks, mo
     assert pair.tokens.tolist() == np.concatenate([chunk.tokens for chunk in chunks]).tolist()
     assert pair.mask.tolist() == np.concatenate([chunk.mask for chunk in chunks]).tolist()
     report = pair.manifest["report"]
-    assert report["learned_tokens"] == sum(chunk.stats.loss_tokens for chunk in chunks) > 0
+    assert report["loss_tokens"] == sum(chunk.stats.loss_tokens for chunk in chunks) > 0
     assert sum(report["lengths"].values()) == 60
 
 
