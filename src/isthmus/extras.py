@@ -46,12 +46,12 @@ def install_command(*packages: str) -> str:
     return f"pip install 'isthmus[{extras}]'"
 
 
-def missing_package(feature: str, package: str, reason: object = "not installed", *, otherwise: str = "") -> UsageError:
-    """The error of a feature whose package cannot be imported; ``otherwise``: what else to do, such as ``omit it``."""
-    extra = EXTRAS[package]
-    everything = "; isthmus[trackers] installs all trackers" if extra in TRACKERS else ""
+def missing_package(feature: str, *packages: str, reason: object = "not installed", otherwise: str = "") -> UsageError:
+    """The error of a feature whose packages cannot be imported; ``otherwise``: what else to do, such as ``omit it``."""
+    everything = "; isthmus[trackers] installs all trackers" if set(packages) & set(TRACKERS) else ""
     hint = f", or {otherwise}" if otherwise else ""
-    return UsageError(f"{feature} needs {package} ({reason}). Run {install_command(package)}{hint}{everything}.")
+    names = " and ".join(packages)
+    return UsageError(f"{feature} needs {names} ({reason}). Run {install_command(*packages)}{hint}{everything}.")
 
 
 def missing_packages(message: str) -> list[str]:
@@ -60,10 +60,10 @@ def missing_packages(message: str) -> list[str]:
     return [package for package in EXTRAS if package in words and find_spec(package) is None]
 
 
-def check_installed(feature: str, package: str, *, otherwise: str = "") -> None:
-    """Raise UsageError if the package is not installed. Does not import it."""
-    if find_spec(package) is None:
-        raise missing_package(feature, package, otherwise=otherwise)
+def check_installed(feature: str, *packages: str, otherwise: str = "") -> None:
+    """Raise UsageError if packages are not installed. Does not import them."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise missing_package(feature, *missing, otherwise=otherwise)
 
 
 @contextmanager
@@ -72,4 +72,4 @@ def optional_package(feature: str, package: str, *, otherwise: str = "") -> Iter
     try:
         yield
     except ImportError as error:
-        raise missing_package(feature, package, error, otherwise=otherwise) from error
+        raise missing_package(feature, package, reason=error, otherwise=otherwise) from error

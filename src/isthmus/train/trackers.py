@@ -217,11 +217,10 @@ def check_trackers(logging: LoggingConfig) -> tuple[str, ...]:
     """Returns a message if TensorBoard, the default, is not installed.
 
     Raises:
-        UsageError: another tracker is not installed.
+        UsageError: other trackers are not installed.
     """
-    for name in logging.to:
-        if name != "tensorboard":
-            check_installed(f"logging.to={name}", name, otherwise="omit it")
+    others = [name for name in logging.to if name != "tensorboard"]
+    check_installed("logging.to", *others, otherwise="omit what is not installed")
     if "tensorboard" not in logging.to or find_spec("tensorboard") is not None:
         return ()
     hint = f"Run {install_command('tensorboard')}, or set logging.to=[]."

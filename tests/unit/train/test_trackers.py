@@ -206,9 +206,11 @@ def test_broken_tensorboard_does_not_end_a_run(
 def test_absent_packages(kinds: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     kinds(Failing)
     assert check_trackers(LoggingConfig(to=("wandb",))) == ()
-    expected = r"logging.to=mlflow needs mlflow \(not installed\). Run pip install 'isthmus\[mlflow\]', or omit it"
+    expected = (
+        r"logging.to needs mlflow and trackio \(not installed\). Run pip install 'isthmus\[mlflow,trackio\]', or omit"
+    )
     with pytest.raises(UsageError, match=expected):
-        check_trackers(LoggingConfig(to=("wandb", "mlflow")))
+        check_trackers(LoggingConfig(to=("wandb", "mlflow", "trackio")))
     (message,) = check_trackers(LoggingConfig())
     assert "only metrics.jsonl is written. Run pip install 'isthmus[tensorboard]'" in message
     Trackers(LoggingConfig(), SimpleNamespace(), print).log({"train/loss": 1.0}, 1)  # type: ignore[arg-type]
