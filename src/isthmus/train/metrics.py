@@ -143,6 +143,14 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
+def sample_text(prompt: str, answer: str, width: int) -> str:
+    """``prompt -> answer`` in ``width`` columns; a long prompt leaves two thirds to the answer."""
+    prompt, answer = " ".join(prompt.split()), " ".join(answer.split())
+    arrow = " -> "
+    room = max(width - len(arrow) - len(answer), width // 3)
+    return shortened(f"{shortened(prompt, room)}{arrow}{answer}", width)
+
+
 def tracker_tag(key: str) -> str:
     """``train/...``, ``eval/...`` or ``perf/...`` for a key of metrics.jsonl."""
     if key.startswith("valid_"):

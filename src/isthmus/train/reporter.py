@@ -18,7 +18,7 @@ from isthmus.train.metrics import (
     StepMetrics,
     megatron_line,
     printed,
-    shortened,
+    sample_text,
     step_cell,
     step_line,
     tracker_tag,
@@ -190,10 +190,10 @@ class Reporter:
         self._print_answer(step, *answers[0])
 
     def _print_answer(self, step: int, prompt: str, answer: str) -> None:
-        text = " ".join(f"{prompt} -> {answer}".split())
         cell = step_cell(step, self._total_steps)
         file = f"  ({self._samples_path.name})"
-        self._console.print(f"{cell}  {shortened(text, WIDTH - len(cell) - 2 - len(file))}{file}")
+        text = sample_text(prompt, answer, WIDTH - len(cell) - 2 - len(file))
+        self._console.print(f"{cell}  {text}{file}")
 
     def rollout_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write generated answers with their rewards to ``samples.jsonl`` and the trackers; print the first."""

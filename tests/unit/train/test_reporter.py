@@ -13,7 +13,7 @@ import pytest
 from isthmus.config.schema import LoggingConfig
 from isthmus.errors import IOFailure
 from isthmus.train.console import Console
-from isthmus.train.metrics import WIDTH, StepMetrics, duration, megatron_line, step_line, tracker_tag
+from isthmus.train.metrics import WIDTH, StepMetrics, duration, megatron_line, sample_text, step_line, tracker_tag
 from isthmus.train.reporter import Reporter
 from isthmus.train.row_file import first_valid_loss, rows_until
 
@@ -133,6 +133,14 @@ def test_a_line_keeps_what_matters_most() -> None:
     assert short.endswith("10:00:00 left") and "lr" in short and "tok/s" in short
     pairs = step_line(metrics(1, objective={"rewards/margins": 0.5, "rewards/accuracies": 1.0}), 999, left_s=None)
     assert "margin  0.500  acc 1.000" in pairs and "tok/s" in pairs
+
+
+def test_a_long_prompt_leaves_room_for_the_answer() -> None:
+    assert sample_text("2 +\n2?", "It is 4.", 50) == "2 + 2? -> It is 4."
+    assert sample_text("a" * 90, "It is 4.", 50) == f"{'a' * 35}... -> It is 4."
+    text = sample_text("a" * 90, "b" * 90, 50)
+    assert len(text) == 50 and text == f"{'a' * 13}... -> {'b' * 27}..."
+    assert sample_text("2 + 2?", "b" * 90, 50).startswith("2 + 2? -> bbb")
 
 
 def test_tags_of_tensorboard_have_three_groups() -> None:
