@@ -19,7 +19,9 @@ from isthmus import errors
 from isthmus.cli.main import app
 from isthmus.config.load import load_config
 from isthmus.config.setting_errors import trainers
+from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.families.architecture import SETTINGS
+from isthmus.recipes.data.prepare import PrepareResult
 from isthmus.tools.bench.bench_grid import split_values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +189,12 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.IsthmusError)}
     assert shown == codes | {0, 130, 141}
+
+
+def test_the_fields_of_prepare_are_those_of_its_result() -> None:
+    page = (ROOT / "docs/reference/run-folder.md").read_text()
+    (row,) = re.findall(r"^\| `prepare` \| (.*) \|$", page, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == [*PrepareResult("out", "text", TokenizeStats(), 1.0).as_dict()]
 
 
 def test_the_reference_lists_every_option() -> None:
