@@ -21,6 +21,7 @@ PAGES = {
     "benchmarks/README.md": "project/benchmarks/README.md",
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_ROLE = re.compile(r":(?:func|class|meth):<code>(?:~[\w.]+\.)?([\w.]+)</code>")
 _REMOTE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:)?//[^>]*>")
 
 
@@ -63,6 +64,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
 
     parts = re.split(r"(^ *```.*?^ *```)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if number % 2 else _LINK.sub(replace, part) for number, part in enumerate(parts))
+
+
+def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
+    """Names in docstrings without the roles of Sphinx, as ``help()`` and editors read them."""
+    return _ROLE.sub(r"<code>\1</code>", html)
 
 
 def on_post_build(*, config: Any) -> None:

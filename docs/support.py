@@ -84,7 +84,7 @@ def page() -> str:
 def _systems() -> Iterator[str]:
     classifiers = _project()["classifiers"]
     systems = [line.rpartition(" :: ")[2] for line in classifiers if line.startswith("Operating System")]
-    pythons = [line.rpartition(" :: ")[2] for line in classifiers if line.startswith("Programming Language")]
+    pythons = [line.rpartition(" :: ")[2] for line in classifiers if re.search(r"Python :: [\d.]+$", line)]
     yield from (
         "## Systems",
         "",
