@@ -44,6 +44,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
     sources = {target: source for source, target in pages.items()}
     here = page.file.src_uri
     folder = posixpath.dirname(sources.get(here, f"docs/{here}"))
+    if here.startswith(("decisions/", "project/")):
+        page.meta["search"] = {"boost": 0.1}  # how to do something comes before why it is so
 
     def replace(match: re.Match[str]) -> str:
         image, text, link = match.groups()
