@@ -297,7 +297,7 @@ def test_under_another_launcher_one_rank_reports(stubbed: Path) -> None:
         subprocess.Popen(command()[:-2], cwd=stubbed, env=base | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=30)[1] for process in ranks]
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [65, 65]
     assert len([line for text in errors for line in messages(text)]) == 1
 

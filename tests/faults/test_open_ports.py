@@ -128,7 +128,7 @@ from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms.cpu import CpuPlatform
 
 def join():
-    with join_ranks(CpuPlatform("test"), join_timeout_s=30, timeout_s=30):
+    with join_ranks(CpuPlatform("test"), join_timeout_s=100, timeout_s=100):
         sockets = psutil.Process().net_connections("inet")
         print("joined", {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}, flush=True)
 
