@@ -70,6 +70,7 @@ def test_a_run_continues(
     before = rows(run)
     done = isthmus(*WRITER["command"](name, WRITER["CONTINUED"], layout=False), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "reference: log-probabilities" not in done.stderr, "those of the run are read, not computed again"
     assert rows(run)[: len(before)] == before, "the rows of the earlier steps are kept"
     continued = WRITER["metrics"](run)[WRITER["STEPS"] :]
     for metrics, expected in zip(continued, EXPECTED[version][name], strict=True):
