@@ -170,13 +170,13 @@ $(ACTIONLINT)/.done: constraints/workflows.lock $(STAMP)
 	@$(ACTIONLINT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r constraints/workflows.lock
 	@touch $@
 
-workflows: $(ACTIONLINT)/.done  ## actionlint and shellcheck over .github/workflows
+workflows: $(ACTIONLINT)/.done $(TOOLS)/.done  ## actionlint, shellcheck and zizmor over .github/workflows
 	PATH=$(CURDIR)/$(ACTIONLINT)/bin:$$PATH actionlint
+	$(TOOLS)/bin/zizmor --offline .github/workflows
 
-audit: $(TOOLS)/.done workflows  ## Known vulnerabilities of the locked versions, and of the workflows; needs network
+audit: workflows  ## Known vulnerabilities of the locked versions, after workflows; needs network
 	for lock in constraints/*.lock; do \
 	$(TOOLS)/bin/pip-audit --strict --progress-spinner off --disable-pip --require-hashes -r $$lock || exit 1; done
-	$(TOOLS)/bin/zizmor --offline .github/workflows
 
 # A GPU machine may have no network and its own torch: gpu-wheels fills a folder on another machine, from which gpu
 # installs beside the packages of the machine what they lack. With neither, see docs/how-to/measure-a-gpu.md.
