@@ -40,7 +40,8 @@ DRY: dict[str, Any] = {"seq_length": 64, "accumulation": 2, "profiled_steps": 1}
 DRY_STEPS = 20
 """Timed steps of the case with 200, at most."""
 MODULES = {
-    "probes": "probes_turn", "kernels": "kernels_turn", "moe-layer": "moe_layer_turn", "saves": "saves_turn",
+    "probes": "probes_turn", "kernels": "kernels_turn", "bandwidth": "bandwidth_turn", "sanitizer": "sanitizer_turn",
+    "moe-layer": "moe_layer_turn", "saves": "saves_turn",
     "generation": "generation_turn", "export": "export_turn", "grpo": "grpo_turn",
 }  # fmt: skip
 """Group -> its module, of those that are neither tests nor contestants."""
@@ -151,7 +152,7 @@ class Run:
         tiny = "tiny-" if dry else ""
         weights = str(chosen.work / f"{tiny}{model}")
         spec: dict[str, Any] = {"platform": self.platform, "dry": dry, "contestant": part.turn, "weights": weights}
-        spec |= {"folder": str(chosen.work)}
+        spec |= {"folder": str(chosen.work), "log": str(chosen.out / "tests.txt")}
         turn = None
         if case is not None:
             settings = {"chats": case.chats, "settings": dict(case.settings), "needs": case.needs}

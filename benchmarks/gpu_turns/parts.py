@@ -32,6 +32,7 @@ class Group:
 GRPO, LONG = ("isthmus", "trl"), ("isthmus", "plain-sac")
 SFT = ("isthmus-fp32-cpu", "isthmus", "isthmus-fp8")
 ANSWERS = ("isthmus", "transformers", "transformers-compiled")
+BANDWIDTH = ("dense", "experts", "fp8", "loss")
 RUN = ("run",)
 GROUPS = (
     #     name          turns      s    quick
@@ -39,10 +40,12 @@ GROUPS = (
     Group("tests",      TESTS,     45,  QUICK_TESTS, "tests/gpu, one outcome per test"),
     Group("llama-1b",   DENSE,     60,  QUICK_DENSE, "Llama 3.2 1B, 8k tokens"),
     Group("kernels",    RUN,       60,  (),          "attention in each backend"),
+    Group("bandwidth",  BANDWIDTH, 60,  (),          "GB/s of compiled regions, loss and AdamW"),
     Group("moe-layer",  RUN,       45,  RUN,         "one MoE layer with 16 experts"),
     Group("layers-8b",  DENSE,     75,  (),          "8 layers of Llama 3.1 8B"),
     Group("moe-16",     MOE,       90,  (),          "8 layers of Qwen3 30B-A3B with 16 experts"),
     Group("chats",      MOE,       75,  (),          "Qwen3 0.6B on chats: packed, or padded"),
+    Group("sanitizer",  RUN,       240, (),          "memory errors in some of tests/gpu"),
     Group("saves",      RUN,       120, (),          "a kill in an asynchronous save, and resume"),
     Group("sft-200",    SFT,       120, (),          "200 steps: losses beside those of a CPU"),
     Group("generation", ANSWERS,   120, (),          "answers of Llama 3.1 8B"),

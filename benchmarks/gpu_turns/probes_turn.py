@@ -54,8 +54,35 @@ def checks(platform: Any, tokens: int) -> Iterator[Check]:
     kind = platform.device_type
     yield "compiled regions", lambda: find_compiler(kind)[1] or compile_failure("auto", kind) or None
     needs = AttentionNeeds(device=kind, dtype=bf16, groups=8, repeat=4, key_width=128, value_width=128)
+    yield "error of a failed host registration is cleared", lambda: error_of_registration(platform.device_type)
     for name in BACKENDS:
         yield f"attention {name}", partial(_attention_lacks, name, needs, tokens)
+
+
+def error_of_registration(device_type: str) -> str | None:
+    """Why a kernel may fail after memory that could not be page-locked; None if it does not.
+
+    CUDA keeps the error of a failed call, and torch reports it after the next kernel, of whatever code that is. A row
+    has whether it does so on this device.
+    """
+    import torch
+
+    from isthmus.engine.host_copies import host_memory
+
+    if device_type == "cpu":
+        return "no GPU: memory is not page-locked"
+    runtime: Any = torch.cuda.cudart()
+    if (code := int(runtime.cudaHostRegister(0, 0, 0))) == 0:
+        return "the registration of no memory does not fail here, so nothing was tested"
+    try:
+        torch.ones(1, device=device_type)
+        kept = False
+    except RuntimeError:
+        kept = True
+    append("fact", registration_error=code, error_is_kept=kept)
+    host_memory(0, page_locked=True)  # is refused in the same way
+    total = int(torch.ones(8, device=device_type).sum())
+    return None if total == 8 else f"the sum of eight ones is {total} after it"
 
 
 def _attention_lacks(name: Any, needs: Any, tokens: int) -> str | None:

@@ -1,7 +1,7 @@
 """Rows that a process of a GPU benchmark appends to a file as soon as each of its measurements exists.
 
 A process that is killed loses only the measurement at hand. Each row has a ``kind``: ``step``, ``profile``,
-``measurement``, ``check``, ``test``, ``fact``, ``absent`` or ``error``.
+``measurement``, ``bandwidth``, ``check``, ``test``, ``fact``, ``absent`` or ``error``.
 """
 
 from __future__ import annotations

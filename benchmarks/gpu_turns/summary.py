@@ -148,9 +148,14 @@ def summary(result: Mapping[str, Any]) -> str:
         ),
         *_table("Probes", ["probe", "got", "reachable"], [*_probes(parts)]),
         *_table("Attention, forward and backward", ["case", "backend", "ms", "TFLOP/s"], [*_attention(parts)]),
+        *_table(
+            "Memory bandwidth, each tensor counted once",
+            ["part", "kernel", "MB", "us", "GB/s", "of the data sheet"],
+            [*_bandwidth(parts)],
+        ),
         *_table("One MoE layer", ["model", "contestant", "ms", "TFLOP/s", "MFU"], [*_layers(parts)]),
         *_table("Generation, bf16", ["contestant", "answers", "tokens/s", "of the bound"], [*_generation(parts)]),
-        *_table("Saves, export, GRPO", ["part", "measured"], [*_facts(parts)]),
+        *_table("Saves, export, GRPO, memory errors", ["part", "measured"], [*_facts(parts)]),
     ]
     for case in CASES:
         lines += _profile(case, parts)
@@ -217,6 +222,9 @@ def _losses(parts: Parts) -> Iterator[list[str]]:
 def _probes(parts: Parts) -> Iterator[list[str]]:
     for row in _rows(parts, "probes/run", "check"):
         yield [row["name"], "works" if row["works"] else f"no: {row['why']}", ""]
+    for row in _rows(parts, "probes/run", "fact"):
+        kept = "fails the next kernel" if row["error_is_kept"] else "does not fail the next kernel"
+        yield ["a refused host registration", f"{kept} if it is not cleared", ""]
     for row in _rows(parts, "probes/run", "measurement"):
         reachable = "" if row["reachable"] is None else f"{row['reachable']:,.0f}"
         yield [row["name"], f"{row['value']:,.0f} {row['unit']}", reachable]
@@ -226,6 +234,13 @@ def _attention(parts: Parts) -> Iterator[list[str]]:
     for row in _rows(parts, "kernels/run", "attention"):
         measured = [f"no: {row['why']}", ""] if row["ms"] is None else [f"{row['ms']:.2f}", f"{row['tflops']:,.1f}"]
         yield [row["case"], row["backend"], *measured]
+
+
+def _bandwidth(parts: Parts) -> Iterator[list[str]]:
+    for part in PARTS:
+        for row in _rows(parts, part.name, "bandwidth"):
+            numbers = [f"{row['mb']:,.1f}", f"{row['us']:,.1f}", f"{row['gb_per_s']:,.0f}", _percent(row["share"])]
+            yield [part.turn, row["name"], *numbers]
 
 
 def _layers(parts: Parts) -> Iterator[list[str]]:
@@ -244,6 +259,8 @@ def _facts(parts: Parts) -> Iterator[list[str]]:
         saves = ", ".join(row["saves_at_kill"])
         text = f"killed after step {row['killed_after_step']} ({saves}), resumed at step {row['resumed_at']}"
         yield ["saves", text]
+    for row in _rows(parts, "sanitizer/run", "sanitizer"):
+        yield ["sanitizer", f"{row['tool']}: {row['errors']} errors{row['first'] and ', first: ' + row['first']}"]
     for row in _rows(parts, "export/run", "transfer"):
         yield ["export", f"{row['operation']}: {row['seconds']:.1f} s, {row['gb_per_s']:.2f} GB/s"]
     for row in _rows(parts, "export/run", "exported"):

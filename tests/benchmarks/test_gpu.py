@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 PARTS = (
     "probes,tests/loss,llama-1b/isthmus,llama-1b/plain-compiled,llama-1b/trainer-compiled,moe-layer,chats/isthmus,"
+    "bandwidth/experts,bandwidth/loss,"
     "chats/transformers-compiled,saves,generation/isthmus,export,qlora-8b"
 )
 
@@ -51,6 +52,9 @@ def test_dry_run(repository: Path, tmp_path: Path) -> None:
         ("chats", "transformers-compiled"),
     ):
         assert summary.not_the_same(parts, case, name) is None, name
+    regions = rows.of_kind(parts["bandwidth/experts"]["rows"], "bandwidth")
+    assert {"engine.layers.norm._norm_backward", "AdamW"} < {row["name"] for row in regions}
+    assert min(row["gb_per_s"] for row in [*regions, *rows.of_kind(parts["bandwidth/loss"]["rows"], "bandwidth")]) > 0
     met = {aim["aim"]: aim["met"] for aim in result["aims"]}
     assert met["saves: losses after a kill and resume differ by, relative"] is True
     assert met["export: tensors equal their source"] is True
@@ -222,6 +226,65 @@ def test_tests_have_an_outcome_each(repository: Path, tmp_path: Path, monkeypatc
     (tmp_path / "there").touch()
     subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert [row["name"] for row in rows.of_kind(rows.read(path), "test")[3:]] == ["test_three.py::test_b"]
+
+
+SANITIZER = """#!/bin/sh
+while [ "$1" != --log-file ]; do options="$options $1"; shift; done
+log=$2; shift 2
+echo "========= Invalid __global__ read of size 4 bytes" > "$log"
+echo "========= ERROR SUMMARY: $ERRORS errors" >> "$log"
+echo "$options" > options
+exec "$@"
+"""
+"""A program with the arguments and the report of compute-sanitizer, which finds as many errors as it is told."""
+
+
+@pytest.mark.parametrize("errors", [0, 2])
+def test_memory_errors_are_counted(errors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sanitizer, tests_turn, rows = (
+        importlib.import_module(f"gpu_turns.{name}") for name in ("sanitizer_turn", "tests_turn", "rows")
+    )
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    for name in sanitizer.FILES:
+        (folder / f"test_{name}.py").write_text(
+            "import os\n"
+            "def test_values(): assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+            "def test_memory_peak(): assert False\n"
+        )
+    program = tmp_path / sanitizer.PROGRAM
+    program.write_text(SANITIZER)
+    program.chmod(0o755)
+    for module in (sanitizer, tests_turn):
+        monkeypatch.setattr(module, "REPOSITORY", tmp_path)
+    benchmarks = Path(tests_turn.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(benchmarks))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("ERRORS", str(errors))
+    monkeypatch.setenv(rows.ROWS, str(tmp_path / "rows.jsonl"))
+    spec = {"log": str(tmp_path / "tests.txt")}
+    if errors:
+        with pytest.raises(RuntimeError, match="memcheck: 2 errors, the first is: Invalid __global__ read of size 4"):
+            sanitizer.run(spec)
+    else:
+        sanitizer.run(spec)
+    written = rows.read(tmp_path / "rows.jsonl")
+    assert [row["outcome"] for row in rows.of_kind(written, "test")] == ["passed"] * len(sanitizer.FILES)
+    (row,) = rows.of_kind(written, "sanitizer")
+    assert row["errors"] == errors and "--tool memcheck" in (tmp_path / "options").read_text()
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(importlib.import_module("gpu_turns.cases").Absent, match="compute-sanitizer is not installed"):
+        sanitizer.run(spec)
+
+
+def test_bytes_of_a_region() -> None:
+    """A tensor that is passed twice, an expanded dimension and a result that is a view count once or not at all."""
+    moved: Any = importlib.import_module("gpu_turns.bandwidth_turn").moved_bytes
+    x, scale = torch.zeros(6, 4), torch.zeros(6, 1)
+    assert moved((x, x, 1e-5), x + 1) == 2 * 6 * 4 * 4
+    assert moved((x, scale.expand(6, 4), None), (x.view(24), x.half())) == 6 * 4 * 4 + 6 * 4 + 6 * 4 * 2
+    assert moved((x[:, :2],), torch.zeros(6)) == 6 * 2 * 4 + 6 * 4
 
 
 def _run(losses: list[float], *, norm: float = 1.0, seconds: float = 1.0, flops: float = 1e12) -> dict[str, Any]:
