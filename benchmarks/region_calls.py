@@ -33,7 +33,7 @@ def regions() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
     hidden, residual, grad = torch.randn(3, TOKENS, 1, HIDDEN)
     weight, head_weight = torch.nn.Parameter(torch.ones(HIDDEN)), torch.nn.Parameter(torch.ones(CHANNELS))
-    scale = torch.ones(TOKENS, 1, 1)
+    scale, buffer, head_buffer = torch.ones(TOKENS, 1, 1), torch.zeros(HIDDEN), torch.zeros(CHANNELS)
     activate, activate_backward = fused_regions(activation.swiglu)
     settings = projected_heads.HeadSettings(GROUPS, (QUERIES * CHANNELS, CHANNELS, CHANNELS), False, 1e-5, False)
     mixed = torch.randn(TOKENS, 1, GROUPS * (QUERIES + 2) * CHANNELS)
@@ -41,11 +41,14 @@ def regions() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     queries, keys = torch.randn(TOKENS, GROUPS, QUERIES, CHANNELS), torch.randn(TOKENS, GROUPS, CHANNELS)
     return {
         "residual sum and norm": (norm._normalized, (hidden, residual, weight, None, 1e-5, False, False)),
-        "its backward": (norm._norm_backward, (grad, grad, hidden, weight, None, scale, 1e-5, False, False, True)),
+        "its backward": (
+            norm._norm_backward,
+            (grad, grad, hidden, weight, None, scale, 1e-5, False, False, True, buffer, None),
+        ),
         "heads": (projected_heads._heads, (mixed, *weights, *settings)),
         "their backward": (
             projected_heads._heads_backward,
-            (queries, keys, keys, keys, mixed, *weights, True, *settings),
+            (queries, keys, keys, keys, mixed, *weights, head_buffer, head_buffer, True, *settings),
         ),
         "SwiGLU": (activate, (residual,)),
         "its gradient": (activate_backward, (hidden[..., : HIDDEN // 2].contiguous(), hidden)),

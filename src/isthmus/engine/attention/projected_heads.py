@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.engine.attention.rope import rotated_out_of_place
 from isthmus.engine.compiled import compiled_on_gpu
-from isthmus.engine.layers.norm import rms_norm_backward, rms_normalized
+from isthmus.engine.layers.norm import add_or_return, gradient_buffer, rms_norm_backward, rms_normalized
 
 
 class HeadSettings(NamedTuple):
@@ -51,15 +51,17 @@ class _ProjectedHeads(torch.autograd.Function):
         settings: HeadSettings,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(mixed if q_weight is not None else None, table, q_weight, k_weight)
-        ctx.settings = settings
+        # Not only saved: a hook on saved tensors would return them without their main_grad.
+        ctx.parameters, ctx.settings = (q_weight, k_weight), settings
         return *_heads(mixed, table, q_weight, k_weight, *settings), *_others(mixed, settings)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_q, grad_k, *others = grads
-        trained = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        trained = ctx.needs_input_grad[2:4]
+        buffers = map(gradient_buffer, ctx.parameters, trained)
         grad_mixed, *grad_weights = _heads_backward(
-            *(grad_q, grad_k, others[-1], others[0], *ctx.saved_tensors, trained, *ctx.settings)
+            *(grad_q, grad_k, others[-1], others[0], *ctx.saved_tensors, *buffers, any(trained), *ctx.settings)
         )
         return grad_mixed, None, *grad_weights, None
 
@@ -109,6 +111,8 @@ def _heads_backward(
     table: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
+    q_buffer: Tensor | None,
+    k_buffer: Tensor | None,
     trained: bool,
     groups: int,
     widths: tuple[int, ...],
@@ -116,7 +120,10 @@ def _heads_backward(
     eps: float,
     zero_centered: bool,
 ) -> tuple[Tensor | None, ...]:
-    """``grad_gates`` counts only with gates, of which ``widths`` has the columns."""
+    """``grad_gates`` counts only with gates, of which ``widths`` has the columns.
+
+    Gradients of weights are added to their :func:`~isthmus.engine.layers.norm.gradient_buffer`, or returned.
+    """
 
     def gradients(grad: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         # The transpose of a rotation is the rotation by the opposite angle.
@@ -131,4 +138,6 @@ def _heads_backward(
     grad_k, grad_k_weight = gradients(grad_k, keys, k_weight)
     gates = (grad_gates,) if len(widths) == 4 else ()
     columns = torch.cat((grad_q.flatten(2), *gates, grad_k, grad_values), dim=-1)
+    grad_q_weight = add_or_return(grad_q_weight, q_weight, q_buffer)
+    grad_k_weight = add_or_return(grad_k_weight, k_weight, k_buffer)
     return columns.flatten(1)[:, None], grad_q_weight, grad_k_weight

@@ -138,7 +138,7 @@ class DecoderLayer(MegatronModule):
         keys = {"shared_keys": shared_keys} if shared_keys else {}
         if self.spec.mixers:
             if self.input_layernorm is not None:
-                normed = self.input_layernorm(hidden_states)
+                hidden_states, normed = self.input_layernorm(hidden_states, with_input=True)
             with recompute_if(self.recompute_norms, [normed], lambda: [self.input_layernorm(hidden_states)]):
                 outputs = [
                     getattr(self, name)(normed, rotary_pos_emb=rotary_pos_emb, packed_seq_params=batch, **keys)

@@ -37,12 +37,13 @@ class _Norm(nn.Module):
             # finalize_model_grads reads it: each rank has a part of the sequence.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def _apply_function(self, x: Tensor, residual: Tensor | None) -> Any:
+    def _apply_function(self, x: Tensor, residual: Tensor | None, *, with_input: bool) -> Any:
         settings = (self.eps, self.zero_centered, self.subtracts_mean)
         if not torch.is_grad_enabled():  # the same bits as in training
             total, normed, *_ = _normalized(x, residual, self.weight, self.bias, *settings)
+            total = x if with_input else total
             return normed if total is None else (total, normed)
-        return _NormFunction.apply(x, residual, self.weight, self.bias, settings)
+        return _NormFunction.apply(x, residual, self.weight, self.bias, settings, with_input)
 
 
 def _gain(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
@@ -64,18 +65,22 @@ class _NormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         settings: tuple[Any, ...],
+        with_input: bool,
     ) -> Any:
         total, normed, *stats = _normalized(x, residual, weight, bias, *settings)
         ctx.save_for_backward(x if total is None else total, weight, bias, *stats)
-        ctx.settings = settings
+        # Not only saved: a hook on saved tensors would return them without their main_grad.
+        ctx.parameters, ctx.settings, ctx.adds = (weight, bias), settings, residual is not None
+        total = x if with_input else total
         return normed if total is None else (total, normed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_sum = grads[0] if len(grads) == 2 else None
-        settings = (*ctx.settings, ctx.needs_input_grad[2])
+        trained = ctx.needs_input_grad[2:4]
+        settings = (*ctx.settings, trained[0], *map(gradient_buffer, ctx.parameters, trained))
         grad_x, grad_weight, grad_bias = _norm_backward(grads[-1], grad_sum, *ctx.saved_tensors, *settings)
-        return grad_x, None if grad_sum is None else grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_x if ctx.adds else None, grad_weight, grad_bias, None, None
 
 
 @compiled_on_gpu
@@ -115,31 +120,59 @@ def _as(gain: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _norm_backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``rest`` is the statistics and settings of :func:`_normalized`, and whether the weight is trained."""
-    *stats, _eps, zero_centered, mean, trained = rest
+    """Gradients of the inputs, of the weight and of the bias.
+
+    ``rest`` is the statistics and settings of :func:`_normalized`, whether the weight is trained, and the
+    :func:`gradient_buffer` of weight and bias. A gradient is added to its buffer, or returned if there is none.
+    """
+    *stats, _eps, zero_centered, mean, trained, weight_buffer, bias_buffer = rest
     if mean:
         gain = _gain(weight, zero_centered)
         output_mask = [True, weight is not None, bias is not None]
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, x.shape[-1:], *stats, _as(gain, x.dtype), bias, output_mask
         )
-        grad_weight = None if grad_gain is None or weight is None else grad_gain.to(weight.dtype)
+        grad_weight = grad_gain if weight is not None else None
     else:
         grad_bias = None
         grad_x, grad_weight = rms_norm_backward(grad, x, weight, *stats, zero_centered=zero_centered, trained=trained)
+    grad_weight = add_or_return(grad_weight, weight, weight_buffer)
+    grad_bias = add_or_return(grad_bias, bias, bias_buffer)
     return grad_x if grad_sum is None else grad_x + grad_sum, grad_weight, grad_bias
+
+
+def gradient_buffer(parameter: Any, trained: bool) -> Tensor | None:
+    """The float32 ``main_grad`` of a trained parameter, which the caller adds a gradient to; None without one."""
+    buffer: Tensor | None = getattr(parameter, "main_grad", None) if trained else None
+    if buffer is None or buffer.dtype != torch.float32:
+        return None
+    parameter.grad_added_to_main_grad = True
+    return buffer
+
+
+def add_or_return(grad: Tensor | None, parameter: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+    """Add a gradient to the buffer of its parameter and return None; without a buffer return it for autograd."""
+    if grad is None or parameter is None:
+        return None
+    if buffer is None:
+        return grad.to(parameter.dtype)
+    buffer.add_(grad)
+    return None
 
 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, scale: Tensor, *, zero_centered: bool, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the input and of a ``trained`` weight; ``scale`` are the factors of :func:`rms_normalized`."""
+    """Gradients of the input and, not rounded, of a ``trained`` weight.
+
+    ``scale`` are the factors of :func:`rms_normalized`.
+    """
     gain = _gain(weight, zero_centered)
     wide = grad.to(scale.dtype)
     normed = x.to(scale.dtype) * scale
     grad_weight = None
     if trained and weight is not None:
-        grad_weight = (normed * wide).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = (normed * wide).flatten(0, -2).sum(0)
     grad_normed = wide if gain is None else wide * gain
     along = torch.linalg.vecdot(normed, grad_normed).unsqueeze(-1).div_(x.size(-1))
     return normed.mul_(along).neg_().add_(grad_normed).mul_(scale).to(x.dtype), grad_weight
@@ -148,10 +181,13 @@ def rms_norm_backward(
 class RMSNorm(_Norm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467)."""
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm of ``x``; with a ``residual`` (x + residual, its norm)."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, with_input: bool = False) -> Any:
+        """The norm of ``x``; with a ``residual`` (x + residual, its norm); ``with_input`` (x, its norm).
+
+        A layer that adds to ``x`` uses the ``x`` of the result: both of its gradients are then summed in one kernel.
+        """
         if x.device.type == "cpu" or compiles(x):
-            return self._apply_function(x, residual)
+            return self._apply_function(x, residual, with_input=with_input)
         if residual is not None:
             x = x + residual
         if self.zero_centered:
@@ -159,12 +195,12 @@ class RMSNorm(_Norm):
             normed = torch.rms_norm(x.float(), self.shape, gain, self.eps).to(x.dtype)
         else:
             normed = torch.rms_norm(x, self.shape, self.weight, self.eps)
-        return normed if residual is None else (x, normed)
+        return (x, normed) if with_input or residual is not None else normed
 
 
 def rms_norm_of_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The :class:`RMSNorm` of float32 ``x`` with a weight of any dtype, in float32; only ``x`` is saved."""
-    normed: Tensor = _NormFunction.apply(x, None, weight, None, (eps, False, False))
+    normed: Tensor = _NormFunction.apply(x, None, weight, None, (eps, False, False), False)
     return normed
 
 
@@ -173,9 +209,9 @@ class LayerNorm(_Norm):
 
     subtracts_mean = True
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The norm of ``x``; with a ``residual`` (x + residual, its norm)."""
-        return self._apply_function(x, residual)
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, with_input: bool = False) -> Any:
+        """As in :class:`RMSNorm`."""
+        return self._apply_function(x, residual, with_input=with_input)
 
 
 class _HeadsNorm(_Norm):

@@ -47,6 +47,21 @@ def test_rms_norm(shape: tuple[int, ...], eps: float) -> None:
         assert torch.allclose(mine, reference, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_the_input_beside_the_norm_has_the_sum_of_both_gradients(kind: Any) -> None:
+    """Bit by bit what autograd adds up for an input that is used twice, in one kernel."""
+    module = norm(kind, 16, torch.float32, 1e-5)
+    x = torch.randn(6, 1, 16, requires_grad=True)
+    upstream = torch.randn(2, 6, 1, 16)
+    same, normed = module(x, with_input=True)
+    assert same.data_ptr() == x.data_ptr() and torch.equal(normed, module(x))
+    (got,) = torch.autograd.grad((same, normed), x, upstream.unbind())
+    (expected,) = torch.autograd.grad((x * 1, module(x)), x, upstream.unbind())
+    assert torch.equal(got, expected)
+    with torch.no_grad():
+        assert all(map(torch.equal, module(x, with_input=True), (x, normed)))
+
+
 def test_rms_norm_gradient_in_float64() -> None:
     module = norm(RMSNorm, 8, torch.float64, 1e-3)
     x = torch.randn(3, 1, 8, dtype=torch.float64, requires_grad=True)
