@@ -211,13 +211,16 @@ def test_the_choice_of_gemms_is_applied_and_logged(fake_cuda: FakeCuda) -> None:
 def fp8_linear_kernels(scaling: str, micro_batches: int) -> dict[str, int]:
     """Forward and backward of one layer."""
     from isthmus.engine.linear.fp8_linear import Fp8Recipe, fp8_linear, fp8_step
+    from isthmus.engine.linear.fp8_quantization import named_scaling
     from isthmus.platforms.detect import detect
 
-    recipe = Fp8Recipe(scaling, *detect().fp8_types())  # type: ignore[arg-type]
+    platform = detect()
+    kind = named_scaling(scaling, swizzled=platform.swizzled_mx_scales)  # type: ignore[arg-type]
+    recipe = Fp8Recipe(kind, *platform.fp8_types())
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x, weight = torch.ones(37, 1, 64, **options, requires_grad=True), torch.ones(96, 64, **options, requires_grad=True)
-    weight.main_grad = torch.zeros(96, 64, device="cuda")  # type: ignore[attr-defined]
-    grad = torch.ones(37, 1, 96, **options)
+    x, weight = (torch.ones(*sizes, 640, **options, requires_grad=True) for sizes in ((300, 1), (256,)))
+    weight.main_grad = torch.zeros(256, 640, device="cuda")  # type: ignore[attr-defined]
+    grad = torch.ones(300, 1, 256, **options)
     with regions_as_kernels(), record() as trace, fp8_step(keeps_weights=micro_batches > 1, gradients_are_zero=True):
         for _ in range(micro_batches):
             torch.autograd.grad(fp8_linear(x, weight, recipe), x, grad)
@@ -249,6 +252,24 @@ def test_kernels_of_an_fp8_linear_layer(fake_cuda: FakeCuda, gpu: str, scaling: 
         "region quantize_both": number + once, "_scaled_mm_v2": 3 * number - direct, "_scaled_mm": int(direct),
         "copy_": int(not direct), "add_": number - 1,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_kernels_of_a_blockwise_fp8_linear_layer(fake_cuda: FakeCuda, number: int) -> None:
+    """As many as tensorwise; torch checks shapes and strides of the scales of all three matmuls."""
+    results = fake_cuda.run(fp8_linear_kernels, gpu="sm_90", scaling="blockwise", micro_batches=number)
+    assert results == fake_cuda.run(fp8_linear_kernels, gpu="sm_90", scaling="tensorwise", micro_batches=number)
+
+
+def test_kernels_of_an_mxfp8_linear_layer(fake_cuda: FakeCuda) -> None:
+    """As many as rowwise, and copies of the scales of six operands in the order that the kernel reads."""
+    results, rowwise = (
+        Counter(fake_cuda.run(fp8_linear_kernels, gpu="sm_100", scaling=scaling, micro_batches=3))
+        for scaling in ("mxfp8", "rowwise")
+    )
+    assert not rowwise - results and {"_scaled_mm_v2", "region quantize"} <= rowwise.keys()
+    copies = results - rowwise
+    assert copies.total() <= 3 * 6 * 2 and not any("quantize" in name or "mm" in name for name in copies), copies
 
 
 def fp8_regions_of_a_step() -> dict[str, float]:

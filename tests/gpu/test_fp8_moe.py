@@ -11,15 +11,16 @@ from torch import Tensor
 
 from isthmus.engine.compiled import choose_compile, compiled_versions, set_compile
 from isthmus.engine.host_copies import HostCopy, to_device
-from isthmus.engine.linear.fp8_linear import (
-    Fp8Recipe,
-    Scaling,
-    check_kernels,
-    fp8_linear,
-    fp8_step,
+from isthmus.engine.linear.fp8_blocks import Blocks
+from isthmus.engine.linear.fp8_linear import Fp8Recipe, check_kernels, fp8_linear, fp8_step
+from isthmus.engine.linear.fp8_quantization import (
+    ScalingName,
+    dequantize,
+    named_scaling,
     quantize,
     quantize_both,
     quantize_columns,
+    unsupported_scaling,
 )
 from isthmus.engine.moe.fp8_experts import check_grouped_kernel
 from isthmus.engine.moe.gemm_choice import time_gemms
@@ -35,7 +36,7 @@ from isthmus.platforms.torch_features import GROUPED_MM
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = [0, 130, 7, 0, 55]
-SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
+SCALINGS: tuple[ScalingName, ...] = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 
 
 def error(result: Tensor, expected: Tensor) -> float:
@@ -107,7 +108,9 @@ def recipe(request: pytest.FixtureRequest) -> Fp8Recipe:
     supported, why = platform.supports("fp8")
     if not supported and DEVICE.type == "cuda":
         pytest.skip(why)
-    return Fp8Recipe(request.param, *platform.fp8_types())
+    if (missing := unsupported_scaling(request.param, platform)) is not None:
+        pytest.skip(missing)
+    return Fp8Recipe(named_scaling(request.param, swizzled=platform.swizzled_mx_scales), *platform.fp8_types())
 
 
 @pytest.fixture(params=["compiled", "eager"])
@@ -122,6 +125,8 @@ def regions(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("recipe", SCALINGS, indirect=True)
 def test_fp8_kernels_pass_the_check_of_a_run(recipe: Fp8Recipe) -> None:
+    if DEVICE.type == "cpu" and isinstance(recipe.scaling, Blocks):
+        pytest.skip("torch has no kernels of blocks for a CPU")
     check_kernels(recipe, DEVICE)
 
 
@@ -143,14 +148,15 @@ def test_the_grouped_fp8_kernel_passes_the_check_of_a_run() -> None:
 def test_fp8_linear_layer(regions: str, recipe: Fp8Recipe) -> None:
     """Within the rounding of FP8, for lengths that are no multiples of 16; new weights are quantized again."""
     torch.manual_seed(0)
-    weight: Any = torch.nn.Parameter(torch.randn(96, 64, device=DEVICE, dtype=torch.bfloat16))
+    outputs, width = 6 * recipe.multiple, 4 * recipe.multiple
+    weight: Any = torch.nn.Parameter(torch.randn(outputs, width, device=DEVICE, dtype=torch.bfloat16))
     for length in (37, 64, 131):
-        weight.main_grad = torch.zeros(96, 64, device=DEVICE)
-        expected = torch.zeros(96, 64, device=DEVICE, dtype=torch.float64)
+        weight.main_grad = torch.zeros(outputs, width, device=DEVICE)
+        expected = torch.zeros(outputs, width, device=DEVICE, dtype=torch.float64)
         with fp8_step(keeps_weights=True, gradients_are_zero=True):
             for _ in range(2):
-                x = torch.randn(length, 1, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-                grad = torch.randn(length, 1, 96, device=DEVICE, dtype=torch.bfloat16)
+                x = torch.randn(length, 1, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+                grad = torch.randn(length, 1, outputs, device=DEVICE, dtype=torch.bfloat16)
                 out = fp8_linear(x, weight, recipe)
                 (grad_x,) = torch.autograd.grad(out, x, grad)
                 assert error(out, x.detach().double() @ weight.detach().double().t()) < 0.05
@@ -178,7 +184,7 @@ def test_compiled_quantization_is_compiled_once_for_all_lengths(recipe: Fp8Recip
                 pairs = zip(result, expected, strict=True) if function is quantize_both else [(result, expected)]
                 for ours, theirs in pairs:
                     # Division may be rounded differently: then an element can be the next FP8 number.
-                    a, b = (item.values.double() * item.inverse_scale.double() for item in (ours, theirs))
+                    a, b = (dequantize(item).double() for item in (ours, theirs))
                     assert a.shape == b.shape and error(a, b) < 0.01
                 compiled = compiled if number else compiled_versions.total()
             assert compiled_versions.total() == compiled

@@ -80,7 +80,8 @@ def test_sft_on_device_reduces_loss(model: Path, tmp_path: Path, precision: str,
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_fp8_matmul_equals_reference(scaling: str, backward: bool) -> None:
-    from isthmus.engine.linear.fp8_linear import emulated_scaled_mm, quantize, scaled_mm
+    from isthmus.engine.linear.fp8_linear import emulated_scaled_mm, scaled_mm
+    from isthmus.engine.linear.fp8_quantization import quantize
 
     platform = detect()
     supported, why = platform.supports("fp8")

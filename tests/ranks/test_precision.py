@@ -31,6 +31,7 @@ def alone(one_rank: RankPool, wide: Path, samples: Path) -> dict[str, dict[str, 
         "fp16 too high": {"precision": "fp16", "more": {"initial_loss_scale": 2.0**16}, "steps": 10},
         "tensorwise": {"precision": "fp8"},
         "rowwise": {"precision": "fp8", "more": {"fp8_scaling": "rowwise", "fp8_format": "e4m3"}},
+        "mxfp8": {"precision": "fp8", "more": {"fp8_scaling": "mxfp8", "fp8_format": "e4m3"}},
     }
     shared = {"task": "train", "model": wide, "samples": samples, "micro_batch_size": 2, "steps": STEPS}
     return dict(zip(cases, one_rank.run("ranks.tasks.run_cases", cases=list(cases.values()), **shared), strict=True))
@@ -115,11 +116,17 @@ def test_gradient_that_is_not_finite_leaves_the_weights(
 
 
 def test_fp8_follows_fp32(alone: dict[str, dict[str, Any]], layout_runs: dict[str, dict[str, Any]]) -> None:
-    for run in (alone["tensorwise"], alone["rowwise"], *(layout_runs[name] for name in layout_runs if "wise" in name)):
+    for run in (
+        alone["tensorwise"],
+        alone["rowwise"],
+        alone["mxfp8"],
+        *(layout_runs[name] for name in layout_runs if "wise" in name),
+    ):
         loss, norm = differences(run, alone["fp32"])
         # 4 bits of mantissa forward and 3 backward, in sums over 32 to 64 numbers.
         assert 0 < loss < 0.01 and norm < 0.1
-    assert alone["tensorwise"]["loss"] != alone["rowwise"]["loss"]
+    losses = [alone[name]["loss"] for name in ("tensorwise", "rowwise", "mxfp8")]
+    assert all(losses.count(curve) == 1 for curve in losses)
     # The same matrices per rank, until rounding to bfloat16 in another order moves an element to the next FP8 number.
     first = (
         {curve: layout_runs[name][curve][:2] for curve in ("loss", "grad_norm")}
@@ -136,6 +143,19 @@ def test_shapes_unsuited_to_fp8_are_refused(two_ranks: RankPool, models: dict[st
         "fp8: 12 linear layers of this rank",
         "fp8: linear_fc2 stays bf16, 32 x 24 on a rank is no multiple of 16 both ways",
     ]
+
+
+def test_blockwise_fp8_follows_bf16(one_rank: RankPool, samples: Path, tmp_path: Path) -> None:
+    """Of a model whose widths are multiples of 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    model = build_model_folder(tmp_path / "model", "qwen3", **sizes)
+    shared: dict[str, Any] = {"task": "train", "model": model, "samples": samples, "micro_batch_size": 2, "steps": 4}
+    more = {"fp8_scaling": "blockwise", "fp8_format": "e4m3"}
+    cases: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp8", "more": more}]
+    bf16, fp8 = one_rank.run("ranks.tasks.run_cases", cases=cases, **shared)
+    loss, norm = differences(fp8, bf16)
+    print(f"blockwise: {loss:.4f} in loss, {norm:.4f} in gradient norm")
+    assert 0 < loss < 0.01 and norm < 0.1
 
 
 RECOMPUTED: tuple[tuple[str, str, dict[str, Any]], ...] = (

@@ -113,10 +113,10 @@ def compiled_on_gpu(function: _Function, *, name: str | None = None) -> _Functio
     """Compile ``function`` for GPU tensors if :func:`set_compile` enabled it; else call it.
 
     ``function`` takes positional arguments: tensors, the first of them with at least one dimension, and constants
-    (numbers, dtypes, None), and returns a tensor or a tuple of tensors and None. Lengths may change from call to call:
-    dimension 0 of the first tensor, and of the others that have the same length and are not parameters. New constants
-    and other sizes compile it again. Autograd must not record its operations: call it in the methods of an autograd
-    function, or under ``no_grad``. Errors and traces call it ``name``; None: by the name of the function.
+    (numbers, dtypes, None), and returns a tensor or a tuple of tensors and constants. Lengths may change from call to
+    call: dimension 0 of the first tensor, and of the others that have the same length and are not parameters. New
+    constants and other sizes compile it again. Autograd must not record its operations: call it in the methods of an
+    autograd function, or under ``no_grad``. Errors and traces call it ``name``; None: by the name of the function.
 
     Raises:
         UsageError: the compiler failed.
@@ -269,13 +269,14 @@ def _compile(function: Callable[..., Any], args: Sequence[Any], length: int, *, 
         remaining = iter(tensors)
         result = function(*(next(remaining) if isinstance(x, Tensor) else x for x in args))
         outputs, structure = tree_flatten(result)
-        places = [number for number, output in enumerate(outputs) if output is not None]
+        places = [number for number, output in enumerate(outputs) if isinstance(output, Tensor)]
         if isinstance(result, Tensor):
             results = operator.itemgetter(0)
         elif type(result) is tuple and len(result) == len(places):
             results = tuple
         else:
-            results = functools.partial(_nested, structure, places)
+            constants = [None if isinstance(output, Tensor) else output for output in outputs]
+            results = functools.partial(_nested, structure, constants, places)
         return [outputs[place] for place in places]
 
     mode = FakeTensorMode(shape_env=shapes)
@@ -294,8 +295,8 @@ def _compile(function: Callable[..., Any], args: Sequence[Any], length: int, *, 
     return _Version(compiled, results, accepts)
 
 
-def _nested(structure: TreeSpec, places: Sequence[int], tensors: Sequence[Any]) -> Any:
-    leaves: list[Any] = [None] * structure.num_leaves
+def _nested(structure: TreeSpec, constants: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]) -> Any:
+    leaves = [*constants]
     for place, tensor in zip(places, tensors, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, structure)

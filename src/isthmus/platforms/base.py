@@ -52,10 +52,15 @@ class Platform(ABC):
     """Why ``train.gemm_tuning`` has no effect; None: it has."""
     driver_files: ClassVar[tuple[str, ...]] = ()
     """Device files that the runtime of the platform opens at its first use."""
+    swizzled_mx_scales: ClassVar[bool] = False
+    """Whether kernels read the e8m0 scales of MXFP8 in tiles of 128 x 4, instead of row by row."""
 
     @abstractmethod
     def supports(self, capability: str) -> tuple[bool, str]:
-        """Whether the hardware supports ``fp32``, ``bf16``, ``fp16`` or ``fp8``, and the reason."""
+        """Whether the hardware supports a precision, and the reason.
+
+        Precisions are ``fp32``, ``bf16``, ``fp16``, ``fp8``, and ``blockwise`` and ``mxfp8``, scalings of ``fp8``.
+        """
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The e4m3 and e5m2 dtypes."""

@@ -9,8 +9,10 @@ from isthmus.platforms.deterministic import CUDA_DEFAULTS
 from isthmus.platforms.gpu import LAZY_GLOO, GpuPlatform
 from isthmus.platforms.gpu_sensors import GpuSensors, nvidia_sensors
 
-_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9)}
+_SINCE = {"fp16": (7, 0), "bf16": (8, 0), "fp8": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """First compute capability with matrix cores, by precision."""
+_LAST = {"blockwise": (9, 0)}
+"""Last one with a kernel: that of blockwise FP8 is cuBLAS's for Hopper. Its successors scale blocks of MXFP8."""
 
 
 class CudaPlatform(GpuPlatform):
@@ -21,14 +23,15 @@ class CudaPlatform(GpuPlatform):
     )
     env_defaults: ClassVar[EnvDefaults] = LAZY_GLOO
     driver_files = ("/dev/nvidia-uvm",)
+    swizzled_mx_scales = True
 
     def arch(self) -> str:
         properties = self.properties()
         return f"sm_{properties.major}{properties.minor}"
 
     def _has_matrix_cores(self, capability: str) -> bool:
-        properties = self.properties()
-        return capability in _SINCE and (properties.major, properties.minor) >= _SINCE[capability]
+        version = self.properties().major, self.properties().minor
+        return capability in _SINCE and _SINCE[capability] <= version <= _LAST.get(capability, version)
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:
         chosen = dict(CUDA_DEFAULTS) if run.deterministic else {}

@@ -45,7 +45,7 @@ class GpuPlatform(Platform):
 
     def supports(self, capability: str) -> tuple[bool, str]:
         arch = self.arch()
-        unit = "arithmetic" if capability == "fp32" else "matrix cores"
+        unit = {"fp32": "arithmetic", "blockwise": "FP8 kernels"}.get(capability, "matrix cores")
         supported = capability == "fp32" or self._has_matrix_cores(capability)
         return supported, f"{arch} has {'' if supported else 'no '}{capability} {unit}"
 

@@ -13,7 +13,7 @@ from isthmus.platforms.gpu_sensors import GpuSensors, amd_sensors
 
 _16_BIT = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 """CDNA 1, 2, 3, 4; RDNA 3, 3.5 and 4."""
-_MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "gfx12")}
+_MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "gfx12"), "mxfp8": ("gfx950",)}
 
 
 class RocmPlatform(GpuPlatform):

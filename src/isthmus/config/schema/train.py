@@ -43,8 +43,9 @@ class TrainConfig(Section):
     """fp16: initial loss scale; each step whose gradient overflows halves it, down to 1."""
     loss_scale_window: Count = 1000
     """fp16: the loss scale is doubled after this many steps in a row without overflow."""
-    fp8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """fp8: one scale per tensor, or one per row and column."""
+    fp8_scaling: Literal["tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
+    """fp8: one scale per tensor (tensorwise) or per row and column (rowwise); unmeasured: one per 128 elements and 128
+    x 128 weights (blockwise; sm_90), or a power of two per 32 elements (mxfp8; sm_100 and newer, gfx950)."""
     fp8_format: Literal["hybrid", "e4m3"] = "hybrid"
     """fp8: hybrid uses e5m2 (more range, less precision) for gradients and e4m3 for the rest; e4m3: all e4m3."""
     fp8_experts: bool = False

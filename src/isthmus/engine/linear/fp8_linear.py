@@ -1,101 +1,55 @@
 """Linear layers with FP8 matmuls; weights, activations and accumulators keep their dtype.
 
-Scaling is per tensor (tensorwise) or per row (rowwise), from the current largest element ("current scaling"). Dtypes
-are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those of torchao and TransformerEngine.
+Dtypes are those of arXiv 2209.05433 (e4m3 forward, e5m2 for gradients), scales those of torchao and TransformerEngine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isthmus.engine.compiled import compiled_on_gpu
+from isthmus.engine.linear.fp8_blocks import ROW_BLOCKS, SQUARE_BLOCKS, Blocks, swizzled_scales
+from isthmus.engine.linear.fp8_quantization import (
+    ALIGNMENT,
+    Quantized,
+    Scaling,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    width_multiple,
+)
 from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
 from isthmus.errors import UsageError
-from isthmus.platforms.torch_features import SCALED_MM
+from isthmus.platforms.torch_features import FLOAT8_E8M0, SCALED_MM
 
-ALIGNMENT = 16
-"""The hardware requires widths that are multiples of it; the sum over tokens is zero-padded."""
-LARGEST_SCALE = 2.0**126
-"""Its inverse is the smallest normal float32."""
 MAX_KERNEL_ERROR = 0.01
 """Relative; rounding to bfloat16 is below it."""
-Scaling = Literal["tensorwise", "rowwise"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
     scaling: Scaling
+    """That of activations and gradients."""
     forward: torch.dtype
     """e4m3, for activations and weights."""
     backward: torch.dtype
     """Dtype of the gradient of a layer's output."""
 
+    @property
+    def weight_scaling(self) -> Scaling:
+        return SQUARE_BLOCKS if self.scaling == ROW_BLOCKS else self.scaling
 
-class Quantized(NamedTuple):
-    """A quantized matrix; a matmul reduces over its rows' elements."""
-
-    values: Tensor
-    """FP8 [rows, n], contiguous."""
-    inverse_scale: Tensor
-    """float32 [] or [rows, 1]; the matrix is ``values * inverse_scale``."""
-    scale: Tensor
-    """Its inverse, before it was rounded."""
-
-
-@compiled_on_gpu
-def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Scale ``matrix`` [..., rows, n] to the range of the dtype and round.
-
-    The scale of zeros is one; a non-finite element makes all elements with the same scale NaN.
-    """
-    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else -1)
-    return Quantized(_rounded(matrix, scale, dtype), scale.reciprocal(), scale)
-
-
-@compiled_on_gpu
-def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling, scale: Tensor | None = None) -> Quantized:
-    """:func:`quantize` the transpose of ``matrix`` [n, rows], with n zero-padded to a multiple of ``ALIGNMENT``.
-
-    Tensorwise, ``scale`` is that of :func:`quantize`, which saves a read of the matrix.
-    """
-    if scale is None:
-        scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 0).t()
-    return Quantized(_rounded(_padded_transpose(matrix), scale, dtype), scale.reciprocal(), scale)
-
-
-@compiled_on_gpu
-def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Quantized, Quantized]:
-    """:func:`quantize` and :func:`quantize_columns`; tensorwise they have the same scale."""
-    scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
-    column_scale = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
-    columns = _rounded(_padded_transpose(matrix), column_scale, dtype)
-    rows = Quantized(_rounded(matrix, scale, dtype), scale.reciprocal(), scale)
-    return rows, Quantized(columns, column_scale.reciprocal(), column_scale)
-
-
-def _scale(matrix: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
-    """float32 [], or [rows, 1] or [1, n] if the maximum is over ``dim``."""
-    amax = (matrix.abs().amax() if dim is None else matrix.abs().amax(dim, keepdim=True)).float()
-    return torch.where(amax == 0, 1.0, (torch.finfo(dtype).max / amax).clamp(max=LARGEST_SCALE))
-
-
-def _rounded(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # The scale is rounded, and a conversion beyond the range gives NaN: hence the clamp.
-    largest = torch.finfo(dtype).max
-    return (matrix.float() * scale).clamp(-largest, largest).to(dtype).contiguous()
-
-
-def _padded_transpose(matrix: Tensor) -> Tensor:
-    # Not -size % ALIGNMENT: in compiled code torch 2.6 rounds quotients of negative sizes to zero.
-    padded = (matrix.size(0) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    return functional.pad(matrix.t(), (0, padded - matrix.size(0)))
+    @property
+    def multiple(self) -> int:
+        return width_multiple(self.scaling)
 
 
 class _Step:
@@ -138,7 +92,7 @@ def fp8_step(*, keeps_weights: bool, gradients_are_zero: bool) -> Iterator[None]
 def _quantized_weight(weight: Tensor, recipe: Fp8Recipe, *, columns: bool, both: bool = False) -> Quantized:
     """``both``: the other layout is needed, too, and is quantized in the same kernels if it can be kept."""
     # Detached: compiled for any number of rows, like the activations.
-    matrix, kind = weight.detach(), (recipe.forward, recipe.scaling)
+    matrix, kind = weight.detach(), (recipe.forward, recipe.weight_scaling)
     if both and _step.keeps_weights and (id(weight), columns) not in _step.quantized:
         for layout, quantized in zip((False, True), quantize_both(matrix, *kind), strict=True):
             _step.quantized[id(weight), layout] = weight, quantized
@@ -166,21 +120,42 @@ def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool)
 
 def emulated_scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Float32 matmul of the same rounded numbers on a CPU, for tests."""
+    if isinstance(a.scaling, Blocks):
+        return (dequantize(a) @ dequantize(b).t()).to(dtype)
     return (a.values.float() @ b.values.float().t() * a.inverse_scale * b.inverse_scale.t()).to(dtype)
 
 
 def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16."""
-    operands, scale = (a.values, b.values.t()), b.inverse_scale.t().contiguous()
+    """GPU kernel; widths are multiples of 16, and rowwise scaling returns bfloat16.
+
+    Kernels of blocks sum the products of a block with less than float32 precision, and the blocks in float32.
+    """
+    operands = a.values, b.values.t()
+    if isinstance(a.scaling, Blocks):
+        (scale_a, kind_a, swizzle_a), (scale_b, kind_b, swizzle_b) = _block_operand(a), _block_operand(b)
+        return SCALED_MM(*operands, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, output_dtype=dtype)  # type: ignore[no-any-return]
+    scale = b.inverse_scale.t().contiguous()
     if SCALED_MM is None:
         return torch._scaled_mm(*operands, a.inverse_scale, scale, out_dtype=dtype, use_fast_accum=fast)
-    kind = functional.ScalingType.RowWise if a.inverse_scale.dim() else functional.ScalingType.TensorWise
+    kind = functional.ScalingType.RowWise if a.scaling == "rowwise" else functional.ScalingType.TensorWise
     return SCALED_MM(*operands, a.inverse_scale, kind, scale, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
+def _block_operand(matrix: Quantized) -> tuple[Tensor, Any, Any]:
+    """Scales as the kernel requires them, and how it has to read them."""
+    blocks, kinds, swizzles = matrix.scaling, functional.ScalingType, functional.SwizzleType
+    if isinstance(blocks, Blocks) and blocks.is_mx:
+        scale = swizzled_scales(matrix.inverse_scale) if blocks.swizzled else matrix.inverse_scale
+        swizzle = swizzles.SWIZZLE_32_4_4 if blocks.swizzled else swizzles.NO_SWIZZLE
+        return scale.view(FLOAT8_E8M0), kinds.BlockWise1x32, swizzle
+    if blocks == ROW_BLOCKS:
+        return matrix.inverse_scale, kinds.BlockWise1x128, swizzles.NO_SWIZZLE
+    return matrix.inverse_scale.t(), kinds.BlockWise128x128, swizzles.NO_SWIZZLE
+
+
 def scaled_mm_into(out: Tensor, a: Quantized, b: Quantized) -> None:
-    """Overwrite a float32 ``out`` by the tensorwise matmul; its rows are aligned as those of ``b``."""
-    torch._scaled_mm(a.values, b.values.t(), a.inverse_scale, b.inverse_scale, out_dtype=out.dtype, out=out)
+    """Overwrite a float32 ``out`` by the tensorwise or blockwise matmul; its rows are aligned as those of ``b``."""
+    torch._scaled_mm(a.values, b.values.t(), a.inverse_scale, b.inverse_scale.t(), out_dtype=out.dtype, out=out)
 
 
 def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
@@ -188,27 +163,32 @@ def check_kernels(recipe: Fp8Recipe, device: torch.device) -> None:
 
     Raises UsageError if torch cannot run it on this GPU, or the result is wrong.
     """
-    elements = torch.arange(64 * 32, device=device).view(64, 32)
-    for first in (recipe.forward, recipe.backward):
-        a, b = (
-            quantize(matrix, dtype, recipe.scaling)
-            for matrix, dtype in ((elements.sin(), first), (elements[:48].cos(), recipe.forward))
-        )
+    rows, width = 4 * recipe.multiple, 2 * recipe.multiple
+    elements = torch.arange(rows * width, device=device).view(rows, width)
+    # Forward pass and input gradient, then weight gradient.
+    others = (
+        (recipe.weight_scaling, torch.bfloat16),
+        (recipe.scaling, _gradient_dtype(recipe, torch.float32, torch.bfloat16)),
+    )
+    for first, (scaling, dtype) in itertools.product((recipe.forward, recipe.backward), others):
+        a = quantize(elements.sin(), first, recipe.scaling)
+        b = quantize(elements[: 3 * recipe.multiple].cos(), recipe.forward, scaling)
         expected = emulated_scaled_mm(a, b, torch.float32)
         what = f"train.precision=fp8 cannot be used: {recipe.scaling} scaled_mm of {first} and {recipe.forward}"
-        instead = "train.precision=bf16" if first == recipe.forward else "train.fp8_format=e4m3"
-        for dtype in (torch.bfloat16, _gradient_dtype(recipe, torch.float32, torch.bfloat16)):
-            try:
-                result = torch.full_like(expected, torch.nan, dtype=dtype)
-                if dtype == torch.float32:
-                    scaled_mm_into(result, a, b)
-                else:
-                    result = scaled_mm(a, b, dtype, fast=False)
-            except RuntimeError as reason:
-                raise UsageError(f"{what} fails on this GPU ({str(reason).strip()}). Use {instead}.") from reason
-            error = float((result.float() - expected).norm() / expected.norm())
-            if not error < MAX_KERNEL_ERROR:
-                raise UsageError(f"{what} is wrong by {error:.0%} on this GPU. Use {instead}.")
+        instead = "train.fp8_format=e4m3" if first != recipe.forward else "train.precision=bf16"
+        if isinstance(recipe.scaling, Blocks):
+            instead += ", or train.fp8_scaling=tensorwise"
+        try:
+            result = torch.full_like(expected, torch.nan, dtype=dtype)
+            if dtype == torch.float32:
+                scaled_mm_into(result, a, b)
+            else:
+                result = scaled_mm(a, b, dtype, fast=False)
+        except RuntimeError as reason:
+            raise UsageError(f"{what} fails on this GPU ({str(reason).strip()}). Use {instead}.") from reason
+        error = float((result.float() - expected).norm() / expected.norm())
+        if not error < MAX_KERNEL_ERROR:
+            raise UsageError(f"{what} is wrong by {error:.0%} on this GPU. Use {instead}.")
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -222,10 +202,9 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.recipe, ctx.exchange = recipe, exchange
         gathered = exchange.gather(x)
         tokens = quantize(gathered.flatten(0, -2), recipe.forward, recipe.scaling)
-        scale = tokens.scale if recipe.scaling == "tensorwise" else None
-        ctx.save_for_backward(*((x, scale) if weight.requires_grad else (None, None)))
+        ctx.save_for_backward(*((x, tokens.scale) if weight.requires_grad else (None, None)))
         rows = _quantized_weight(weight, recipe, columns=False, both=has_backward)
-        return scaled_matmul(tokens, rows, x.dtype, fast=True).view(*gathered.shape[:-1], -1)
+        return _without_padding(scaled_matmul(tokens, rows, x.dtype, fast=True), gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -234,12 +213,17 @@ class _Fp8Linear(torch.autograd.Function):
         gathered, wait_for_input = (NO_EXCHANGE if x is None else exchange).start_gather(x)
         tokens, outputs = (quantize(grad, *kind), None) if x is None else quantize_both(grad, *kind)
         columns = _quantized_weight(weight, recipe, columns=True)
-        grad_whole = scaled_matmul(tokens, columns, grad.dtype, fast=False).view(*grads[0].shape[:-1], -1)
+        grad_whole = _without_padding(scaled_matmul(tokens, columns, grad.dtype, fast=False), grads[0])
         wait_for_input()
         grad_x, wait_for_sum = exchange.start_sum(grad_whole)
         grad_weight = None if outputs is None else _weight_gradient(weight, recipe, gathered, scale, outputs)
         wait_for_sum()
         return grad_x, grad_weight, None, None, None
+
+
+def _without_padding(result: Tensor, tokens: Tensor) -> Tensor:
+    """[..., N] of the ``tokens`` [..., n] from the rows of a matmul, of which blocks may have more."""
+    return result[: tokens.shape[:-1].numel()].view(*tokens.shape[:-1], -1)
 
 
 def _weight_gradient(
@@ -268,18 +252,18 @@ def _weight_gradient(
 
 
 def _gradient_dtype(recipe: Fp8Recipe, main_grad: torch.dtype, activations: torch.dtype) -> torch.dtype:
-    """Dtype of weight gradients before they are added to ``main_grad``: rowwise kernels return bfloat16 only."""
-    return main_grad if recipe.scaling == "tensorwise" else activations
+    """Dtype of weight gradients before they are added to ``main_grad``: some kernels return bfloat16 only."""
+    return main_grad if recipe.scaling in ("tensorwise", ROW_BLOCKS) else activations
 
 
-def fits(weight: Tensor) -> bool:
-    return weight.size(0) % ALIGNMENT == 0 and weight.size(1) % ALIGNMENT == 0
+def fits(weight: Tensor, multiple: int = ALIGNMENT) -> bool:
+    return weight.size(0) % multiple == 0 and weight.size(1) % multiple == 0
 
 
 def fp8_linear(x: Tensor, weight: Tensor, recipe: Fp8Recipe, exchange: InputExchange = NO_EXCHANGE) -> Tensor:
     """``x @ weight.T`` and its gradients as FP8 matmuls.
 
-    ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits`.
+    ``x`` is [..., n] with at least two dims, ``weight`` [N, n] passes :func:`fits` with the multiple of the recipe.
     """
     has_backward = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _Fp8Linear.apply(x, weight, recipe, exchange, has_backward)

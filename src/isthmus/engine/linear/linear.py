@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from isthmus.engine.linear.async_tp import AsyncExchange, RowIntoMainGrad, check_async_tp
-from isthmus.engine.linear.fp8_linear import ALIGNMENT, Fp8Recipe, fits, fp8_linear
+from isthmus.engine.linear.fp8_linear import Fp8Recipe, fits, fp8_linear
 from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
 from isthmus.engine.linear.matmul import add_matmul
 from isthmus.engine.linear.quantized_weight import dense
@@ -149,14 +149,14 @@ def use_fp8(model: nn.Module, recipe: Fp8Recipe) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.is_expert:
             continue
-        if fits(module.weight):
+        if fits(module.weight, recipe.multiple):
             module.fp8 = recipe
             changed += 1
         else:
             unsupported.setdefault(name.rpartition(".")[2], tuple(module.weight.shape))
     messages = [f"fp8: {changed} linear layers of this rank"]
     messages += [
-        f"fp8: {name} stays bf16, {shape[0]} x {shape[1]} on a rank is no multiple of {ALIGNMENT} both ways"
+        f"fp8: {name} stays bf16, {shape[0]} x {shape[1]} on a rank is no multiple of {recipe.multiple} both ways"
         for name, shape in unsupported.items()
     ]
     return tuple(messages)

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isthmus.engine.linear.fp8_linear import (
-    ALIGNMENT,
-    MAX_KERNEL_ERROR,
-    Quantized,
-    emulated_scaled_mm,
-    fits,
-    kept_in_step,
-    quantize,
-)
+from isthmus.engine.linear.fp8_linear import MAX_KERNEL_ERROR, emulated_scaled_mm, fits, kept_in_step
+from isthmus.engine.linear.fp8_quantization import ALIGNMENT, Quantized, quantize
 from isthmus.engine.moe.grouped_gemm import GroupSizes, stack_tensors
 from isthmus.engine.moe.moe_layer import GroupedExperts
 from isthmus.errors import UsageError
@@ -57,10 +50,10 @@ def _scaled_grouped_mm(rows: Quantized, outputs: Quantized, sizes: GroupSizes, d
 
 def emulated_grouped_mm(rows: Quantized, outputs: Quantized, sizes: GroupSizes, dtype: torch.dtype) -> Tensor:
     """Float32 matmuls of the same rounded numbers, one for each group."""
-    groups = zip(*(field.split(sizes.on_host) for field in rows), strict=True)
-    experts = zip(*(field.unbind() for field in outputs), strict=True)
+    groups = zip(*(tensor.split(sizes.on_host) for tensor in rows[:2]), strict=True)
+    experts = zip(*(tensor.unbind() for tensor in outputs[:2]), strict=True)
     products = [
-        emulated_scaled_mm(Quantized(*group), Quantized(*expert), dtype)
+        emulated_scaled_mm(Quantized(*group, rows.scaling), Quantized(*expert, outputs.scaling), dtype)
         for group, expert in zip(groups, experts, strict=True)
     ]
     return torch.cat(products)

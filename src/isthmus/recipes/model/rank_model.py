@@ -228,9 +228,11 @@ def _check_mtp_copies(model: RankModel, shared: dict[str, torch.Tensor]) -> None
 
 def fp8_recipe(config: RunConfig, platform: Platform) -> Fp8Recipe:
     from isthmus.engine.linear.fp8_linear import Fp8Recipe
+    from isthmus.engine.linear.fp8_quantization import named_scaling
 
     e4m3, e5m2 = platform.fp8_types()
-    return Fp8Recipe(config.train.fp8_scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
+    scaling = named_scaling(config.train.fp8_scaling, swizzled=platform.swizzled_mx_scales)
+    return Fp8Recipe(scaling, e4m3, e5m2 if config.train.fp8_format == "hybrid" else e4m3)
 
 
 def _overlap(config: RunConfig, platform: Platform) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import OpenedHfWeights, open_weights, with_score_head
 from isthmus.convert.merged_weights import MergedWeights
 from isthmus.convert.weight_source import PartOfWeights
+from isthmus.engine.linear.fp8_quantization import ScalingName, unsupported_scaling
 from isthmus.engine.linear.quantized_weight import bitsandbytes
 from isthmus.engine.lora.adapter import AdapterSet
 from isthmus.errors import IsthmusError, UsageError
@@ -348,11 +349,18 @@ def _check_recompute(config: RunConfig, plan: ModelPlan) -> None:
         )
 
 
-def check_precision(platform: Platform, precision: str, *, emulate_fp8: bool = False) -> None:
+def check_precision(
+    platform: Platform, precision: str, *, emulate_fp8: bool = False, fp8_scaling: ScalingName = "tensorwise"
+) -> None:
     if emulate_fp8 and platform.device_type != "cpu":
         raise UsageError(f"train.emulate_fp8=true is for CPUs, and this run is on {platform.name}. Leave it out.")
     supported, reason = platform.supports(precision)
     if supported or emulate_fp8:
+        missing = unsupported_scaling(fp8_scaling, platform) if precision == "fp8" else None
+        if missing is not None:
+            raise UsageError(
+                f"train.fp8_scaling={fp8_scaling} cannot be used here: {missing}. Use tensorwise or rowwise."
+            )
         return
     rehearsal = "; or try the run with a small model and emulated FP8: --rehearse" if precision == "fp8" else ""
     raise UsageError(f"train.precision={precision} cannot be used here: {reason}. Leave it out or use fp32{rehearsal}.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from isthmus.config.schema import RunConfig
-from isthmus.engine.linear.fp8_linear import ALIGNMENT
+from isthmus.engine.linear.fp8_quantization import named_scaling, width_multiple
 from isthmus.engine.linear.matmul_table import MatmulShape
 from isthmus.engine.linear.tuned_matmuls import check_made_for, made_for, read_tuned, tune_path
 from isthmus.engine.loss import cross_entropy_cpu, cross_entropy_gpu
@@ -64,11 +64,12 @@ def step_matmuls(
     """
     layout = first_layout(plan)
     counts, trained = Counter[tuple[str, int, int, bool]](), dict[tuple[str, int, int, bool], bool]()
+    multiple = width_multiple(named_scaling(config.train.fp8_scaling))
     for name, placement in hidden_matrices(plan.family, plan.architecture).items():
         if placement.rule.is_expert or _WITHIN_MIXER.search(name):
             continue
         rows, columns = local_shape(placement.rule, plan.architecture, layout)
-        fits_fp8 = rows % ALIGNMENT == columns % ALIGNMENT == 0
+        fits_fp8 = rows % multiple == columns % multiple == 0
         is_split = placement.rule.shard == "whole" and plan.parallel.sequence_parallel
         if precision != "fp8" or not fits_fp8 or placement.rule.shard == "whole":
             key = _LAYER.sub("", name).removesuffix(".weight"), rows, columns, is_split

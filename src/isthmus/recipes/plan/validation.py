@@ -127,7 +127,8 @@ def validate(
     reason = "train.precision, emulated (train.emulate_fp8)" if config.train.emulate_fp8 else "train.precision"
     precision, reason = (chosen, reason) if chosen is not None else platform.default_precision()
     with here():
-        check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
+        train = config.train
+        check_precision(platform, precision, emulate_fp8=train.emulate_fp8, fp8_scaling=train.fp8_scaling)
     check_teacher(config, plan, tokenizer, platform)
     with here():
         check_offload(config.optim, config.rollout, config.parallel, platform.device_type)

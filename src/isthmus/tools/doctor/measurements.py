@@ -91,11 +91,12 @@ def _plain_gemm(size: int, dtype: torch.dtype, device: torch.device) -> Callable
 
 
 def _fp8_gemm(size: int, platform: Platform, device: torch.device) -> Callable[[], object]:
-    from isthmus.engine.linear.fp8_linear import Quantized, scaled_mm
+    from isthmus.engine.linear.fp8_linear import scaled_mm
+    from isthmus.engine.linear.fp8_quantization import Quantized
 
     e4m3, _ = platform.fp8_types()
     scale = torch.ones((), device=device)
-    a, b = (Quantized(torch.randn(size, size, device=device).to(e4m3), scale, scale) for _ in range(2))
+    a, b = (Quantized(torch.randn(size, size, device=device).to(e4m3), scale, "tensorwise") for _ in range(2))
     return lambda: scaled_mm(a, b, torch.bfloat16, fast=True)
 
 

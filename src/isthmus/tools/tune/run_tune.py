@@ -64,7 +64,8 @@ def tune_run(config: RunConfig, out: Path | None, report: Report) -> tuple[TuneR
     _check_out(path)
     check_tuning(config, platform, for_tunable_op=for_tunable_op)
     precision = config.train.precision or platform.default_precision()[0]
-    check_precision(platform, precision, emulate_fp8=config.train.emulate_fp8)
+    train = config.train
+    check_precision(platform, precision, emulate_fp8=train.emulate_fp8, fp8_scaling=train.fp8_scaling)
     plan = plan_model(open_run_model(config), config, world_size=_world_size(config))
     tokens = token_counts(config)
     # The windows of pretraining and random tokens fill a sequence.

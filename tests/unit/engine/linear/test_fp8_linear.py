@@ -13,18 +13,14 @@ from isthmus.engine.compiled import set_compile
 from isthmus.engine.linear import fp8_linear as module
 from isthmus.engine.linear.fp8_linear import (
     Fp8Recipe,
-    Quantized,
-    Scaling,
     check_kernels,
     emulated_scaled_mm,
     fits,
     fp8_linear,
     fp8_step,
-    quantize,
-    quantize_both,
-    quantize_columns,
     scaled_mm,
 )
+from isthmus.engine.linear.fp8_quantization import Quantized, Scaling, quantize, quantize_both, quantize_columns
 from isthmus.errors import UsageError
 from isthmus.platforms.torch_features import SCALED_MM
 

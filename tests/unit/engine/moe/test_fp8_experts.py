@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.linear import fp8_linear
-from isthmus.engine.linear.fp8_linear import Quantized, fp8_step, quantize
+from isthmus.engine.linear.fp8_linear import fp8_step
+from isthmus.engine.linear.fp8_quantization import Quantized, quantize
 from isthmus.engine.moe import fp8_experts as module
 from isthmus.engine.moe.fp8_experts import check_grouped_kernel, fp8_grouped_matmul
 from isthmus.engine.moe.grouped_gemm import GroupSizes, grouped_linear

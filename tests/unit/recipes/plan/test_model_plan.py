@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.lora import LoraConfig
 from isthmus.config.schema.moe import MoeConfig
 from isthmus.config.schema.optim import OptimConfig
+from isthmus.engine.linear.fp8_blocks import Blocks
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Dropout
+from isthmus.platforms.cuda import CudaPlatform
 from isthmus.platforms.detect import detect
 from isthmus.recipes.model.rank_model import fp8_recipe
 from isthmus.recipes.plan.model_plan import (
@@ -215,11 +218,17 @@ def test_dpo_refuses_mtp_layers(tmp_path: Path) -> None:
         check_training(config.model_copy(update={"recipe": "dpo"}), plan)
 
 
-def test_unsupported_precision_is_refused() -> None:
+def test_unsupported_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_precision(detect("cpu"), "fp16")
     with pytest.raises(UsageError, match=r"precision=fp8 cannot be used here: CPUs have no fp8 .* Leave it out or use"):
         check_precision(detect("cpu"), "fp8")
     check_precision(detect("cpu"), "fp8", emulate_fp8=True)
+    check_precision(detect("cpu"), "fp8", emulate_fp8=True, fp8_scaling="blockwise")
+    monkeypatch.setattr(CudaPlatform, "properties", lambda self: SimpleNamespace(major=8, minor=9))
+    check_precision(CudaPlatform(reason=""), "fp8")
+    check_precision(CudaPlatform(reason=""), "bf16", fp8_scaling="blockwise")
+    with pytest.raises(UsageError, match=r"fp8_scaling=blockwise cannot be used here: .*\. Use tensorwise or rowwise"):
+        check_precision(CudaPlatform(reason=""), "fp8", fp8_scaling="blockwise")
 
 
 def test_fsdp_has_no_loss_scale(tmp_path: Path) -> None:
@@ -237,6 +246,13 @@ def test_fp8_recipe_follows_the_config(tmp_path: Path) -> None:
     assert (hybrid.scaling, hybrid.forward, hybrid.backward) == ("tensorwise", torch.float8_e4m3fn, torch.float8_e5m2)
     plain = fp8_recipe(config_of(model, 24, precision="fp8", fp8_scaling="rowwise", fp8_format="e4m3"), platform)
     assert (plain.scaling, plain.forward, plain.backward) == ("rowwise", torch.float8_e4m3fn, torch.float8_e4m3fn)
+    blockwise, mx = (
+        fp8_recipe(config_of(model, 24, precision="fp8", fp8_scaling=name), platform) for name in ("blockwise", "mxfp8")
+    )
+    assert (blockwise.scaling, blockwise.weight_scaling) == (Blocks(1, 128), Blocks(128, 128))
+    assert mx.scaling == mx.weight_scaling == Blocks(1, 32, is_mx=True)
+    nvidia = fp8_recipe(config_of(model, 24, precision="fp8", fp8_scaling="mxfp8"), CudaPlatform(reason=""))
+    assert nvidia.scaling == Blocks(1, 32, is_mx=True, swizzled=True)
 
 
 @pytest.mark.slow_cases("qwen2_moe-lora1-message1")

@@ -55,7 +55,8 @@ def check_gemms(machine: Machine) -> Iterator[Finding]:
     """FP8 matmuls and GEMMs of experts; on a CPU there is no choice."""
     import torch
 
-    from isthmus.engine.linear.fp8_linear import Fp8Recipe, Scaling, check_kernels
+    from isthmus.engine.linear.fp8_linear import Fp8Recipe, check_kernels
+    from isthmus.engine.linear.fp8_quantization import ScalingName, named_scaling, unsupported_scaling
     from isthmus.engine.moe.gemm_choice import time_gemms
     from isthmus.engine.moe.grouped_gemm import unsupported_reason
 
@@ -65,13 +66,19 @@ def check_gemms(machine: Machine) -> Iterator[Finding]:
         return
     device = torch.device("cuda", platform.device_index())
     supported, reason = platform.supports("fp8")
-    scalings: tuple[Scaling, ...] = ("tensorwise", "rowwise")
+    scalings: tuple[ScalingName, ...] = ("tensorwise", "rowwise", "blockwise", "mxfp8")
     for scaling in scalings:
         if not supported:
             yield ok("kernels", f"no FP8 matmuls, {reason}", f"isthmus.platforms.{platform.name}")
             break
+        if (missing := unsupported_scaling(scaling, platform)) is not None:
+            yield ok(
+                "kernels", f"no FP8 matmuls with {scaling} scales, {missing}", f"isthmus.platforms.{platform.name}"
+            )
+            continue
+        swizzled = platform.swizzled_mx_scales
         try:
-            check_kernels(Fp8Recipe(scaling, *platform.fp8_types()), device)
+            check_kernels(Fp8Recipe(named_scaling(scaling, swizzled=swizzled), *platform.fp8_types()), device)
         except UsageError as failure:
             yield warning("kernels", str(failure), "Use another train.fp8_scaling, or bf16.", "check_kernels")
         else:
