@@ -93,6 +93,10 @@ def test_settings_without_an_argument_are_named(tmp_path: Path, capsys: pytest.C
     assert parse_and_run(["config", "to-megatron", str(file), "train.steps=9", "data.valid_fraction=0"]) == 0
     assert "--eval-iters 0\n" in capsys.readouterr().out
     assert names >= {"checkpoint.keep=5", "train.fp8_scaling=rowwise", "a.txt", "tokenizer.path"}
+    words = ["train.steps=9", "train.precision=fp8", "train.fp8_scaling=mxfp8"]
+    assert parse_and_run(["config", "to-megatron", str(file), *words]) == 0
+    out, err = capsys.readouterr()
+    assert "--fp8-recipe mxfp8\n" in out and "fp8_scaling" not in err
     for words, message in (
         (["train.epochs=2"], "Megatron-LM counts steps. Give train.steps=N"),
         (["train.steps=9", "recipe=kto"], "recipe kto: Megatron-LM's arguments have no such training"),

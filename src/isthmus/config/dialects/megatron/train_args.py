@@ -85,6 +85,10 @@ def _put_steps(args: Arguments, translation: Translation, batch: int | None) -> 
     return steps
 
 
+_BLOCK_RECIPES = ("blockwise", "mxfp8")
+"""Values of ``--fp8-recipe`` that are also values of ``train.fp8_scaling``."""
+
+
 def _put_precision(args: Arguments, translation: Translation) -> None:
     halves = [name for name in ("fp16", "bf16") if args.get(name)]
     if len(halves) > 1:
@@ -97,7 +101,13 @@ def _put_precision(args: Arguments, translation: Translation) -> None:
         if args.get("fp8") not in ("hybrid", "e4m3"):
             args.errors.append(f"{args.source('fp8')}  must be hybrid or e4m3")
         args.put(translation, "train.fp8_format")
-        if args.get("fp8_recipe") != "tensorwise":
+        recipe = args.get("fp8_recipe")
+        if recipe in _BLOCK_RECIPES:
+            translation.put("train.fp8_scaling", recipe, source)
+        if recipe == "blockwise":
+            why = "The scales of blocks are float32; Transformer Engine rounds them to powers of two by default."
+            translation.remark(args.source("fp8_recipe"), "different", why)
+        elif recipe not in ("tensorwise", *_BLOCK_RECIPES):
             option = args.source("fp8_recipe") if args.has("fp8_recipe") else "--fp8-recipe delayed (the default)"
             why = "FP8 uses current scaling, one scale per tensor (train.fp8_scaling=tensorwise) or per row (rowwise)."
             translation.remark(option, "different", why)
@@ -269,7 +279,11 @@ def _write_precision(written: WrittenArguments) -> None:
         written.set("bf16", precision != "fp32", "train.precision")
     if precision == "fp8":
         written.put("train.fp8_format")
-        written.set("fp8_recipe", "tensorwise")
+        scaling = written.config.train.fp8_scaling
+        if scaling in _BLOCK_RECIPES:
+            written.set("fp8_recipe", scaling, "train.fp8_scaling")
+        else:
+            written.set("fp8_recipe", "tensorwise")
 
 
 def _write_recompute(written: WrittenArguments) -> None:

@@ -129,7 +129,7 @@ def _put_precision(t: Translation, v: Variables) -> None:
         v.refuse("TE_FP4", "Isthmus does not support FP4. Use TE_FP8=1, or leave it out for bf16")
     t.put("train.precision", "fp8" if fp8 else "bf16", v.origin("TE_FP8", 0))
     if fp8 and recipe == "mxfp8":
-        v.refuse("TE_FP8_RECIPE", "Isthmus does not support MXFP8. Use TE_FP8_RECIPE=tensorwise")
+        t.put("train.fp8_scaling", "mxfp8", v.origin("TE_FP8_RECIPE"))
     if fp8 and recipe == "delayed":
         t.remark(
             v.origin("TE_FP8_RECIPE") if v.has("TE_FP8_RECIPE") else v.origin("TE_FP8"),

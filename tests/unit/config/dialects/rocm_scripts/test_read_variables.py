@@ -171,7 +171,7 @@ def test_a_batch_size_that_does_not_divide_names_sizes_that_do() -> None:
         ("llama3", "", ("MBS",), "MBS: expected NAME=VALUE"),
         ("llama3", "OPTIMIZER=sgd", (), "the optimizer is AdamW"),
         ("llama3", "TE_FP4=1", (), "not support FP4"),
-        ("llama3", "TE_FP8=1 TE_FP8_RECIPE=mxfp8", (), "Use TE_FP8_RECIPE=tensorwise"),
+        ("llama3", "TE_FP8=1 TE_FP8_RECIPE=rowwise", (), "must be delayed or tensorwise or mxfp8"),
         ("llama3", "TOKENIZER_TYPE=Llama2Tokenizer", (), "must be HuggingFaceTokenizer"),
         ("deepseek_v2", "AC=some", (), "must be none or sel or full"),
         ("llama3", "MBS=0 BS=x", (), "2 errors"),
@@ -193,6 +193,12 @@ def test_arguments_override_the_environment_and_can_be_settings_or_library_varia
     assert settings["data.files"] == ["a.txt"] and run.exports == {"NCCL_IB_HCA": "a,b"}
     values, _ = read_mapping(as_yaml(run.translation, ""))
     assert values["model"]["config"] == {"num_hidden_layers": 2} and values["data"]["mock"] is False
+
+
+def test_mxfp8_is_translated() -> None:
+    settings = read("llama3", "TE_FP8=1 TE_FP8_RECIPE=mxfp8").translation.settings
+    assert (settings["train.precision"], settings["train.fp8_scaling"]) == ("fp8", "mxfp8")
+    assert "train.fp8_scaling" not in read("llama3", "TE_FP8=1 TE_FP8_RECIPE=tensorwise").translation.settings
 
 
 def test_data_checkpoints_and_logs() -> None:
