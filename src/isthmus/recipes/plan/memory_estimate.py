@@ -269,6 +269,8 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
             weights -= math.floor((element - ELEMENT_BYTES[config.lora.quantize]) * frozen.total())
         saved_weights = element * (trained if plan.adapters else counted).total()
         saved_state = sharded(12 * (ordinary + float32), 12 * expert) - 4 * muon.total() // replicas
+        # In both layouts; with a scale of one byte for 32 elements in MXFP8.
+        fp8_element = 2 + 2 / 32 if config.train.fp8_scaling == "mxfp8" else 2
         several = precision == "fp8" and micro_batches(plan, config) > 1
         expert_weights = counted["expert"] if config.train.fp8_experts else 0
         estimates.append(
@@ -282,7 +284,7 @@ def _sharded_state(plan: ModelPlan, config: RunConfig, precision: str, counts: P
                 saved_weights=saved_weights,
                 saved_state=saved_state,
                 offloaded=sharded(8 * (ordinary + float32), 8 * expert) if config.optim.offload else 0,
-                quantized=2 * (counted["linear"] + expert_weights) if several else 0,
+                quantized=math.ceil(fp8_element * counted["linear"] + 2 * expert_weights) if several else 0,
             )
         )
     return estimates

@@ -11,6 +11,7 @@ from typing import Any
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.config.schema.model import ModelConfig
 from isthmus.convert.hf.hf_weights import open_weights
+from isthmus.engine.linear.fp8_quantization import ALIGNMENT, named_scaling, width_multiple
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.block import RehearsalSizes
@@ -21,7 +22,7 @@ from isthmus.recipes.plan.model_plan import teacher_config
 from isthmus.recipes.registry import recipe_of
 
 STEPS = 5
-_MOCK_VOCABULARY, _HEAD = 512, 16
+_MOCK_VOCABULARY = 512
 _LENGTH = {True: 128, False: 512}
 """Tokens of a sequence, by whether the data is mock data."""
 
@@ -63,7 +64,9 @@ def _small_model(model: ModelConfig, config: RunConfig) -> tuple[Mapping[str, An
     source = open_source(model.model_copy(update={"init": "random"}))
     family = family_for(source.config)
     vocab_size = _MOCK_VOCABULARY if config.data.mock else None
-    small = small_architecture(open_weights(source, family).arch, config.parallel, vocab_size=vocab_size)
+    multiple = width_multiple(named_scaling(config.train.fp8_scaling))
+    arch = open_weights(source, family).arch
+    small = small_architecture(arch, config.parallel, vocab_size=vocab_size, multiple=multiple)
     return source.config, _changed_keys(family, small, source.config)
 
 
@@ -84,10 +87,12 @@ def _changed_keys(family: Family, small: Architecture, config: Mapping[str, Any]
     return keys
 
 
-def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_size: int | None) -> Architecture:
+def small_architecture(
+    arch: Architecture, parallel: ParallelConfig, *, vocab_size: int | None, multiple: int = ALIGNMENT
+) -> Architecture:
     """A model with the same kinds of layers, small enough for a CPU, that ``parallel`` divides.
 
-    ``vocab_size`` None keeps the vocabulary.
+    ``vocab_size`` None keeps the vocabulary; heads and MLPs are ``multiple`` wide on a rank, or a multiple of it.
     """
     arch = _first_layers(arch, parallel.pp * parallel.vpp)
     ratio = arch.attention.num_attention_heads // arch.attention.num_query_groups
@@ -95,8 +100,8 @@ def small_architecture(arch: Architecture, parallel: ParallelConfig, *, vocab_si
     sizes = RehearsalSizes(
         heads=next(groups * n for n in range(min(ratio, 2), ratio + 1) if groups * n % parallel.tp == 0 or n == ratio),
         groups=groups,
-        head_dim=_head_width(arch),
-        ffn_hidden_size=32 * math.lcm(4, parallel.tp, parallel.expert_tp),
+        head_dim=_head_width(arch, multiple),
+        ffn_hidden_size=max(32, multiple) * math.lcm(4, parallel.tp, parallel.expert_tp),
         tp=parallel.tp,
         ep=parallel.ep,
         etp=parallel.expert_tp,
@@ -141,10 +146,10 @@ def _first_layers(arch: Architecture, stages: int) -> Architecture:
     return arch.first_layers(next(iter(numbers), arch.num_layers))
 
 
-def _head_width(arch: Architecture) -> int:
-    """The smallest multiple of ``_HEAD`` of which each kind of attention rotates an even number of channels."""
+def _head_width(arch: Architecture, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` of which each kind of attention rotates an even number of channels."""
     shares = [kind.rotary.rotary_percent for kind in arch.attention_kinds if kind.rotary is not None]
-    widths = range(_HEAD, arch.attention.kv_channels, _HEAD)
+    widths = range(multiple, arch.attention.kv_channels, multiple)
     fitting = (width for width in widths if all(int(width * share) % 2 == 0 for share in shares))
     return next(fitting, arch.attention.kv_channels)
 

@@ -143,6 +143,9 @@ def test_a_step_of_several_micro_batches_keeps_fp8_copies_of_linear_weights() ->
     linear = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096  # without embedding, projection and norms
     assert result.quantized == 2 * linear == result.total - bf16.total and "fp8 weights 13.0" in str(result)
     assert estimate_memory(plan_of(LLAMA_8B, item), item, "fp8").quantized == 0
+    for scaling, element in (("blockwise", 2.0), ("mxfp8", 2.0625)):  # with a scale of one byte for 32 elements
+        scaled = several.model_copy(update={"train": several.train.model_copy(update={"fp8_scaling": scaling})})
+        assert estimate_memory(plan_of(LLAMA_8B, scaled), scaled, "fp8").quantized == element * linear
     # Experts and the low-rank projections of latent attention stay in bfloat16.
     attention, mlps = 2048 * 3072 + 512 * 4096 + 2048 * 2048, 3 * 2048 * (10944 + 26 * 2816)
     result = estimate_memory(plan_of(DEEPSEEK_LITE, several), several, "fp8")
