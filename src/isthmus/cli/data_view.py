@@ -35,7 +35,7 @@ from isthmus.errors import UsageError, escaped
 if TYPE_CHECKING:
     from isthmus.recipes.data.shown_samples import ShownSample
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Show samples of data files as a run reads them.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -78,7 +78,7 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="isthmus",
     help="Train Hugging Face models on Megatron-Core and export Hugging Face models.",
     cls=VerbGroup,

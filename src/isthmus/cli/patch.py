@@ -12,7 +12,7 @@ from isthmus.cli.options import Debug, Json, verb
 from isthmus.cli.terminal import show
 from isthmus.errors import CheckFailed, UsageError
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Fix the async saver of Megatron-LM, for newer torch.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

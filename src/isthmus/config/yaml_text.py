@@ -35,7 +35,9 @@ class Syntax(Exception):
 
     def __init__(self, reason: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.line, self.column = reason, line, column
+        self.reason = reason
+        self.line = line
+        self.column = column
 
 
 def _reader() -> YAML:

@@ -22,7 +22,7 @@ class CheckpointSource:
             for piece in tensor_slices(placement.rule, model.arch, unsharded(model.arch), placement.expert):
                 self._parts.setdefault(placement.hf[piece.part], []).append((placement, piece))
         shapes = model.family.hf_shapes(model.arch)
-        self.tensors = {
+        self.tensors: dict[str, TensorSpec] = {
             name: TensorSpec(model.weights.dtype(parts[0][0].canonical), shapes[name])
             for name, parts in self._parts.items()
         }

@@ -73,7 +73,7 @@ class MergedWeights:
         self.tensors: dict[str, TensorSpec | TensorInfo] = dict(source.tensors)
         names = {rule.canonical: rule.parts[0].name for rule in family.rules if not rule.alias}
         self._embedding, self._head = names["embedding.word_embeddings.weight"], names.get("output_layer.weight")
-        self.arch = arch
+        self.arch: Architecture = arch
         self.notes: tuple[str, ...] = ()
         """Decisions for the user."""
         changed = {self._embedding, self._head} & (self._parts.keys() | self._replaced.keys())

@@ -97,7 +97,9 @@ class RandomWeights:
         self._init: dict[str, Init] = {}
         for placement in family.placements(arch).values():
             self._init |= dict.fromkeys(placement.hf, placement.rule.init)
-        self.tensors = {name: TensorSpec(dtype, shape) for name, shape in family.hf_shapes(arch).items()}
+        self.tensors: dict[str, TensorSpec] = {
+            name: TensorSpec(dtype, shape) for name, shape in family.hf_shapes(arch).items()
+        }
         self._last: tuple[str, Tensor] | None = None
 
     def __str__(self) -> str:

@@ -234,9 +234,9 @@ class Stepper(Evaluator):
         super().__init__(model, objective, teacher)
         self.optimizer = optimizer
         self.schedule = schedule
-        self.skipped = 0
+        self.skipped: int = 0
         """Steps without an update because a float16 gradient overflowed. Checkpoints save the count."""
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: int = 0
         self.before_update: Callable[[StepResult], None] | None = None
         """Called with the result of a step, the same on every rank, before the weights change."""
         config = model[0].config  # shared by all stages

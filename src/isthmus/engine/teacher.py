@@ -27,7 +27,7 @@ class Teacher:
 
     def __init__(self, stages: Sequence[Any], settings: DistillConfig) -> None:
         """``stages`` are this rank's, with the padded vocabulary of the student."""
-        self.stages = [stage.eval() for stage in stages]
+        self.stages: list[Any] = [stage.eval() for stage in stages]
         self.settings = settings
 
     def with_targets(self, batches: Sequence[PackedBatch]) -> Iterable[PackedBatch]:

@@ -29,7 +29,7 @@ _LATENT_NORMS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 """Latent attention has these in place of a fused norm before its first projection."""
-MAMBA2_SECTIONS = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
+MAMBA2_SECTIONS: dict[str, tuple[str, ...]] = {"in_proj": ("z", "x", "B", "C", "dt"), "conv1d": ("x", "B", "C")}
 """Rows of Mamba-2 layers that are tensors of their own in a checkpoint, such as ``mixer.in_proj.weight.z``."""
 _MIXER_ROWS = re.compile(r"decoder\.layers\.(\d+)\.mixer\.(in_proj|conv1d)\.(?:weight|bias)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -135,7 +135,9 @@ class ListedFile:
         mapped: memoryview | None = None,
     ) -> None:
         """``list_name`` and ``hint`` are for messages; ``mapped`` is the content, to be used in place of reading."""
-        self.path, self.checksums, self._mapped = path, checksums, mapped
+        self.path = path
+        self.checksums = checksums
+        self._mapped = mapped
         self._list_name, self._hint = list_name, hint or HINT
         self._unchecked = bytearray(b"\1" * -(-checksums.size // checksums.block_bytes))
 

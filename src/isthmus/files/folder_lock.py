@@ -31,7 +31,9 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 class FolderLock:
     def __init__(self, path: Path, output: Path, *, shared: bool = False) -> None:
         """``path`` is the file; ``output`` what it locks, for the message. Holders of ``shared`` locks share it."""
-        self.path, self._output, self._shared = path, output, shared
+        self.path = path
+        self._output = output
+        self._shared = shared
         self._file: int | None = None
 
     def acquire(self) -> None:

@@ -20,7 +20,7 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         """Raises UsageError if the kind of URL is unknown, or its package is missing."""
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         # Listings are those of the moment: other processes write and remove objects.
         self._fs, self._root = file_system(self.url, use_listings_cache=False)
 

@@ -52,7 +52,7 @@ class ChatSession:
             )
         self.tokenizer: Tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
         self.tokenizer.use_chat_template(template)
-        self.has_template = self.tokenizer.has_own_template
+        self.has_template: bool = self.tokenizer.has_own_template
         self._render = ChatRenderer(self.tokenizer) if self.has_template else None
         _, network = model_classes(folder, trust_remote_code=trust_remote_code)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -70,7 +70,7 @@ class ChatSession:
         self._opening: list[Message] = []
         self.messages: list[Message] = []
         self.use_system(system)
-        self.stop_requested = False
+        self.stop_requested: bool = False
         """Set it to end the answer that is being computed after its next token."""
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)

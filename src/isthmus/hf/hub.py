@@ -18,7 +18,7 @@ from isthmus.hf.model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, SMALL_FILES
 from isthmus.hf.tensors.safetensors_format import INDEX_FILE, SINGLE_FILE
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
-ENDPOINT = constants.ENDPOINT
+ENDPOINT: str = constants.ENDPOINT
 _OWNED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _UNOWNED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 """Repositories without an owner in their name."""

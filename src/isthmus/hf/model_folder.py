@@ -44,9 +44,9 @@ class ModelFolder:
     def __init__(self, path: Path, config: dict[str, Any], *, without_weights: bool = False) -> None:
         self.path = path
         self._without_weights = without_weights
-        self.config = {key: value for key, value in config.items() if key != _QUANTIZATION}
+        self.config: dict[str, Any] = {key: value for key, value in config.items() if key != _QUANTIZATION}
         """``config.json`` without ``quantization_config``."""
-        self.quantization = config.get(_QUANTIZATION)
+        self.quantization: dict[str, Any] | None = config.get(_QUANTIZATION)
         """None if the weights are not quantized."""
         if isinstance(text := config.get(_TEXT), dict) and _QUANTIZATION in text:  # of a multimodal model
             self.config[_TEXT] = {key: value for key, value in text.items() if key != _QUANTIZATION}

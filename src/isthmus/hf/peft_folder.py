@@ -132,7 +132,7 @@ class PeftFolder:
         check_links(path)
         verifier = ChecksumVerifier()
         verifier.check(path / ADAPTER_FILE)
-        self.config = _read_config(path / ADAPTER_FILE)
+        self.config: AdapterConfig = _read_config(path / ADAPTER_FILE)
         if not (path / ADAPTER_WEIGHTS).is_file():
             raise MissingInput(f"{path} has no {ADAPTER_WEIGHTS}. Save the adapter with PEFT's save_pretrained.")
         header = read_header(path / ADAPTER_WEIGHTS, verifier)

@@ -21,9 +21,9 @@ class StagedFolder:
     """
 
     def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False) -> None:
-        self.destination = Path(destination).absolute()
+        self.destination: Path = Path(destination).absolute()
         self.replace = replace
-        self.path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
+        self.path: Path = self.destination.with_name(f"{TEMPORARY}{self.destination.name}")
         self._lock = FolderLock(self.path.with_name(f"{self.path.name}{LOCK}"), self.destination)
         self._is_created = False
         self.parts: list[Parts] = []

@@ -53,7 +53,7 @@ class TransformersModel:
         config_class, self._class = model_classes(folder, trust_remote_code=trust_remote_code)
         settings = config_class.from_dict(dict(folder.config))
         with no_progress_bars(warnings=False):  # missing and mismatched keys are checked here
-            self.module = self._class._from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
+            self.module: Any = self._class._from_config(settings, **_EXACT) if by_layer else self._loaded(settings)
         self.module.eval()
         self._prefix = self._layers_name(settings.get_text_config().num_hidden_layers)
         self.layers: Sequence[nn.Module] = list(self.module.get_submodule(self._prefix))

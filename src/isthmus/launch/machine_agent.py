@@ -86,9 +86,9 @@ class MachineAgent:
         """``store`` is used by the thread only; a machine is lost after ``lost_s``, or ``grace_s`` after an alarm."""
         self._store, self._folder = store, folder
         self._period_s, self._grace_s, self._lost_s = period_s, grace_s, lost_s
-        self.limit_s = lost_s
+        self.limit_s: float = lost_s
         """Time without heartbeat after which a rank is lost."""
-        self.answers = 0
+        self.answers: int = 0
         """Counts the passes of the thread, which hangs while the store does not answer."""
         self.machine: MachineMembers | None = None
         """Set when the run starts."""

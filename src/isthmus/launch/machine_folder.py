@@ -95,8 +95,10 @@ class MachineFolder:
         Raises:
             UsageError: another process has the same rank.
         """
-        self.path, self.agent, self._is_shared = path, agent, is_shared
-        self.rank = rank_env.rank() if rank is None else rank
+        self.path = path
+        self.agent = agent
+        self._is_shared = is_shared
+        self.rank: int = rank_env.rank() if rank is None else rank
         self._count = 0
         self._lock: int | None = os.open(path / f"lock-{self.rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         _locks.add(self._lock)

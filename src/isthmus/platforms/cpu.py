@@ -22,10 +22,10 @@ _STATUS = Path("/proc/self/status")
 
 
 class CpuPlatform(Platform):
-    name = "cpu"
-    device_type = "cpu"
-    collective_backend = "gloo"
-    no_gemm_tuning = "it tunes GEMMs of AMD GPUs; isthmus tune measures matmuls of a CPU"
+    name: ClassVar[Literal["cpu", "cuda", "rocm"]] = "cpu"
+    device_type: ClassVar[Literal["cpu", "cuda"]] = "cpu"
+    collective_backend: ClassVar[Literal["gloo", "nccl"]] = "gloo"
+    no_gemm_tuning: ClassVar[str | None] = "it tunes GEMMs of AMD GPUs; isthmus tune measures matmuls of a CPU"
     # The number of threads depends on the ranks and is set elsewhere.
     env_defaults: ClassVar[EnvDefaults] = {
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": (

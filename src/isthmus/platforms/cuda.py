@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from isthmus.platforms.base import EnvDefaults, RunShape
 from isthmus.platforms.deterministic import CUDA_DEFAULTS
@@ -16,14 +16,14 @@ _LAST = {"blockwise": (9, 0)}
 
 
 class CudaPlatform(GpuPlatform):
-    name = "cuda"
-    no_gemm_tuning = (
+    name: ClassVar[Literal["cpu", "cuda", "rocm"]] = "cuda"
+    no_gemm_tuning: ClassVar[str | None] = (
         "with CUDA, PyTorch's TunableOp has no kernels beside the one that cuBLAS selects; isthmus tune compares it "
         "with cuBLASLt"
     )
     env_defaults: ClassVar[EnvDefaults] = LAZY_GLOO
-    driver_files = ("/dev/nvidia-uvm",)
-    swizzled_mx_scales = True
+    driver_files: ClassVar[tuple[str, ...]] = ("/dev/nvidia-uvm",)
+    swizzled_mx_scales: ClassVar[bool] = True
 
     def arch(self) -> str:
         properties = self.properties()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,8 +27,8 @@ LAZY_GLOO: EnvDefaults = {
 class GpuPlatform(Platform):
     """One GPU per rank, selected by local rank."""
 
-    device_type = "cuda"
-    collective_backend = "nccl"
+    device_type: ClassVar[Literal["cpu", "cuda"]] = "cuda"
+    collective_backend: ClassVar[Literal["gloo", "nccl"]] = "nccl"
 
     def peak_tflops(self, precision: str) -> float | None:
         """Peak without sparsity; fp32 without TF32, the default of torch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -17,8 +17,8 @@ _MATRIX_CORES = {"bf16": _16_BIT, "fp16": _16_BIT, "fp8": ("gfx942", "gfx950", "
 
 
 class RocmPlatform(GpuPlatform):
-    name = "rocm"
-    no_gemm_tuning = None
+    name: ClassVar[Literal["cpu", "cuda", "rocm"]] = "rocm"
+    no_gemm_tuning: ClassVar[str | None] = None
     env_defaults: ClassVar[EnvDefaults] = {
         **LAZY_GLOO,
         "HSA_NO_SCRATCH_RECLAIM": (
@@ -32,7 +32,7 @@ class RocmPlatform(GpuPlatform):
         "HSA_ENABLE_SDMA": ("1", "copies use the copy engines and leave the compute units free"),
         "TORCH_NCCL_HIGH_PRIORITY": ("1", "communication kernels are not queued behind matmuls"),
     }
-    driver_files = ("/dev/kfd",)
+    driver_files: ClassVar[tuple[str, ...]] = ("/dev/kfd",)
 
     def arch(self) -> str:
         return str(self.properties().gcnArchName).partition(":")[0]

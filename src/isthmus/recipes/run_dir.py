@@ -46,15 +46,16 @@ class RunDir:
 
     def __init__(self, root: Path, store: str | None = None) -> None:
         """``store``: the setting ``checkpoint.store``."""
-        self.root, self._store_url = root, store
-        self.config = root / "config.yaml"
+        self.root = root
+        self._store_url = store
+        self.config: Path = root / "config.yaml"
         """All settings; a folder with this file is a run folder."""
-        self.checkpoints = root / "checkpoints"
-        self.data = root / "data"
+        self.checkpoints: Path = root / "checkpoints"
+        self.data: Path = root / "data"
         """The tokenized data."""
-        self.reference = root / "reference.npz"
+        self.reference: Path = root / "reference.npz"
         """dpo: log-probabilities of the answers under the reference model."""
-        self.copies_id = root / "memory_copies.id"
+        self.copies_id: Path = root / "memory_copies.id"
         """Identifies the copies of the state in the memory of machines."""
 
     @property

@@ -19,7 +19,8 @@ class Abandoned(Exception):
 
     def __init__(self, done: int, part: str = "") -> None:
         super().__init__(done, part)
-        self.done, self.part = done, part
+        self.done = done
+        self.part = part
 
 
 def preempted(done: int, steps: int, part: str) -> Preempted:

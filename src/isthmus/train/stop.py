@@ -37,7 +37,7 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.interrupted: bool = False
         """Whether a second Ctrl-C raised KeyboardInterrupt, which a library may have replaced by its own error."""
         self._requested_s: float | None = None
         self._previous: dict[signal.Signals, Any] = {}

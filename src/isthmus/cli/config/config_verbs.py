@@ -17,7 +17,7 @@ from isthmus.errors import OutputExists, UsageError
 if TYPE_CHECKING:
     from isthmus.config.dialects.trainers.translate_trainer import Program
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Show configs and presets; translate other programs' settings.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

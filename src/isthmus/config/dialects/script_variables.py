@@ -29,8 +29,8 @@ class Variables:
 
         ``exported``: names of variables for libraries, or prefixes that end in ``_``.
         """
-        self.known = frozenset(known)
-        self.values = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
+        self.known: frozenset[str] = frozenset(known)
+        self.values: dict[str, str] = {name: environment[name] for name in sorted(self.known) if environment.get(name)}
         self.settings: dict[str, str] = {}
         """Settings by dotted name, in YAML."""
         self.exports: dict[str, str] = {}

@@ -67,7 +67,7 @@ class HfWriter(Destination):
         plan = export_plan(family, arch, by_name, towers=towers)
         plan.create(folder)
         self.writer = SafetensorsWriter(plan, folder)
-        self.total_bytes = plan.total_bytes - sum(plan.tensors[name].nbytes for name in towers or ())
+        self.total_bytes: int = plan.total_bytes - sum(plan.tensors[name].nbytes for name in towers or ())
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         placed, local = self._placements[canonical], (slice(0, rows.stop - rows.start),)

@@ -152,7 +152,7 @@ class BinWeights:
             if absent := [name for name, where in weight_map.items() if where == file and name not in infos]:
                 raise DataError(f"{folder / _BIN_INDEX} places {absent[0]} in {file}, which does not have it.")
             self._infos |= infos
-        self.tensors = {
+        self.tensors: dict[str, TensorSpec] = {
             name: TensorSpec(info.span.dtype if isinstance(info, StridedTensor) else info.dtype, info.shape)
             for name, info in self._infos.items()
         }

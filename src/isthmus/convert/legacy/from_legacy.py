@@ -52,15 +52,15 @@ class LegacyFolder:
         opened = {name: _open(file) for name, file in files.items() if file is not None}
         some = next(iter(opened.values()))
         chunks = [state for key, state in some.items() if str(key).startswith("model")]
-        self.pre_core_names = frozenset(
+        self.pre_core_names: frozenset[str] = frozenset(
             name for state in chunks if is_pre_core(state) for name, _ in flat_tensors(state)
         )
         """Names in the first file; empty if Megatron-Core wrote it."""
-        self.version = float(some.get("checkpoint_version", 0)) if self.pre_core_names else 3.0
-        self.args = args_in(some)
+        self.version: float = float(some.get("checkpoint_version", 0)) if self.pre_core_names else 3.0
+        self.args: dict[str, Any] | None = args_in(some)
         if self.args is None and not (self.pre_core_names and len(opened) == 1):
             raise DataError(f"{path} has no args, so its parallel sizes are unknown. Fetch the whole checkpoint.")
-        self.layout = self._read_layout(len(chunks))
+        self.layout: LegacyLayout = self._read_layout(len(chunks))
         expected_files = {self.layout.folder(file): file for file in self.layout.files()}
         if missing := [name for name in expected_files if name not in opened]:
             raise DataError(f"{path}: {first_few(missing)} of {len(expected_files)} ranks missing. Fetch them.")

@@ -24,7 +24,11 @@ ROPE_SCALING = RopeScaling(kind="llama3", factor=8.0)
 YARN = (4096, 32.0, 1.0)
 """Original context of YaRN, ``beta_fast`` and ``beta_slow``; there are no flags for them."""
 _NO_DROPOUT = Dropout()
-CLAMPED_SWIGLU = {"quick_geglu": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+CLAMPED_SWIGLU: dict[str, bool | float] = {
+    "quick_geglu": True,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+}
 _NOT_RESTORED = (
     *("layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "window_size", "window_attn_skip_freq"),
     *("no_rope_freq", "use_rope_scaling", "softmax_type", "bias_gelu_fusion", "quick_geglu"),

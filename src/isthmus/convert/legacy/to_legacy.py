@@ -39,7 +39,7 @@ class LegacyWriter(Destination):
         spelling: LiveSpelling,
     ) -> None:
         """``common`` is the content of each file that is not a tensor."""
-        self.writer = TensorWriter(folder)
+        self.writer: TensorWriter = TensorWriter(folder)
         self._arch, self._dtypes, self._common = arch, dtypes, common
         self._layout, self._spelling = layout, spelling
         self._parts: dict[str, list[tuple[TensorInfo, list[tuple[Index, Index]]]]] = {
@@ -52,7 +52,7 @@ class LegacyWriter(Destination):
                 stages[stage].append((placed, chunk, local))
         for file in layout.files():
             self._create_file(folder, file, stages[file.pp])
-        self.total_bytes = sum(
+        self.total_bytes: int = sum(
             math.prod(stop - start for start, stop in bounds_of(info.shape, local)) * info.dtype.itemsize
             for parts in self._parts.values()
             for info, slices in parts

@@ -27,7 +27,7 @@ from isthmus.families.family import Family
 from isthmus.hf.tensors.parallel_writer import TensorWriter, reserve
 from isthmus.hf.tensors.safetensors_format import TensorInfo
 
-FORMAT = {
+FORMAT: dict[str, str | int] = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -67,7 +67,7 @@ class TorchDistWriter(Destination):
                 self._add_object(key, empty)
             if saves_common_state_object():
                 self._add_object(COMMON_OBJECT, _object(dict(common)))
-        self.total_bytes = sum(info.nbytes for infos in self._infos.values() for info, _ in infos)
+        self.total_bytes: int = sum(info.nbytes for infos in self._infos.values() for info, _ in infos)
         with disk_errors(folder, self.total_bytes):
             for number, size in enumerate(self._sizes):
                 with (folder / _file_name(number)).open("xb") as opened:
@@ -78,7 +78,7 @@ class TorchDistWriter(Destination):
             dcp.save_metadata(self._metadata, folder / dcp.METADATA_FILE)
             (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
             torch.save(dict(common), folder / COMMON_FILE)
-        self.writer = TensorWriter(folder)
+        self.writer: TensorWriter = TensorWriter(folder)
 
     def put(self, canonical: str, rows: slice, chunk: Tensor) -> int:
         done = 0

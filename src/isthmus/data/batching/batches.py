@@ -104,9 +104,11 @@ class Batches:
         ``shares`` are the sets of the store, mixed by weight; without any, the store is one set. Raises UsageError for
         sizes that do not fit the ranks, and DataError for an empty set or too long samples.
         """
-        self.store, self.settings, self.shard = store, settings, shard or BatchShard()
+        self.store = store
+        self.settings = settings
+        self.shard: BatchShard = shard or BatchShard()
         _check_sizes(settings, self.shard.dp_size)
-        self.shares = tuple(shares) or (MixtureSet("data", len(store), 1.0),)
+        self.shares: tuple[MixtureSet, ...] = tuple(shares) or (MixtureSet("data", len(store), 1.0),)
         if not all(share.samples for share in self.shares) or sum(share.samples for share in self.shares) != len(store):
             raise DataError("there are no samples to make batches of, or a set has none.")
         self._inputs = _targets(store.lengths)
@@ -322,7 +324,7 @@ class UnpairedBatches(AnswerBatches):
         orders = [self._order.permutation(k, epoch=0) + start for k, start in enumerate(starts[:-1])]
         others = neighbors(orders, store.groups, settings.global_batch_size)
         mismatched = MismatchedSamples(store, others, most=settings.seq_length + 1)
-        self.mismatched = AnswerBatches(mismatched, settings, shard, shares=shares)
+        self.mismatched: AnswerBatches = AnswerBatches(mismatched, settings, shard, shares=shares)
 
     def _pack_all(self, micro_batches: list[list[int]]) -> list[PackedBatch]:
         pairs = zip(super()._pack_all(micro_batches), self.mismatched._pack_all(micro_batches), strict=True)

@@ -38,7 +38,8 @@ class PromptBatches(Batches):
         answer_tokens: int,
     ) -> None:
         super().__init__(store, settings, shard, shares=shares)
-        self.group_size, self.answer_tokens = group_size, answer_tokens
+        self.group_size = group_size
+        self.answer_tokens = answer_tokens
 
     @property
     def sequences_per_epoch(self) -> int:

@@ -75,11 +75,11 @@ class ChatRenderer:
     ) -> None:
         """Raises DataError if the template does not render the content of assistant turns."""
         self._tokenizer, self._loss_on, self._settings = tokenizer, loss_on, settings
-        self.capabilities = TemplateCapabilities.probe(tokenizer.apply_chat_template)
-        self.turn_token = self._find_turn_token()
-        self.without_end = 0
+        self.capabilities: TemplateCapabilities = TemplateCapabilities.probe(tokenizer.apply_chat_template)
+        self.turn_token: str | None = self._find_turn_token()
+        self.without_end: int = 0
         """Number of texts so far whose last answer has no special token after it."""
-        self.empty_answers = 0
+        self.empty_answers: int = 0
         """Number of answers so far that have loss and neither text nor calls."""
 
     def prompt(self, messages: list[Message], tools: Tools = None) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 HUB = "hf:"
 """Prefix of a data set on the Hub; ``hf://`` is a URL of a file."""
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*(:[^/\s]+)?")
-FORMATS = {
+FORMATS: dict[str, tuple[str, ...]] = {
     "JSON": (".json", ".jsonl", ".ndjson"),
     "parquet": (".parquet",),
     "tables": (".csv", ".tsv"),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from isthmus.data.store.sample_store import Answers, Int64, UInt8
+from isthmus.data.store.sample_store import Answers, Float32, Int64, UInt8
 
 
 def neighbors(orders: Sequence[Int64], groups: Int64, batch_size: int) -> Int64:
@@ -42,7 +42,8 @@ class MismatchedSamples:
         answers = store.lengths - self._prompts
         self.lengths: Int64 = np.minimum(self._prompts + answers[others], most)
         """[n]"""
-        self.groups, self.values = store.groups, store.values
+        self.groups: Int64 = store.groups
+        self.values: Float32 = store.values
 
     def __len__(self) -> int:
         return len(self._others)
@@ -78,10 +79,12 @@ class ScoredSamples:
     """
 
     def __init__(self, store: Answers, end: AnswerEnd, *, most: int) -> None:
-        self.store, self._end = store, end
+        self.store = store
+        self._end = end
         self.lengths: Int64 = np.minimum(store.lengths + len(end.after), most) + 1
         """[n]"""
-        self.groups, self.values = store.groups, store.values
+        self.groups: Int64 = store.groups
+        self.values: Float32 = store.values
 
     def __len__(self) -> int:
         return len(self.store)

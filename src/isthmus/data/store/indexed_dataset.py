@@ -244,7 +244,8 @@ class IndexedWriter:
         with_columns: bool = False,
     ) -> None:
         """Create or replace the files; ``dtype`` is one of ``DTYPE_CODES``."""
-        self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
+        self.prefix: Path = Path(prefix)
+        self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("<")
         self._code = DTYPE_CODES[self.dtype.name]
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._tokens, self._largest = 0, -1

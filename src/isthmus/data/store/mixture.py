@@ -37,7 +37,7 @@ class MixtureSchedule:
     """The set at each position, and the index of its sequence."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.weights = [weight / math.fsum(weights) for weight in weights]
+        self.weights: list[float] = [weight / math.fsum(weights) for weight in weights]
         self._block: tuple[int, Int64, Int64] | None = None
 
     def at(self, position: int) -> tuple[int, int]:
@@ -83,9 +83,11 @@ class SequenceOrder:
         self, counts: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool, computed: bool = True
     ) -> None:
         """Without ``computed`` the order of a set of any size is an array, as in versions before the computed one."""
-        self.counts, self.seed, self.shuffle = list(counts), seed, shuffle
-        self.computed = [computed and shuffle and count >= COMPUTED_FROM for count in counts]
-        self.schedule = MixtureSchedule(weights)
+        self.counts: list[int] = list(counts)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.computed: list[bool] = [computed and shuffle and count >= COMPUTED_FROM for count in counts]
+        self.schedule: MixtureSchedule = MixtureSchedule(weights)
         self._starts = np.cumsum([0, *counts]).tolist()
         self._orders: dict[int, tuple[tuple[int, int], Int64]] = {}
 

@@ -145,10 +145,12 @@ class SampleStore:
         values: Float32 | None = None,
     ) -> None:
         """Without ``which`` all samples are in the first source."""
-        self.sources, self.starts, self.lengths = tuple(sources), starts, lengths
-        self.groups = np.arange(len(starts), dtype=np.int64) if groups is None else groups
-        self.which = np.zeros(len(starts), dtype=np.int16) if which is None else which
-        self.values = np.broadcast_to(np.float32(0), len(starts)) if values is None else values
+        self.sources: tuple[TokenSource, ...] = tuple(sources)
+        self.starts = starts
+        self.lengths = lengths
+        self.groups: Int64 = np.arange(len(starts), dtype=np.int64) if groups is None else groups
+        self.which: npt.NDArray[np.integer[Any]] = np.zeros(len(starts), dtype=np.int16) if which is None else which
+        self.values: Float32 = np.broadcast_to(np.float32(0), len(starts)) if values is None else values
         if not len(starts) == len(lengths) == len(self.groups) == len(self.which) == len(self.values):
             raise DataError("sample store: starts, lengths and groups differ in number. Prepare the data again.")
         totals = np.array([len(source.tokens) for source in self.sources] or [0], dtype=np.int64)

@@ -52,7 +52,8 @@ class TokenWindows:
     """Samples of ``targets`` + 1 tokens; adjacent windows share one, and the rest of a file is left out."""
 
     def __init__(self, parts: Sequence[_WindowPart], targets: int) -> None:
-        self._parts, self.targets = tuple(parts), targets
+        self._parts = tuple(parts)
+        self.targets = targets
         self._ends = np.cumsum([part.count for part in parts]).tolist()
 
     @classmethod

@@ -84,7 +84,9 @@ class RecordTokenizer:
                 "overlong=split is for chats: a part of an answer is no answer. Use truncate, drop or error for "
                 f"{options.kind} data."
             )
-        self.options, self._kind, self._tokenizer = options, options.record_kind, tokenizer
+        self.options = options
+        self._kind = options.record_kind
+        self._tokenizer = tokenizer
         if self._kind.is_text:
             if tokenizer.eos_id is None:
                 raise UsageError(

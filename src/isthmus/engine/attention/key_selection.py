@@ -28,7 +28,9 @@ class Indexer(nn.Module):
     def __init__(self, config: TransformerConfig, sizes: KeyIndexer, query_rank: int, family: str) -> None:
         """``query_rank`` is the width of low-rank queries, ``family`` the model's, for errors."""
         super().__init__()
-        self.config, self.sizes, self.family = config, sizes, family
+        self.config = config
+        self.sizes = sizes
+        self.family = family
         self.linear_wq_b = ReplicatedLinear(config, query_rank, sizes.num_heads * sizes.head_dim)
         self.linear_wk = ReplicatedLinear(config, config.hidden_size, sizes.head_dim)
         self.k_norm = LayerNorm(config, sizes.head_dim, _NORM_EPSILON, bias=True)

@@ -54,7 +54,7 @@ class MultiLatentAttention(MegatronModule):
         super().__init__(config)
         self.mla = mla = block.latent
         self.layer_number = layer_number
-        self.heads = block.num_attention_heads // pg_collection.tp.size()
+        self.heads: int = block.num_attention_heads // pg_collection.tp.size()
         all_heads, hidden = block.num_attention_heads, block.hidden_size
         parallel: dict[str, Any] = {
             "config": config,
@@ -77,7 +77,7 @@ class MultiLatentAttention(MegatronModule):
         width_kv = all_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.linear_kv_up_proj = ColumnParallelLinear(mla.kv_lora_rank, width_kv, **columns, disable_grad_reduce=True)
         self.linear_kv_up_proj.sequence_parallel = False  # its input is already gathered
-        self.scale = latent_scale(block)
+        self.scale: float = latent_scale(block)
         self.core_attention = CoreAttention(
             config,
             layer_number,
@@ -89,7 +89,7 @@ class MultiLatentAttention(MegatronModule):
         if (indexer := block.computed_indexer) is not None:
             assert mla.q_lora_rank is not None
             self.core_attention.indexer = Indexer(config, indexer, mla.q_lora_rank, family)
-        self.linear_gate = build_head_gate(config, block, pg_collection.tp)
+        self.linear_gate: ColumnParallelLinear | None = build_head_gate(config, block, pg_collection.tp)
         self.linear_proj = RowParallelLinear(all_heads * mla.v_head_dim, hidden, input_is_parallel=True, **parallel)
 
     def forward(

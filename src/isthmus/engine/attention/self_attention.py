@@ -54,7 +54,9 @@ class CoreAttention(nn.Module):
         """
         super().__init__()
         self.chunk = chunk
-        self.window, self.scale, self.softcap = window, scale, softcap
+        self.window = window
+        self.scale = scale
+        self.softcap = softcap
         self.softmax_offset: nn.Parameter | None = None
         if sinks:
             self.softmax_offset = nn.Parameter(torch.zeros(sinks, dtype=config.params_dtype))
@@ -65,8 +67,8 @@ class CoreAttention(nn.Module):
         self.key_layer: int | None = None
         """Number, from 1, of the layer whose keys and values this one attends to; None: its own."""
         self.backend = BACKENDS[config.attention]
-        self.dropout_rate = config.attention_dropout
-        self.recomputed = "core_attn" in config.recomputed
+        self.dropout_rate: float = config.attention_dropout
+        self.recomputed: bool = "core_attn" in config.recomputed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """q [T, G, R, D] (T / cp under context parallelism), k [T, G, D], v [T, G, Dv] -> [T, G * R * Dv].
@@ -156,25 +158,33 @@ class PackedSelfAttention(MegatronModule):
         super().__init__(config)
         attention, epsilon = block, config.layernorm_epsilon
         tp, groups, all_heads = pg_collection.tp, attention.num_query_groups, attention.num_attention_heads
-        self.rotated = attention.rotary is not None
+        self.rotated: bool = attention.rotary is not None
         self.channels = rotary_columns
-        self.ranks_per_group = max(1, tp.size() // groups)
-        self.part_of_group = divmod(tp.rank(), self.ranks_per_group)
+        self.ranks_per_group: int = max(1, tp.size() // groups)
+        self.part_of_group: tuple[int, int] = divmod(tp.rank(), self.ranks_per_group)
         """With several ranks for each group: this rank's group, and its part of the group's queries."""
-        self.groups = max(1, groups // tp.size())
+        self.groups: int = max(1, groups // tp.size())
         gates = (attention.value_width * all_heads // groups,) if attention.attention_gate else ()
         values = () if attention.values_are_keys else (attention.value_width,)
-        self.widths = (attention.kv_channels * all_heads // groups, *gates, attention.kv_channels, *values)
+        self.widths: tuple[int, ...] = (
+            attention.kv_channels * all_heads // groups,
+            *gates,
+            attention.kv_channels,
+            *values,
+        )
         """Columns of a group's queries, its gates, its keys and its values."""
-        self.values_are_keys, self.value_multiplier = attention.values_are_keys, attention.value_multiplier
-        self.value_norm = (
+        self.values_are_keys: bool = attention.values_are_keys
+        self.value_multiplier: float = attention.value_multiplier
+        self.value_norm: RMSNorm | None = (
             RMSNorm(config, attention.value_width, epsilon, weight=False) if attention.value_norm else None
         )
-        self.clip = attention.clip_qkv
-        self.norms_rotated = attention.qk_norm_after_rotation
-        self.rms_epsilon = epsilon if attention.qk_rms and self.rotated else None
+        self.clip: float | None = attention.clip_qkv
+        self.norms_rotated: bool = attention.qk_norm_after_rotation
+        self.rms_epsilon: float | None = epsilon if attention.qk_rms and self.rotated else None
         scaling = attention.query_scaling
-        self.query_scaling = None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
+        self.query_scaling: QueryScaling | None = (
+            None if scaling is None or (scaling.unrotated_only and self.rotated) else scaling
+        )
         window, cuts = attention.window, attention.window_kind == "chunks"
         self.core_attention = CoreAttention(
             config,
@@ -201,7 +211,8 @@ class PackedSelfAttention(MegatronModule):
             skip_bias_add=True,
             **parallel,
         )
-        self.shares_keys, self.lends_keys = attention.key_source is not None, lends_keys
+        self.shares_keys: bool = attention.key_source is not None
+        self.lends_keys = lends_keys
         self.keys_to_share: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last forward pass, for layers that share them, until :meth:`take_keys`."""
         name, widths = ("linear_q_proj", self.widths[:1]) if self.shares_keys else ("linear_qkv", self.widths)
@@ -214,7 +225,7 @@ class PackedSelfAttention(MegatronModule):
             **parallel,
         )
         self.add_module(name, projection)
-        self.linear_gate = build_head_gate(config, attention, tp)
+        self.linear_gate: ColumnParallelLinear | None = build_head_gate(config, attention, tp)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if attention.qk_norm:
@@ -227,7 +238,7 @@ class PackedSelfAttention(MegatronModule):
             eps=epsilon,
             zero_centered=config.layernorm_zero_centered_gamma,
         )
-        self.one_region = (
+        self.one_region: bool = (
             not (self.shares_keys or self.values_are_keys or self.norms_rotated)
             and self.ranks_per_group == 1
             and self.clip is self.rms_epsilon is self.query_scaling is None

@@ -108,7 +108,7 @@ class Saves:
         self._write: _Write | None = None
         self.last_step: int | None = None
         """Step of the newest state that was saved, or is being written."""
-        self.duration_s = 0.0
+        self.duration_s: float = 0.0
         """Seconds of the newest complete save."""
 
     def save(self, stepper: Stepper, progress: Progress, options: SaveOptions, *, wait: bool = False) -> None:

@@ -76,7 +76,7 @@ class CheckpointStore:
 
     def __init__(self, url: str) -> None:
         """Raises UsageError, as :class:`isthmus.files.object_store.ObjectStore`."""
-        self.objects = ObjectStore(url)
+        self.objects: ObjectStore = ObjectStore(url)
         self._start: str | None = None
 
     @property
@@ -303,7 +303,7 @@ class StoredData:
         self._store = CheckpointStore(origin["url"])
         self._folder = _name(origin["step"])
         self.sizes: dict[str, int] = origin["sizes"]
-        self.address = self._store.address(origin["step"])
+        self.address: str = self._store.address(origin["step"])
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         return self._store.objects.read(f"{self._folder}/{name}", start, stop)

@@ -30,7 +30,7 @@ class PartsGather:
     def __init__(self) -> None:
         self._sent: bytes | None = None
         self._parts: list[bytes] = []
-        self.num_sent = 0
+        self.num_sent: int = 0
         """How often this rank has sent its parts."""
 
     def gather(

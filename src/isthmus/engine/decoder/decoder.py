@@ -108,18 +108,20 @@ class Decoder(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        self.architecture, self.vp_stage = architecture, vp_stage
-        self.pre_process, self.post_process = first, last
-        self.mtp_process = last and config.mtp_num_layers is not None
-        self.share_embeddings_and_output_weights = architecture.head.tie_embeddings
+        self.architecture = architecture
+        self.vp_stage = vp_stage
+        self.pre_process = first
+        self.post_process = last
+        self.mtp_process: bool = last and config.mtp_num_layers is not None
+        self.share_embeddings_and_output_weights: bool = architecture.head.tie_embeddings
         rows = config.vocab_rows or padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size)
         if first or self.mtp_process:
             self.embedding = TokenEmbedding(config, architecture, rows)
             if architecture.embedding.layer_input_size:
                 self.embedding.layer_inputs = LayerInputs(config, architecture, rows)
         has_norm = first and architecture.embedding.embedding_norm
-        self.embedding_norm = build_norm(architecture, config) if has_norm else None
-        self.decoder = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
+        self.embedding_norm: nn.Module | None = build_norm(architecture, config) if has_norm else None
+        self.decoder: DecoderStack = _decoder_stack(architecture, config, vp_stage or 0, final_norm=last)
         if self.mtp_process:
             depths = range(1, (config.mtp_num_layers or 0) + 1)
             self.mtp = LayerStack(config, (MtpLayer(config, architecture, depth) for depth in depths))

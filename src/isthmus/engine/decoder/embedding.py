@@ -33,7 +33,8 @@ class TokenEmbedding(LanguageModelEmbedding):
         positions = architecture.max_position_embeddings + embedding.position_offset
         kind: Any = "learned_absolute" if embedding.position == "learned" else "none"
         super().__init__(config, rows, positions, kind)
-        self.multiplier, self.position_offset = embedding.embedding_multiplier, embedding.position_offset
+        self.multiplier: float = embedding.embedding_multiplier
+        self.position_offset: int = embedding.position_offset
         if not (architecture.head.tie_embeddings or embedding.layer_input_size):
             self.fsdp_unit = "embedding"  # else other modules use its weights too
 

@@ -33,8 +33,8 @@ class DenseMlp(MLP):
             config = copy(config)
             config.ffn_hidden_size = width
         super().__init__(config, *args, **kwargs)
-        self.recomputed = "mlp" in config.recomputed
-        self.recompute_activation = "mlp_act" in config.recomputed
+        self.recomputed: bool = "mlp" in config.recomputed
+        self.recompute_activation: bool = "mlp_act" in config.recomputed
 
     def forward(self, hidden_states: Tensor, _batch: PackedBatch | None = None) -> tuple[Tensor, Tensor | None]:
         if not (self.recomputed and self.training):
@@ -85,10 +85,12 @@ class DecoderLayer(MegatronModule):
     def __init__(self, config: DecoderConfig, spec: LayerSpec, layer_number: int, pg_collection: Any) -> None:
         """``layer_number`` counts from 1 in the whole model."""
         super().__init__(config)
-        self.spec, self.form, self.layer_number = spec, spec.form, layer_number
+        self.spec = spec
+        self.form = spec.form
+        self.layer_number = layer_number
         mixed, pre, post = bool(spec.mixers), spec.form != "post", spec.form in ("post", "sandwich")
-        self.parallel = mixed and spec.form in ("parallel", "parallel_two_norms")
-        self.recompute_norms = "layernorm" in config.recomputed and pre
+        self.parallel: bool = mixed and spec.form in ("parallel", "parallel_two_norms")
+        self.recompute_norms: bool = "layernorm" in config.recomputed and pre
 
         def norm(exists: bool) -> Any:
             return spec.norm(config) if exists else None

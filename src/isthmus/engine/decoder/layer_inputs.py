@@ -23,7 +23,7 @@ class LayerInputs(MegatronModule):
     def __init__(self, config: DecoderConfig, architecture: Architecture, rows: int) -> None:
         """``rows`` are those of the table, with padding."""
         super().__init__(config)
-        self.width = architecture.embedding.layer_input_size
+        self.width: int = architecture.embedding.layer_input_size
         channels = architecture.num_layers * self.width
         self.word_embeddings = VocabParallelEmbedding(
             rows, channels, init_method=config.init_method, reduce_scatter_embeddings=False, config=config
@@ -61,7 +61,7 @@ class LayerInputBlock(MegatronModule):
         self.activation = activation
         self.linear_down_proj = ReplicatedLinear(config, config.hidden_size, width)
         self.linear_up_proj = ReplicatedLinear(config, width, config.hidden_size)
-        self.layernorm = norm(config)
+        self.layernorm: nn.Module = norm(config)
 
     def forward(self, hidden: Tensor, layer_input: Tensor) -> Tensor:
         """``hidden`` and the result are [T, 1, H], ``own`` [T, 1, width]; T / tp under sequence parallelism."""

@@ -29,7 +29,8 @@ class LayerStack(MegatronModule):
         """
         super().__init__(config)
         self.layers: Any = nn.ModuleList(layers)
-        self.first, self.stacked = first, stacked
+        self.first = first
+        self.stacked = stacked
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -62,12 +63,15 @@ class DecoderStack(LayerStack):
         **numbers: Any,
     ) -> None:
         super().__init__(config, layers, **numbers)
-        self.final_layernorm, self.final_norm_key = final_norm, final_norm_key
+        self.final_layernorm = final_norm
+        self.final_norm_key = final_norm_key
         self.input_tensor: Tensor | None = None
         """Hidden states from the previous stage."""
         full = config.recompute_granularity == "full"
         is_uniform = config.recompute_method == "uniform"
-        self.recomputed_layers = 0 if not full else len(self.layers) if is_uniform else config.recompute_num_layers or 0
+        self.recomputed_layers: int = (
+            0 if not full else len(self.layers) if is_uniform else config.recompute_num_layers or 0
+        )
 
     def forward(
         self,

@@ -66,9 +66,10 @@ class Inference:
         slots: sequences that a data-parallel rank continues at a time; None: those of a packed sequence, at least 8.
         """
         self._evaluator, self._parallel, self._batch_tokens, self._slots = evaluator, parallel, batch_tokens, slots
-        self.stages, self.device = evaluator.model, evaluator.device
+        self.stages: list[Any] = evaluator.model
+        self.device: torch.device = evaluator.device
         self._positions = architecture.max_position_embeddings if architecture.embedding.position == "learned" else None
-        self.longest_with_state = architecture.longest_with_state
+        self.longest_with_state: int | None = architecture.longest_with_state
         """Most tokens of a sequence that is not computed again for each token; None: any number."""
 
     @property

@@ -69,8 +69,10 @@ class Schedule:
         self, prompts: Sequence[Sequence[int]], continues: Callable[[int, Answer], bool], *, numbers: Sequence[int]
     ) -> None:
         """``continues``: whether a prompt, by its index, gets a token after those of its answer."""
-        self.prompts, self.numbers, self._continues = prompts, numbers, continues
-        self.answers = [Answer() for _ in prompts]
+        self.prompts = prompts
+        self.numbers = numbers
+        self._continues = continues
+        self.answers: list[Answer] = [Answer() for _ in prompts]
         self._waiting = deque(index for index in range(len(prompts)) if continues(index, self.answers[index]))
         self._active: list[list[int]] = []
         self._copies: list[list[tuple[int, int]]] = []

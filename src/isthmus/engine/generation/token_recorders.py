@@ -68,7 +68,7 @@ class SampleScores(_Recorder):
     def __init__(self, store: SampleStore, per_token: PerToken) -> None:
         super().__init__(per_token)
         self._starts = store.starts.tolist()
-        self.scores = torch.zeros(2, int(store.lengths.sum()), dtype=torch.float64)
+        self.scores: Tensor = torch.zeros(2, int(store.lengths.sum()), dtype=torch.float64)
         """[2, total tokens], at the place before that of the token; zero where another rank has them."""
 
     def record(self, values: Tensor, batch: PackedBatch) -> None:
@@ -99,7 +99,7 @@ class LogpRecorder(SampleScores):
 class NextTokens(_Recorder):
     def __init__(self, ranks: int, slots: int) -> None:
         super().__init__("next_tokens")
-        self.values = torch.zeros(ranks, 2, slots, dtype=torch.float64)
+        self.values: Tensor = torch.zeros(ranks, 2, slots, dtype=torch.float64)
         """Loss and token of each sequence of a pass by data-parallel rank; zero where another rank has them."""
 
     def record(self, values: Tensor, batch: PackedBatch) -> None:

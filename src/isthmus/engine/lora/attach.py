@@ -156,7 +156,8 @@ class InitialAdapters:
 
     def __init__(self, init: str, seed: int) -> None:
         """``init`` is ``kaiming`` or ``gaussian``."""
-        self.init, self.seed = init, seed
+        self.init = init
+        self.seed = seed
 
     def __call__(self, adapter: Adapter, role: Role) -> Tensor | None:
         if role == "lora_magnitude_vector":

@@ -54,11 +54,13 @@ class LowRank(nn.Module):
         Parameters have the dtype and device of ``weight``. They are not initialized.
         """
         super().__init__()
-        self.adapters, self.exchange = tuple(adapters), exchange
-        self.dora, self.dropout = dora, dropout
+        self.adapters: tuple[Adapter, ...] = tuple(adapters)
+        self.exchange = exchange
+        self.dora = dora
+        self.dropout = dropout
         self.spans: list[list[tuple[slice, slice]]] = []
         """Rows of each adapter's B, and the same rows of W."""
-        self.columns = slice(0, self.adapters[0].linear.inputs)
+        self.columns: slice = slice(0, self.adapters[0].linear.inputs)
         like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         for adapter in self.adapters:
             adapter_pieces = [piece for piece in pieces if piece.part in dict(adapter.linear.parts)]
@@ -72,7 +74,7 @@ class LowRank(nn.Module):
                 if dora:
                     self._add(adapter, "lora_magnitude_vector", torch.empty(rows, **like))
         order = [row for spans in self.spans for _, local in spans for row in range(local.start, local.stop)]
-        self.num_rows = weight.size(0)
+        self.num_rows: int = weight.size(0)
         self.rows: Tensor | None
         """Rows of W that the joined rows of all B belong to; None if they are all rows in order."""
         rows = (

@@ -33,11 +33,11 @@ class KtoObjective:
 
     per_token = True
     samples_per_unit = 1
-    sums = ("desirable", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
+    sums: tuple[str, ...] = ("desirable", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
 
     def __init__(self, settings: KtoConfig) -> None:
         self.settings = settings
-        self.kl = 0.0
+        self.kl: float = 0.0
         """KL divergence of the policy from the reference, estimated before each global batch."""
 
     def prepare(self, batches: Sequence[PackedBatch], mean_loss: MeanLoss) -> None:
@@ -94,7 +94,7 @@ class _MismatchedKl:
 
     per_token = True
     samples_per_unit = 1
-    sums = ()
+    sums: tuple[str, ...] = ()
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         return (0.0,) * len(batch.lengths)

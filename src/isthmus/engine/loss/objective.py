@@ -99,7 +99,7 @@ class NextToken:
 
     per_token = False
     samples_per_unit = 1
-    sums = ("mtp_loss_sum", "mtp_tokens")
+    sums: tuple[str, ...] = ("mtp_loss_sum", "mtp_tokens")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         return batch.loss_tokens
@@ -126,7 +126,7 @@ class Distillation:
 
     per_token = False
     samples_per_unit = 1
-    sums = ("distill_loss", "sft_loss")
+    sums: tuple[str, ...] = ("distill_loss", "sft_loss")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         return batch.loss_tokens
@@ -149,7 +149,7 @@ class NextTokenAccuracy:
 
     per_token: Literal["scores"] = "scores"
     samples_per_unit = 1
-    sums = ("loss", "correct")
+    sums: tuple[str, ...] = ("loss", "correct")
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         return batch.loss_tokens

@@ -62,7 +62,7 @@ class PolicyObjective:
 
     samples_per_unit = 1
     peak_name = "logp_difference_max"
-    sums = (
+    sums: tuple[str, ...] = (
         "entropy",
         "kl",
         "clip_ratio/low_mean",
@@ -75,7 +75,8 @@ class PolicyObjective:
     )
 
     def __init__(self, grpo: GrpoConfig, rollout: RolloutConfig) -> None:
-        self.settings, self.max_new_tokens = grpo, rollout.max_new_tokens
+        self.settings = grpo
+        self.max_new_tokens: int = rollout.max_new_tokens
         self.per_token: PerToken = "policy_entropy" if grpo.entropy_weight else "policy"
         self._peak: Tensor | None = None
 

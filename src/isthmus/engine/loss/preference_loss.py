@@ -67,7 +67,7 @@ class PreferenceObjective:
 
     def __init__(self, settings: DpoConfig) -> None:
         self.settings = settings
-        self.sums = (*METRICS, "nll_loss") if settings.nll_weight else METRICS
+        self.sums: tuple[str, ...] = (*METRICS, "nll_loss") if settings.nll_weight else METRICS
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:
         """Half a pair per answer, zero for padding."""
@@ -114,10 +114,10 @@ class LogProbRecorder:
 
     per_token = True
     samples_per_unit = 1
-    sums = ()
+    sums: tuple[str, ...] = ()
 
     def __init__(self, num_samples: int) -> None:
-        self.logps = torch.zeros(num_samples, dtype=torch.float64)
+        self.logps: Tensor = torch.zeros(num_samples, dtype=torch.float64)
         """Zero for samples of other ranks."""
 
     def sample_weights(self, batch: PackedBatch) -> tuple[float, ...]:

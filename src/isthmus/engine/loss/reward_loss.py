@@ -19,7 +19,7 @@ class RewardObjective:
 
     per_token = True
     samples_per_unit = 2
-    sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    sums: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings

@@ -30,7 +30,7 @@ class SampleLosses:
     """
 
     samples_per_unit = 1
-    sums = ()
+    sums: tuple[str, ...] = ()
 
     def __init__(self, objective: Objective) -> None:
         self._objective = objective

@@ -53,13 +53,16 @@ class GatedDeltaNet(ShardedMixer):
         **_unused: Any,
     ) -> None:
         self.sizes = sizes = block
-        self.layer_number, self.tp = layer_number, pg_collection.tp.size()
+        self.layer_number = layer_number
+        self.tp: int = pg_collection.tp.size()
         rows = self.projected_widths()
         super().__init__(config, pg_collection, rows=sum(rows), width=sizes.value_width, biases=(False, False))
         self.recomputed = False  # mix always is, and saves less
-        self.widths = tuple(width // self.tp for width in rows)
+        self.widths: tuple[int, ...] = tuple(width // self.tp for width in rows)
         """Columns of the sections of this rank's projection."""
-        self.qkv_widths = tuple(width // self.tp for width in (sizes.key_width, sizes.key_width, sizes.value_width))
+        self.qkv_widths: tuple[int, ...] = tuple(
+            width // self.tp for width in (sizes.key_width, sizes.key_width, sizes.value_width)
+        )
         self.sections = {"in_proj.weight": self.widths, "conv1d.weight": self.qkv_widths}
         self.conv1d = DepthwiseConvolution(
             sum(self.qkv_widths), sizes.conv_kernel, bias=False, dtype=config.params_dtype

@@ -29,7 +29,9 @@ class GatedNorm(nn.Module):
     def __init__(self, width: int, groups: RankGroups, eps: float, *, gate_first: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = sharded_parameter(width, dtype=dtype)
-        self.groups, self.eps, self.gate_first = groups, eps, gate_first
+        self.groups = groups
+        self.eps = eps
+        self.gate_first = gate_first
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """[T, C] each; computed in the dtype of ``x``, at least float32, and returned in that of ``gates``."""

@@ -25,7 +25,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def __init__(self, config: Any, layer_number: int, *, block: DeltaNet, **kwargs: Any) -> None:
         super().__init__(config, layer_number, block=block, **kwargs)
-        self.low_rank = self.sizes.low_rank_gates
+        self.low_rank: bool = self.sizes.low_rank_gates
         if not self.low_rank:
             return
         hidden, rank = block.hidden_size, self.sizes.value_head_dim

@@ -34,14 +34,15 @@ class Mamba2Mixer(ShardedMixer):
         super().__init__(config, pg_collection, rows=rows, width=inner, biases=biases)
         ranks, dtype = self.tp_group.size(), config.params_dtype
         self.sizes = sizes
-        self.heads, self.groups = sizes.num_heads // ranks, RankGroups(sizes.num_groups, self.tp_group)
+        self.heads: int = sizes.num_heads // ranks
+        self.groups = RankGroups(sizes.num_groups, self.tp_group)
         convolved = (inner // ranks, groups // ranks, groups // ranks)  # x, B, C
-        self.widths = (inner // ranks, *convolved, self.heads)  # z, x, B, C, dt
+        self.widths: tuple[int, ...] = (inner // ranks, *convolved, self.heads)  # z, x, B, C, dt
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), self.widths)
         self.sections |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), convolved)
         self.conv1d = DepthwiseConvolution(sum(convolved), sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
         self.A_log, self.D, self.dt_bias = (recurrence_parameter(self.heads, config=config) for _ in range(3))
-        self.norm = None
+        self.norm: GatedNorm | None = None
         if sizes.norm is not None:
             gate_first = sizes.norm == "after_gate"
             self.norm = GatedNorm(

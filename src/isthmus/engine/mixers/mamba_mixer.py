@@ -67,12 +67,12 @@ class MambaMixer(ShardedMixer):
         channels, dtype = sizes.inner_size // self.tp_group.size(), config.params_dtype
         self.sections = dict.fromkeys(("in_proj.weight", "in_proj.bias"), (channels, channels))
         self.conv1d = DepthwiseConvolution(channels, sizes.kernel, bias=sizes.conv_bias, dtype=dtype)
-        self.widths = {"dt": sizes.time_step_rank, "b": sizes.state_size, "c": sizes.state_size}
+        self.widths: dict[str, int] = {"dt": sizes.time_step_rank, "b": sizes.state_size, "c": sizes.state_size}
         self.x_proj = _Projection(sum(self.widths.values()), channels, dim=1, dtype=dtype)
         self.dt_proj = _Projection(channels, sizes.time_step_rank, dim=0, dtype=dtype, bias=True)
         self.A_log = recurrence_parameter(channels, sizes.state_size, config=config)
         self.D = recurrence_parameter(channels, config=config)
-        self.norms = sizes.norms
+        self.norms: bool = sizes.norms
         if sizes.norms:
             epsilon = config.layernorm_epsilon if sizes.norm_epsilon is None else sizes.norm_epsilon
             self.dt_layernorm, self.b_layernorm, self.c_layernorm = (

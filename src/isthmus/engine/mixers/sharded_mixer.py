@@ -107,18 +107,18 @@ class ShardedMixer(MegatronModule, ABC):
     ) -> None:
         """``rows`` of ``in_proj`` and ``width`` of ``out_proj`` count all ranks; ``biases`` are those of the two."""
         super().__init__(config)
-        self.tp_group = pg_collection.tp
+        self.tp_group: torch.distributed.ProcessGroup = pg_collection.tp
         self._shared = {
             "config": config,
             "init_method": config.init_method,
             "is_expert": False,
             "tp_group": self.tp_group,
         }
-        self.in_proj = self.projection(config.hidden_size, rows, bias=biases[0])
+        self.in_proj: ColumnParallelLinear = self.projection(config.hidden_size, rows, bias=biases[0])
         self.out_proj = RowParallelLinear(
             width, config.hidden_size, bias=biases[1], input_is_parallel=True, skip_bias_add=True, **self._shared
         )
-        self.recomputed = "core_attn" in config.recomputed
+        self.recomputed: bool = "core_attn" in config.recomputed
 
     def projection(self, columns: int, rows: int, *, bias: bool = False) -> ColumnParallelLinear:
         """A linear layer whose ``rows``, of all ranks, are sharded."""

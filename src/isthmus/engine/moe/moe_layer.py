@@ -175,12 +175,12 @@ class MoeBlock(MegatronModule):
             sequence_parallel=config.sequence_parallel,
             capacity_factor=settings.capacity_factor,
         )
-        self.shared_mean = moe.shared_mean
+        self.shared_mean: bool = moe.shared_mean
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_ffn_hidden_size:
             self.shared_experts = SharedExpertMLP(config, shared, moe.shared_gate, groups)
         names = ("pre_shared", "post_shared", "pre_routed", "post_routed") if moe.branch_norms else ()
-        self.norms = [f"{name}_layernorm" for name in names]
+        self.norms: list[str] = [f"{name}_layernorm" for name in names]
         for name in self.norms:
             self.add_module(name, norm(config))
         self.output_bias: nn.Parameter | None = None
@@ -188,7 +188,7 @@ class MoeBlock(MegatronModule):
             self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, dtype=config.params_dtype))
             self.output_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer = layer
-        self.recomputed = "moe" in config.recomputed
+        self.recomputed: bool = "moe" in config.recomputed
         self.experts.recompute_activation = "moe_act" in config.recomputed
 
     def forward(self, hidden_states: Tensor, batch: PackedBatch | None = None) -> tuple[Tensor, None]:

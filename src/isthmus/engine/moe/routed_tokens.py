@@ -57,9 +57,10 @@ class RoutedTokens:
     def __init__(self, keys: Tensor, number: int) -> None:
         """Sort by ``keys`` [T, K], 0..number-1; ``number`` is left out. One of the ``keep`` methods follows."""
         self.keys = keys
-        self.counts = _counts(keys, number)
-        self.order = keys.flatten().argsort(stable=True)
-        self.tokens, self.num_tokens = self.order // keys.size(1), keys.size(0)
+        self.counts: Tensor = _counts(keys, number)
+        self.order: Tensor = keys.flatten().argsort(stable=True)
+        self.tokens: Tensor = self.order // keys.size(1)
+        self.num_tokens: int = keys.size(0)
         self.rows_of_token: Tensor | None = None
         """[T, K], the row of each pair; None if some are left out."""
         self.padding: Tensor | None = None

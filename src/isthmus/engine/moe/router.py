@@ -33,7 +33,10 @@ class TopKRouter(MegatronModule):
         self, config: TransformerConfig, moe: Experts, settings: MoeConfig, groups: Any, layer: int = 0
     ) -> None:
         super().__init__(config)
-        self.moe, self.settings, self.groups, self.layer = moe, settings, groups, layer
+        self.moe = moe
+        self.settings = settings
+        self.groups = groups
+        self.layer = layer
         self.stats = RouterStats(moe.num_experts)
         dtype = torch.float32 if moe.router_float32 else config.params_dtype
         self.weight = nn.Parameter(torch.empty(moe.num_experts, config.hidden_size, dtype=dtype))

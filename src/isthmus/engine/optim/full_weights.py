@@ -140,10 +140,10 @@ class WeightExchange:
         ``rules`` are those of the weights of the whole model.
         """
         self.device = device
-        self.group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        self.group: dist.ProcessGroup = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         rank, ranks = self.group.rank(), self.group.size()
         tp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-        self.mine = {
+        self.mine: dict[str, Holder] = {
             name: Holder(rank, tp[rules[name].is_expert].rank(), start, length)
             for name, (start, length) in elements.items()
         }
@@ -152,13 +152,15 @@ class WeightExchange:
         holders: dict[str, list[Holder]] = {}
         for name, holder in itertools.chain.from_iterable(rank_holders.items() for rank_holders in holders_of_ranks):
             holders.setdefault(name, []).append(holder)
-        self.weights = {
+        self.weights: dict[str, Weight] = {
             name: Weight(
                 name, rules[name], arch, device, tp[rules[name].is_expert].size(), sorted(weight_holders, key=_place)
             )
             for name, weight_holders in holders.items()
         }
-        self.rounds = [self._round(weights, rank, ranks) for weights in _batches(self.weights.values(), ranks)]
+        self.rounds: list[Round] = [
+            self._round(weights, rank, ranks) for weights in _batches(self.weights.values(), ranks)
+        ]
 
     def _round(self, weights: Sequence[Weight], rank: int, ranks: int) -> Round:
         """Weight n belongs to rank n % ranks."""

@@ -71,8 +71,8 @@ class Muon:
         self.optim = optim
         self.shards = shards
         elements = {name: (shard.start, shard.main.numel()) for name, shard in shards.items()}
-        self.exchange = WeightExchange(elements, rules, arch, device)
-        self.scales = {
+        self.exchange: WeightExchange = WeightExchange(elements, rules, arch, device)
+        self.scales: dict[str, list[tuple[int, int, float]]] = {
             name: _scales(self.exchange.weights[name], holder, optim.muon_scale)
             for name, holder in self.exchange.mine.items()
         }

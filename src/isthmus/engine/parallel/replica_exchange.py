@@ -31,7 +31,8 @@ class PartExchange:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, first_only: bool = False) -> None:
         """``first_only``: the first rank of the group gets the parts; the others get none."""
-        self.group, self.first_only = group, first_only
+        self.group = group
+        self.first_only = first_only
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._parts: list[Tensor] = []
 

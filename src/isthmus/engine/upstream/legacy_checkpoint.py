@@ -25,7 +25,8 @@ class LegacyState(dict[str, Any]):
 
     def __init__(self, tensors: dict[str, Any], checkpoint: str, *, with_optimizer: bool) -> None:
         super().__init__(tensors)
-        self.checkpoint, self.with_optimizer = checkpoint, with_optimizer
+        self.checkpoint = checkpoint
+        self.with_optimizer = with_optimizer
         self.error: DataError | None = None
         """Raised by the first load. Megatron-LM catches it, and loads again without ``strict``."""
 

@@ -87,7 +87,7 @@ def qwen_mixers(projection: Rule) -> tuple[Rule, ...]:
 
 QWEN_TRAITS = {"qk_norm": True, "norm_zero_centered": True, "attention_gate": True}
 QWEN_FIXED = {"attn_output_gate": Fixed((True,), "attention of this family has a gate")}
-QWEN_ROPE = {"partial_rotary_factor": 0.25, "mrope_section": None}
+QWEN_ROPE: dict[str, Any] = {"partial_rotary_factor": 0.25, "mrope_section": None}
 SEPARATE = in_proj(
     *(("in_proj_qkv", rows) for rows in ("Lk", "Lk", "Lv")),
     ("in_proj_z", "Lv"),

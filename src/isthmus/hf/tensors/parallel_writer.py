@@ -106,7 +106,7 @@ class TensorWriter:
     def __init__(self, folder: Path, written: WrittenBlocks | None = None) -> None:
         """``written`` gets the checksums of what is written."""
         self.folder = folder
-        self.written = written or WrittenBlocks()
+        self.written: WrittenBlocks = written or WrittenBlocks()
         self._descriptors: dict[Path, int] = {}
         self._pending_bytes: dict[Path, int] = {}
         self._opening = threading.Lock()

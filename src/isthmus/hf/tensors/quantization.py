@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Fp8Blocks:
 
     codes_suffix = ""
     scales_suffix = "_scale_inv"
-    codes_dtype = torch.float8_e4m3fn
+    codes_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     split_axis = -2
     """Dimension along which a large tensor is split for dequantization."""
 
@@ -74,7 +74,7 @@ class Mxfp4:
 
     codes_suffix = "_blocks"
     scales_suffix = "_scales"
-    codes_dtype = torch.uint8
+    codes_dtype: ClassVar[torch.dtype] = torch.uint8
     split_axis = -1
     """Dimension along which a large tensor is split for dequantization."""
 

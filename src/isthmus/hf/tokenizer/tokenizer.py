@@ -117,7 +117,7 @@ class Tokenizer:
         self.bos_id: int | None = inner.bos_token_id if first[:1] == [inner.bos_token_id] else None
         """The token that this tokenizer adds before a text; None if it adds none."""
         self.template_source: Literal["tokenizer", "chat.template", "chatml", "plain"] = "tokenizer"
-        self.template_origin = "the chat template" if folder is None else f"the chat template of {folder}"
+        self.template_origin: str = "the chat template" if folder is None else f"the chat template of {folder}"
         """In messages."""
         template = inner.chat_template
         if isinstance(template, dict):  # several templates by name
@@ -128,7 +128,7 @@ class Tokenizer:
                 raise UsageError("the tokenizer has neither a chat template nor an eos_token to end turns with.")
             self.template_source = name
             self.template_origin = f"the default chat template ({name})"
-        self.differs_from_files = differs_from_files
+        self.differs_from_files: bool = differs_from_files
         self.turn_end_id: int | None = None
         """The token that ends an assistant turn of a chat template that was chosen, if it has one."""
         self._set_template(template)
@@ -143,7 +143,7 @@ class Tokenizer:
 
     def _set_template(self, template: str) -> None:
         self.chat_template = template
-        self.has_generation_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
+        self.has_generation_marks: bool = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
         self.__dict__.pop("_turns", None)
         if self.template_source != "tokenizer":
             self.inner.chat_template, self.differs_from_files = template, True

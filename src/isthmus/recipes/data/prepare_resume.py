@@ -27,7 +27,7 @@ from isthmus.data.tokenize.stats import TokenizeStats
 from isthmus.errors import DataError, OutputExists, UsageError, disk_errors
 from isthmus.files.atomic_write import rename
 from isthmus.files.folder_lock import LOCK, FolderLock
-from isthmus.files.remote_files import RemoteFolder, exists, is_url, open_folder, upload
+from isthmus.files.remote_files import Folder, RemoteFolder, exists, is_url, open_folder, upload
 from isthmus.recipes.data.prepare_shards import SHARD_BYTES, DamagedParts, InputShard, ShardParts
 
 _INPUTS, _DIGESTS = "inputs.json", "digests.json"
@@ -38,9 +38,10 @@ _PUBLISHED = (MASK, VALUES, COLUMNS, ".bin", ".idx", ".json")
 class PartialOutput:
     def __init__(self, prefix: Path | str) -> None:
         """``prefix`` is an absolute path or a URL."""
-        self.prefix, self.is_remote = str(prefix), is_url(prefix)
-        self.folder = f"{prefix}{PARTIAL}"
-        self.files = open_folder(self.folder)
+        self.prefix: str = str(prefix)
+        self.is_remote: bool = is_url(prefix)
+        self.folder: str = f"{prefix}{PARTIAL}"
+        self.files: Folder = open_folder(self.folder)
         self.shards: list[ShardParts] = []
 
     @property

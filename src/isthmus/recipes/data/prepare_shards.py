@@ -99,14 +99,17 @@ class ShardParts:
 
     def __init__(self, folder: Folder, number: int, shard: InputShard, inputs: str) -> None:
         """``inputs`` identifies data and settings: parts of others are not used."""
-        self.folder, self.number, self.shard, self.inputs = folder, number, shard, inputs
-        self.stats = TokenizeStats()
-        self.chunks = 0
+        self.folder = folder
+        self.number = number
+        self.shard = shard
+        self.inputs = inputs
+        self.stats: TokenizeStats = TokenizeStats()
+        self.chunks: int = 0
         """Input chunks in the written parts."""
-        self.complete = False
-        self.has_values = False
+        self.complete: bool = False
+        self.has_values: bool = False
         """Whether a written part has values."""
-        self.has_columns = False
+        self.has_columns: bool = False
         self._parts: list[dict[str, Any]] = []
         self._buffer: list[TokenizedChunk] = []
         self._written_s = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
@@ -36,7 +36,7 @@ _SETTINGS = {
 class PretrainConfig(RunConfig):
     """A config of :func:`isthmus.pretrain` whose ``model`` can be set to what ``to_megatron_provider`` returned."""
 
-    model_config = ConfigDict(frozen=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A provider also sets the layout: the weights are those of its model."""

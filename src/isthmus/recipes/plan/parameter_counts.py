@@ -137,9 +137,11 @@ class PlanCounts:
     def __init__(self, plan: ModelPlan, config: RunConfig) -> None:
         placements, arch = plan.family.placements(plan.architecture), plan.architecture
         nothing = ParameterCounter({}, arch)
-        self.all = ParameterCounter(placements, arch)
-        self.trained = ParameterCounter(placements, arch, plan.frozen) if plan.frozen else self.all
-        self.adapters = self.by_muon = self.quantized = nothing
+        self.all: ParameterCounter = ParameterCounter(placements, arch)
+        self.trained: ParameterCounter = ParameterCounter(placements, arch, plan.frozen) if plan.frozen else self.all
+        self.adapters: ParameterCounter = nothing
+        self.by_muon: ParameterCounter = nothing
+        self.quantized: ParameterCounter = nothing
         if plan.adapters is not None:
             self.adapters = ParameterCounter(placements, arch, adapters=plan.adapters)
         if config.optim.optimizer == "muon":
@@ -148,7 +150,7 @@ class PlanCounts:
         if config.lora.quantize is not None:
             linears = {name for name in plan.frozen if _LINEAR_WEIGHT.search(name)}
             self.quantized = ParameterCounter(placements, arch, placements.keys() - linears)
-        self.teacher = None if plan.teacher is None else PlanCounts(plan.teacher, config)
+        self.teacher: PlanCounts | None = None if plan.teacher is None else PlanCounts(plan.teacher, config)
 
 
 def num_parameters(family: Family, arch: Architecture, frozen: Collection[str] = ()) -> int:

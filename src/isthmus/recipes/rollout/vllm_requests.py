@@ -39,8 +39,8 @@ class AnswerRequests:
         self._waiting = deque(range(len(bodies)))
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self.started_s = time.monotonic()
-        self.seconds = 0.0
+        self.started_s: float = time.monotonic()
+        self.seconds: float = 0.0
         """Time until the last answer so far."""
         for _ in range(min(len(bodies), threads)):
             threading.Thread(target=self._work, name="vLLM requests", daemon=True).start()

@@ -55,7 +55,7 @@ class VllmServer:
         self._secure, self._prefix = parts.scheme == "https", parts.path.rstrip("/")
         if parts.scheme not in ("http", "https") or not self._host:
             raise UsageError(f"rollout.url {escaped(url)} is not the address of a server, such as http://host:8000.")
-        self.name = f"the vLLM server {parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._prefix}"
+        self.name: str = f"the vLLM server {parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._prefix}"
 
     def get(self, path: str, deadline: float) -> Any:
         """The JSON of a GET request; as :meth:`post`."""
@@ -137,7 +137,7 @@ class StartedServer(VllmServer):
         super().__init__("http://localhost")
         self.name = "the vLLM server of this run"
         self._arguments, self._log, self._process = arguments, log, None
-        self.starts = 0
+        self.starts: int = 0
         """Number of starts."""
 
     _folder: Path

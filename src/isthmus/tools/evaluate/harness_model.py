@@ -139,7 +139,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, inference: Inference, tokenizer: Tokenizer, ends: set[int], max_length: int) -> None:
         super().__init__()
-        self.tokenizer, self._tokenizer = tokenizer.inner, tokenizer
+        self.tokenizer: Any = tokenizer.inner
+        self._tokenizer = tokenizer
         self.max_length = max_length
         self._inference, self._ends = inference, ends
 

@@ -19,14 +19,15 @@ class CandidateSearch:
     """Depth-first search over the stages of the candidates."""
 
     def __init__(self, candidates: Candidates, probe: ProbeModel, scratch: Path, log: Log) -> None:
-        self.candidates, self._log = candidates, log
+        self.candidates = candidates
+        self._log = log
         self._probes = [
             ProbeModel.open(zero_tensors(probe.folder.path, candidates.is_zeroed(stage), scratch / f"stage-{number}"))
             if stage.zeroed
             else probe
             for number, stage in enumerate(candidates.stages)
         ]
-        self.tried = 0
+        self.tried: int = 0
         self._nearest: dict[int, float] = {}
         self._errors: dict[int, str] = {}
 

@@ -41,8 +41,11 @@ class Candidates:
         self, settings: ConfigInference, structure: DecoderStructure, live: Container[str], architecture: str
     ) -> None:
         """``live``: numeric settings that change the logits. ``architecture``: class name in transformers."""
-        self.settings, self.structure, self.live, self.architecture = settings, structure, live, architecture
-        self.stages = (
+        self.settings = settings
+        self.structure = structure
+        self.live = live
+        self.architecture = architecture
+        self.stages: tuple[SearchStage, SearchStage, SearchStage] = (
             SearchStage("embedding, last norm and output layer", ("o", "fc2"), self._ends),
             SearchStage("feed-forward block", ("o",), self._feed_forward),
             SearchStage("attention", (), self._attention),

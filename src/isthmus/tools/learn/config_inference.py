@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import UsageError
@@ -58,7 +58,7 @@ _FORMULAS = {
     "ffn_hidden_size": "4*{hidden_size}",
 }
 """Sizes whose setting may be absent or null."""
-SIZE_WORDS = {**_SIZES, **_EXPERT_SIZES, "norm_epsilon": _EPSILON, "activation": _ACTIVATION}
+SIZE_WORDS: dict[str, Sequence[str]] = {**_SIZES, **_EXPERT_SIZES, "norm_epsilon": _EPSILON, "activation": _ACTIVATION}
 """The usual keys of fields of the Architecture."""
 _INIT = ("initializer_range", "init_std")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -68,18 +68,21 @@ _MIN_LAYERS, _MAX_LAYERS = 4, 16
 class ConfigInference:
     def __init__(self, effective: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """``effective``: the config with the defaults of transformers filled in."""
-        self.effective, self.defaults = effective, defaults
+        self.effective = effective
+        self.defaults = defaults
         for name, value in effective.items():
             if isinstance(value, Mapping) and value and not METADATA.fullmatch(name) and name not in ROPE:
                 raise UsageError(f"config.json: {name} is an object; nested settings are not supported.")
-        self.sizes = {name: key for name, words in _SIZES.items() if (key := self._first(words)) is not None}
-        self.has_one_group = False
+        self.sizes: dict[str, str] = {
+            name: key for name, words in _SIZES.items() if (key := self._first(words)) is not None
+        }
+        self.has_one_group: bool = False
         self.shared: str | None = None
         """Key of the number of shared experts, if the config does not have their width."""
         if self.effective.get(self._first(_EXPERT_SIZES["moe.num_experts"]) or ""):
             self._find_experts()
-        self.epsilon = self._first(_EPSILON)
-        self.activation = self._first(_ACTIVATION)
+        self.epsilon: str | None = self._first(_EPSILON)
+        self.activation: str | None = self._first(_ACTIVATION)
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
             if name not in self.sizes:
                 raise UsageError(f"config.json has no known key for {name}: {' or '.join(_SIZES[name])}.")

@@ -54,8 +54,8 @@ class RelativeSearch:
         self._defaults = self._complete({})
         self._section = LanguageSection(self._name, architecture, None, {})
         self._deep: ProbeModel | None = None
-        self.tried = 0
-        self.nearest = float("inf")
+        self.tried: int = 0
+        self.nearest: float = float("inf")
         """Smallest difference of logits of a candidate that has the tensors of the model."""
 
     def run(self) -> Data | None:

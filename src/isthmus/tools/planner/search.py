@@ -75,15 +75,19 @@ class Search:
         Raises:
             UsageError: no layout of these ranks is possible.
         """
-        self.plan, self.config, self.precision, self.machine, self.fixed = plan, config, precision, machine, fixed
-        self.evaluated = 0
+        self.plan = plan
+        self.config = config
+        self.precision = precision
+        self.machine = machine
+        self.fixed = fixed
+        self.evaluated: int = 0
         """Memory estimates that were computed."""
         self.closest: Candidate | None = None
         """That needs the least memory."""
         self._counts = PlanCounts(plan, config)
         self._any_fits = False
         candidates = [best for layout in self._layouts() if (best := self._best(layout)) is not None]
-        self.fitting = sorted(candidates, key=lambda candidate: candidate.order)
+        self.fitting: list[Candidate] = sorted(candidates, key=lambda candidate: candidate.order)
         """One for each layout that fits, from the fastest."""
 
     def best(self, number: int) -> list[Candidate]:

@@ -64,7 +64,7 @@ class LiveServer(ThreadingMixIn, TCPServer):
             UsageError: another process listens on the port, or it is reserved for the system.
         """
         self.report = report
-        self.path = f"/{secrets.token_urlsafe(_TOKEN_BYTES)}"
+        self.path: str = f"/{secrets.token_urlsafe(_TOKEN_BYTES)}"
         try:
             super().__init__((_LOOPBACK, port), _LiveRequest)
         except OSError as error:

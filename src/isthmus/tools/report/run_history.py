@@ -71,7 +71,8 @@ class HistoryReader:
     """Reads a run folder repeatedly. Of its files of rows, a call of :meth:`read` parses the new rows only."""
 
     def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name = root, name
+        self.root = root
+        self.name = name
         self._metrics, self._events, self._answers = (
             RowReader(root / file) for file in ("metrics.jsonl", "events.jsonl", "samples.jsonl")
         )

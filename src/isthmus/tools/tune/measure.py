@@ -30,7 +30,8 @@ class Operands:
     """The tensors of one matmul. Logits have the memory layout that the loss gives them."""
 
     def __init__(self, matmul: StepMatmul, device: torch.device) -> None:
-        shape, self.adds = matmul.shape, matmul.shape.operation == "add_matmul"
+        shape = matmul.shape
+        self.adds: bool = matmul.shape.operation == "add_matmul"
         logits = matmul.weight == OUTPUT
         like = torch.empty(0, dtype=shape.dtype, device=device)
 
@@ -40,9 +41,9 @@ class Operands:
                 return module.new_buffer(rows, columns, like=like)
             return like.new_empty(rows, columns)
 
-        self.b = empty(shape.n, shape.k).t() if shape.transposed else empty(shape.k, shape.n)
+        self.b: Tensor = empty(shape.n, shape.k).t() if shape.transposed else empty(shape.k, shape.n)
         if self.adds:
-            self.a = empty(shape.k, shape.m, is_logits=logits).t()
+            self.a: Tensor = empty(shape.k, shape.m, is_logits=logits).t()
             self.out: Tensor | None = torch.zeros(shape.m, shape.n, device=device)
         else:
             self.a = empty(shape.m, shape.k, is_logits=logits and not shape.transposed)

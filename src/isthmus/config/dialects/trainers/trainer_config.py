@@ -40,7 +40,7 @@ class TrainerConfig:
 
     def __init__(self, program: str, values: Mapping[str, Any], nproc: int | None) -> None:
         self.program = program
-        self.translation = Translation(recipe="sft", world=World(nproc_per_node=nproc))
+        self.translation: Translation = Translation(recipe="sft", world=World(nproc_per_node=nproc))
         self.errors: list[str] = []
         aliases = tables()["aliases"].get(program, {})
         values = dict(_with_negations(program, values))

@@ -71,19 +71,19 @@ class Ring:
     def __init__(self, cluster: Cluster, size: int, stride: int = 1) -> None:
         part = cluster.part
         self.size = size
-        self.in_node = max(1, min(size, cluster.linked // stride))
-        self.nodes = -(-size // self.in_node)
-        self.in_rack = max(self.in_node, min(size, cluster.rack_devices // stride))
-        self.racks = -(-size // self.in_rack)
-        self.latency_s = (size - 1) * LINK_LATENCY_S + (self.nodes - 1) * NETWORK_LATENCY_S
+        self.in_node: int = max(1, min(size, cluster.linked // stride))
+        self.nodes: int = -(-size // self.in_node)
+        self.in_rack: int = max(self.in_node, min(size, cluster.rack_devices // stride))
+        self.racks: int = -(-size // self.in_rack)
+        self.latency_s: float = (size - 1) * LINK_LATENCY_S + (self.nodes - 1) * NETWORK_LATENCY_S
         self.latency_s += (self.racks - 1) * RACK_LATENCY_S
-        self.links_bytes_per_s = LINK_SHARE * part.link_between(self.in_node) * 1e9
+        self.links_bytes_per_s: float = LINK_SHARE * part.link_between(self.in_node) * 1e9
         """From a device to all others of its node."""
-        self.network_bytes_per_s = NETWORK_SHARE * part.network_gb_s * 1e9
+        self.network_bytes_per_s: float = NETWORK_SHARE * part.network_gb_s * 1e9
         """Bandwidth of a device."""
-        self.racks_bytes_per_s = self.network_bytes_per_s / cluster.oversubscription
+        self.racks_bytes_per_s: float = self.network_bytes_per_s / cluster.oversubscription
         """Share of a device in the links between racks."""
-        self.bytes_per_s = self.links_bytes_per_s
+        self.bytes_per_s: float = self.links_bytes_per_s
         """Bandwidth of a device in a ring through all ranks: the slowest connection counts. A ring uses as many network
         cards of a node, and as large a share of the links between racks, as it has ranks there.
         """
@@ -94,10 +94,12 @@ class Ring:
             self.bytes_per_s = min(self.bytes_per_s, self.racks_bytes_per_s * self.in_rack)
         linked, in_rack = stride < cluster.linked, stride < cluster.rack_devices
         if linked:
-            self.neighbour_bytes_per_s = LINK_SHARE * part.link_between(2) * 1e9
+            self.neighbour_bytes_per_s: float = LINK_SHARE * part.link_between(2) * 1e9
         else:
             self.neighbour_bytes_per_s = self.network_bytes_per_s if in_rack else self.racks_bytes_per_s
-        self.neighbour_latency_s = LINK_LATENCY_S if linked else NETWORK_LATENCY_S + RACK_LATENCY_S * (not in_rack)
+        self.neighbour_latency_s: float = (
+            LINK_LATENCY_S if linked else NETWORK_LATENCY_S + RACK_LATENCY_S * (not in_rack)
+        )
 
     def gather(self, total_bytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of ``total_bytes``: each device sends (n - 1) / n of them

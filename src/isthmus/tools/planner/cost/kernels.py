@@ -38,12 +38,16 @@ class Kernels:
             raise UsageError(
                 f"train.precision={precision}: the {part.name} computes in {others}. Use one of these, or another GPU."
             )
-        self.part, self.precision = part, precision
-        self.element = _BYTES[precision]
+        self.part = part
+        self.precision = precision
+        self.element: int = _BYTES[precision]
         wide = "bf16" if precision == "fp8" else precision
-        self.rates = {True: GEMM_SHARE * fastest_gemm(part, precision), False: GEMM_SHARE * fastest_gemm(part, wide)}
+        self.rates: dict[bool, float] = {
+            True: GEMM_SHARE * fastest_gemm(part, precision),
+            False: GEMM_SHARE * fastest_gemm(part, wide),
+        }
         """FLOP/s of large GEMMs, by whether they are in FP8 if the precision is fp8."""
-        self.bytes_per_s = MEMORY_SHARE * part.memory_gb_s * 1e9
+        self.bytes_per_s: float = MEMORY_SHARE * part.memory_gb_s * 1e9
 
     def gemm(self, m: float, n: float, k: float, *, groups: float = 1, fp8: bool = True, sum_bytes: int = 0) -> float:
         """[m, k] times [k, n], ``groups`` times. ``sum_bytes``: of an element of a sum to which the product is added.

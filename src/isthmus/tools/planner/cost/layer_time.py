@@ -88,19 +88,22 @@ class LayerModel:
 
     def __init__(self, work: Workload, parallel: ParallelConfig, cluster: Cluster, kernels: Kernels) -> None:
         arch = work.architecture
-        self.work, self.parallel, self.kernels, self.arch = work, parallel, kernels, arch
-        self.tp = parallel.tp
-        self.sp = parallel.sequence_parallel
-        self.tokens = work.micro_batch_size * work.sequences_per_sample * work.seq_length / parallel.cp
+        self.work = work
+        self.parallel = parallel
+        self.kernels = kernels
+        self.arch = arch
+        self.tp: int = parallel.tp
+        self.sp: bool = parallel.sequence_parallel
+        self.tokens: float = work.micro_batch_size * work.sequences_per_sample * work.seq_length / parallel.cp
         """Tokens of a micro batch on this rank."""
-        self.outside = self.tokens / self.tp if self.sp else self.tokens
+        self.outside: float = self.tokens / self.tp if self.sp else self.tokens
         """Outside of tensor-parallel blocks."""
-        self.tp_ring = Ring(cluster, parallel.tp)
-        self.cp_ring = Ring(cluster, parallel.cp, parallel.tp)
-        self.etp_ring = Ring(cluster, parallel.expert_tp)
-        self.ep_ring = Ring(cluster, parallel.ep, parallel.expert_tp)
-        self.tp_ep_ring = Ring(cluster, parallel.ep * parallel.expert_tp)
-        self.trained = work.lora_rank is None
+        self.tp_ring: Ring = Ring(cluster, parallel.tp)
+        self.cp_ring: Ring = Ring(cluster, parallel.cp, parallel.tp)
+        self.etp_ring: Ring = Ring(cluster, parallel.expert_tp)
+        self.ep_ring: Ring = Ring(cluster, parallel.ep, parallel.expert_tp)
+        self.tp_ep_ring: Ring = Ring(cluster, parallel.ep * parallel.expert_tp)
+        self.trained: bool = work.lora_rank is None
         self._times: dict[int, LayerTime] = {}
 
     def layer(self, number: int) -> LayerTime:

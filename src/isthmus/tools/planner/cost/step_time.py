@@ -50,7 +50,7 @@ FORMULAS = {
 }
 """What each part of a step is, for ``isthmus plan --explain``."""
 COMPUTE = ("gemm", "attention", "loss", "recompute", "teacher")
-GROUPS = {
+GROUPS: dict[str, tuple[str, ...]] = {
     "matmul": ("gemm",),
     "attention": ("attention",),
     "loss": ("loss",),
