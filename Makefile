@@ -8,7 +8,7 @@ LOCKED := $(PIP) --require-hashes --no-deps
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site site-version graph lock audit dist release-dry workflows canary clean gpu gpu-quick gpu-dry gpu-wheels
+.PHONY: help setup demo test test-all test-megatron-core bench-dry fuzz torture flips upstream-tests unit lint check format docs site site-version graph lock audit dist release-dry types workflows canary clean gpu gpu-quick gpu-dry gpu-wheels
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
@@ -161,8 +161,18 @@ dist: $(TOOLS)/.done  ## Build the wheel and the sdist, with the locked build to
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(TOOLS)/bin/uv build --quiet --no-build-isolation \
 	--python $(VENV)/bin/python --out-dir dist
 
-release-dry: $(TOOLS)/.done  ## All that a release publishes, in build/release; tags and uploads nothing (FINAL=1 before a tag)
+release-dry: $(TOOLS)/.done types  ## All that a release publishes, in build/release; tags and uploads nothing (FINAL=1 before a tag)
 	$(TOOLS)/bin/python .ci/release.py --python $(VENV)/bin/python $(if $(FINAL),--final)
+
+# pyright checks what users import with Node.js, which no other target needs.
+PYRIGHT := build/pyright
+$(PYRIGHT)/.done: constraints/types.lock $(STAMP)
+	@rm -rf $(PYRIGHT) && $(RUN) venv $(PYRIGHT)
+	@$(PYRIGHT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r constraints/types.lock
+	@touch $@
+
+types: $(PYRIGHT)/.done  ## pyright --verifytypes: all public types are known, and 95% of those of all modules
+	$(PYTEST_ENV) $(RUN) pytest -n 0 -q -s tests/unit/test_package.py::test_types_are_known
 
 ACTIONLINT := build/actionlint
 $(ACTIONLINT)/.done: constraints/workflows.lock $(STAMP)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-PYTHON = {"cpu-py310": "3.10", "cpu-py311": "3.11.5", "tools": "3.11", "workflows": "3.11"}
+PYTHON = {"cpu-py310": "3.10", "cpu-py311": "3.11.5", "tools": "3.11", "types": "3.11", "workflows": "3.11"}
 CPU_BUILDS = {"torch==2.13.0": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
 """PyTorch's own CPU builds (here of Python 3.11 on Linux x86_64), which are not in the package index."""
 

@@ -150,6 +150,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         _claim(BENCHMARKS, "start-up and throughput of both", "two_trees_speed"),
         _claim(BENCHMARKS, "Builds the sdist and the wheel of the commit in two clean clones and compares the bytes",
                "unit/test_package.py", "package-newest", "package-oldest", "package-resolutions"),
+        _claim(BENCHMARKS, "`make types` fails if a public type is unknown, or more than 5% of all",
+               "unit/test_package.py::test_types_are_known"),
         _claim(BENCHMARKS, "transformers 5.24.0 passes 2,474 tests", "canary", "canary-megatron-core"),
         _claim(BENCHMARKS, "copies in memory beside checkpoints in files", "memory-copies"),
         _claim("docs/concepts/platforms.md", "361 of 2,018 tests pass, 18%", "upstream-tests"),

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: built twice with the same bytes, complete, and used without the checkout."""
+"""The wheel and the sdist: built twice with the same bytes, complete, typed, and used without the checkout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import isthmus
 
 pytestmark = [pytest.mark.thorough, pytest.mark.processes]
 
@@ -33,6 +35,13 @@ def built(repository: Path, folder: Path, umask: int) -> dict[str, Path]:
     )
     assert done.returncode == 0, done.stderr
     return {path.suffix: path for path in sorted((folder / "dist").iterdir())}
+
+
+def public_modules(pyproject: dict[str, Any]) -> str:
+    """A regular expression of the modules whose docstrings ruff requires."""
+    (pattern,) = pyproject["tool"]["ruff"]["lint"]["per-file-ignores"]
+    pattern = pattern.removeprefix("!src/").removesuffix(".py").replace("/", ".").translate({123: "(?:", 125: ")"})
+    return pattern.replace(".", r"\.").replace("*", r"\w+").replace(",", "|") + r"\b"
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +101,27 @@ def test_the_wheel_is_used_without_the_checkout(repository: Path, site: Path, tm
     findings = json.loads(isthmus("doctor", "--json"))
     assert "tested range" in json.dumps(findings), "the wheel has no constraints/"
     assert "isthmus sft" in isthmus("sft", "--help")
+
+
+def test_types_are_known(repository: Path, pyproject: dict[str, Any], tmp_path: Path) -> None:
+    """pyright knows the types of all public symbols, and of at least 95% of those of all modules."""
+    pyright = repository / "build/pyright/bin/pyright"
+    if not pyright.exists():
+        pytest.skip("needs pyright in build/pyright: make types")
+    # With --verifytypes it ignores --pythonpath: the first Python on the PATH has the package and its dependencies.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(pyright), "--verifytypes", "isthmus", "--ignoreexternal", "--outputjson"],
+        cwd=tmp_path, env=without_checkout() | {"PATH": path, "PYTHONPATH": str(repository / "src")},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    report = json.loads(done.stdout)["typeCompleteness"]
+    assert report["packageRootDirectory"] == str(repository / "src/isthmus"), done.stderr
+    symbols = {symbol["name"]: symbol["isTypeKnown"] for symbol in report["symbols"] if symbol["isExported"]}
+    unknown = sorted(name for name, is_known in symbols.items() if not is_known)
+    exported = {f"{module}.{name}" for module, name in isthmus._LAZY.values()}
+    public = [name for name in symbols if name in exported or re.match(public_modules(pyproject), name)]
+    known = 1 - len(unknown) / len(symbols)
+    print(f"known types: {known:.1%} of {len(symbols)} symbols, {len(public)} of them public")
+    assert len(public) > 500 and [name for name in unknown if name in public] == []
+    assert known >= 0.95, "\n".join(["annotate some of these:", *unknown])

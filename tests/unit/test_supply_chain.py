@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-SETS = ("cpu-py310", "cpu-py311", "tools", "workflows")
+SETS = ("cpu-py310", "cpu-py311", "tools", "types", "workflows")
 
 
 @pytest.mark.parametrize("name", SETS)
