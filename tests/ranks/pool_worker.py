@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,11 @@ def main() -> None:
     for name in ("isthmus.engine.parallel.process_groups", "ranks.tasks"):  # the first disables warnings of megatron
         importlib.import_module(name)
     importlib.import_module("isthmus.families.registry").all_families()  # imports them
+    import torch
+
+    if not torch.backends.cuda.is_built():  # its import starts CUDA, which a fork cannot use
+        with suppress(ImportError):
+            importlib.import_module("bitsandbytes")  # 2 s, in each rank that quantizes
     gc.freeze()  # garbage collection in ranks skips imported objects; their pages stay shared
     gc.enable()
     serve()
