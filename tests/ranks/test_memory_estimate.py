@@ -51,9 +51,9 @@ def test_parameters_and_optimizer_state_are_exact(
 def test_the_estimate_is_the_peak_of_a_step(layout: dict[str, Any], two_ranks: RankPool) -> None:
     """benchmarks/planner_memory.py has more layouts."""
     sizes = {
-        "model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024,
+        "model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     }  # fmt: skip
-    for rank in two_ranks.run("ranks.memory_tasks.step_memory", model=sizes, **layout):
+    for rank in two_ranks.run("ranks.memory_tasks.step_memory", model=sizes, seq_length=256, **layout):
         assert rank["estimated"] == pytest.approx(rank["measured"], rel=0.1), rank["text"]
