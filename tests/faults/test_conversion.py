@@ -38,7 +38,7 @@ FEW_POINTS: dict[str, list[Any]] = {
 def outcomes(requests: list[dict[str, Any]]) -> list[int]:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kill_points.py"))],
-        input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=120, check=True,
+        input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     result: list[int] = json.loads(done.stdout)
     return result

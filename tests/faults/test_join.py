@@ -95,7 +95,7 @@ def test_second_ctrl_c_ends_a_rank_that_waits(isthmus: ForkServer, sft_args: lis
     started_s = time.monotonic()
     while ranks.running(0):
         time.sleep(0.05)
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 60
     ranks.send(1, signal.SIGKILL)
     completed = ranks.wait()
     assert completed[0].returncode == 130 and "rank 0: killed" in completed[0].errors[0], completed

@@ -51,7 +51,7 @@ def run(config):
     if mode == "all":
         raise DataError("the same on every rank.")
     if mode in ("wait", "ignore", "kill", "bug", "hang"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             if stop.requested and mode == "wait":
                 time.sleep(0.5 + rank)
@@ -90,7 +90,7 @@ def environment(folder: Path, mode: str) -> dict[str, str]:
 def run(folder: Path, mode: str, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*more, nproc=nproc),
-        cwd=folder, env=environment(folder, mode), capture_output=True, text=True, timeout=60,
+        cwd=folder, env=environment(folder, mode), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def run_forked(isthmus: ForkServer, folder: Path, mode: str, *more: str) -> Comp
 
 
 def wait_for_ranks(folder: Path, nproc: int, is_running: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(pids(folder)) < nproc:
         assert time.monotonic() < deadline and is_running()
         time.sleep(0.05)
@@ -194,7 +194,7 @@ def test_hanging_rank_is_killed_after_another_rank_fails(isthmus: ForkServer, st
     started_s = time.monotonic()
     done = run_forked(isthmus, stubbed, "hang")
     assert done.returncode == 65 and messages(done.stderr) == ["isthmus: only rank 1 has seen it."]
-    assert time.monotonic() - started_s < 20 and not any(alive(pid) for pid in pids(stubbed))
+    assert time.monotonic() - started_s < 60 and not any(alive(pid) for pid in pids(stubbed))
 
 
 def test_dollar_signs_in_arguments_are_kept(isthmus: ForkServer, stubbed: Path) -> None:
@@ -252,7 +252,7 @@ def test_signal_before_the_ranks_are_up(stubbed: Path) -> None:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 75, err
     assert "Traceback" not in err
 
@@ -261,7 +261,7 @@ def test_no_rank_outlives_the_command(isthmus: ForkServer, stubbed: Path) -> Non
     with running(isthmus, stubbed, "wait") as process:
         process.send(0, signal.SIGKILL)
         process.result()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while any(alive(pid) for pid in pids(stubbed)):
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -271,7 +271,7 @@ def test_no_rank_outlives_the_command(isthmus: ForkServer, stubbed: Path) -> Non
 def test_single_process_sigterm_and_error(stubbed: Path) -> None:
     with running_alone(stubbed, "wait") as process:
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 75
     assert messages(err) == [
         "isthmus: SIGTERM: saving after this step.",
@@ -285,7 +285,7 @@ def test_single_process_second_ctrl_c(stubbed: Path) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.8)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err
 
 

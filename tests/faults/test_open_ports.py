@@ -47,14 +47,14 @@ def attack_port(intruder: Path, run_id: str, port: int, answered: Connection) ->
     answered.send(port)
 
 
-def attack(intruder: Path, run_id: str, ports: Iterable[int]) -> list[int]:
+def attack(intruder: Path, run_id: str, ports: Iterable[int], limit_s: float = 3.0) -> list[int]:
     """Write a pickle that creates ``intruder`` into the stores at ``ports``; returns the ports that answered."""
     context = multiprocessing.get_context("fork")  # a new interpreter imports torch for seconds
     answers, answered = context.Pipe(duplex=False)
     attackers = [context.Process(target=attack_port, args=(intruder, run_id, port, answered)) for port in ports]
     for attacker in attackers:
         attacker.start()
-    until = time.monotonic() + 3
+    until = time.monotonic() + limit_s
     for attacker in attackers:
         attacker.join(max(0, until - time.monotonic()))
         attacker.kill()
@@ -110,7 +110,7 @@ def test_attack_runs_code_in_the_rendezvous_of_torch_elastic(tmp_path: Path) -> 
     handler = DynamicRendezvousHandler.from_backend("control", store, backend, 1, 1)
     handler.next_rendezvous()
     intruder = tmp_path / "intruder"
-    assert attack(intruder, "control", [port]) == [port]
+    assert attack(intruder, "control", [port], limit_s=60.0) == [port]
     for _ in range(20):  # the handler keeps a state for a second, and writes its own every five
         with suppress(AttributeError):  # a file, in place of the state
             handler.num_nodes_waiting()

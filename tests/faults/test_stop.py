@@ -165,7 +165,7 @@ def test_killed_rank_ends_the_run_and_the_run_resumes(isthmus: ForkServer, sft_a
     started_s = time.monotonic()
     completed = process.result()
     assert "rank 1 was ended by SIGKILL" in completed.error(137) and has_ended(first)
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 60
     saved = checkpoints(out)
     assert len(saved) == 2 and saved[-1] >= 12  # checkpoint.keep
     again = isthmus(*sft_args, f"train.steps={saved[-1] + 3}")
@@ -179,7 +179,7 @@ def test_no_rank_outlives_a_killed_command(isthmus: ForkServer, sft_args: list[s
     ranks = ranks_of(process)
     process.send(0, signal.SIGKILL)
     process.result()
-    _, alive = psutil.wait_procs(ranks, timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     for rank in alive:
         rank.kill()
     assert not alive
@@ -192,7 +192,7 @@ def test_bad_data_is_reported_once(isthmus: ForkServer, sft_args: list[str], tmp
     data.write_text('[{"instruction": "a", "output": "b"}, 7]')
     started_s = time.monotonic()
     line = isthmus(*sft_args, "--nproc", "2", "--data", data).error(65)
-    assert str(data) in line and time.monotonic() - started_s < 60
+    assert str(data) in line and time.monotonic() - started_s < 120
     assert not (tmp_path / "out").exists()
 
 

@@ -207,9 +207,9 @@ def test_the_only_server_dies(server: FakeVllm, policy: Policy, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_slow_server_is_named(server: FakeVllm, policy: Policy, tmp_path: Path) -> None:
-    engine = build(policy, tmp_path, server, timeout_s=0.4)
+    engine = build(policy, tmp_path, server, timeout_s=1.5)
     engine.update_weights(0)
-    server.delay_s = 2
+    server.delay_s = 3
     with pytest.raises(Hang, match=rf"{server.url} does not answer .* within rollout\.timeout_s"):
         generate(engine)
 

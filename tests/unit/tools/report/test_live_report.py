@@ -80,7 +80,7 @@ def served(*runs: RunDir) -> Iterator[LiveServer]:
 
 
 def ask(server: LiveServer, path: str | None = None, method: str = "GET", **headers: str) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
     try:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, server.path if path is None else path, headers=names)
@@ -91,7 +91,7 @@ def ask(server: LiveServer, path: str | None = None, method: str = "GET", **head
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -296,7 +296,7 @@ def test_ctrl_c_ends_the_report(growing: RunDir, capsys: pytest.CaptureFixture[s
             time.sleep(0.05)
         address = json.loads(text)
         url = urlsplit(address["url"])
-        connection = http.client.HTTPConnection(url.netloc, timeout=20)
+        connection = http.client.HTTPConnection(url.netloc, timeout=60)
         connection.request("GET", url.path)
         status.append(connection.getresponse().status)
         os.kill(os.getpid(), signal.SIGINT)
