@@ -25,7 +25,8 @@ def teacher(isthmus: ForkServer, chats: Path, tmp_path_factory: pytest.TempPathF
         num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     args = ["--model", root / "model", "--data", chats, "--out", root / "run", "train.steps=24", "optim.lr=1e-2"]
-    assert isthmus("sft", *args, "data.seq_length=64", "train.global_batch_size=8", "logging.to=[]").returncode == 0
+    sizes = ["data.seq_length=64", "train.global_batch_size=8", "train.micro_batch_size=8"]
+    assert isthmus("sft", *args, *sizes, "logging.to=[]").returncode == 0
     return root / "run/hf"
 
 
@@ -34,6 +35,7 @@ def args(model: Path, chats: Path) -> list[str]:
     settings = [
         "data.seq_length=64",
         "train.global_batch_size=8",
+        "train.micro_batch_size=8",
         "optim.lr=1e-2",
         "optim.schedule=constant",
         "logging.to=[]",
