@@ -238,8 +238,8 @@ def test_a_function_that_exits(module: Path) -> None:
 )
 def test_the_deadline_names_the_slow_reward(module: Path, body: str) -> None:
     module.write_text(f"import asyncio\n{body}\ndef fast(completions):\n    return [1, 1]\n")
-    rewards = rewards_of("rewards.py:fast", "rewards.py:slow", timeout_s=1.0)
-    with pytest.raises(Hang, match=r"^rollout.reward rewards.py:slow did not finish: .*2 answers.*timeout_s=1.0"):
+    rewards = rewards_of("rewards.py:fast", "rewards.py:slow", timeout_s=1.5)
+    with pytest.raises(Hang, match=r"^rollout.reward rewards.py:slow did not finish: .*2 answers.*timeout_s=1.5"):
         compute(rewards)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rewards")
 
