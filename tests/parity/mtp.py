@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from isthmus.data.batching.batches import Batches, BatchSettings
 from isthmus.data.batching.packed_batch import PackedBatch
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH, open_samples
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, open_samples
 from ranks.tiny_families import bailing_moe
 
 
@@ -105,7 +105,7 @@ def train(
     )
     batches = Batches(
         open_samples(samples),
-        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=GLOBAL_BATCH_SIZE, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "mtp_loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):

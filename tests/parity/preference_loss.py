@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from isthmus.data.batching.batches import BatchSettings, PairBatches
 from isthmus.data.batching.packed_batch import PackedBatch
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH, open_samples
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, open_samples
 
 PairLoss = Callable[[PackedBatch], tuple[Tensor, Tensor]]
 """The loss of a pair and the difference of its rewards, both scalars."""
@@ -43,7 +43,7 @@ def train_pairs(policy: Any, loss_of: PairLoss, *, samples: str | Path, lr: list
     """Curves of a plain loop over pairs with AdamW."""
     batches = PairBatches(
         open_samples(samples),
-        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=8, packing=False),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=GLOBAL_BATCH_SIZE, packing=False),
     )
     accuracies: list[float] = []
 

@@ -47,7 +47,7 @@ from isthmus.tools.learn.probe_model import ProbeModel, logits_difference, relat
 from parity.strange_models import strange_config
 from ranks.pool_worker import platform
 from ranks.tasks import CLIP_GRAD
-from ranks.tiny import SEQ_LENGTH, load_network, open_samples, restore_names
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, load_network, open_samples, restore_names
 
 
 def logits(*, model: str, other: str | None, lengths: list[int], vocab_size: int) -> dict[str, Any]:
@@ -333,6 +333,7 @@ def train(
     adapter: str | None = None,
     quantize: str | None = None,
     lr_ratio: float = 1.0,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
 ) -> dict[str, list[float]]:
     """Reference implementation of :func:`ranks.tasks.train` with transformers and torch only.
 
@@ -369,7 +370,7 @@ def train(
     ratios = [group["lr"] for group in optimizer.param_groups]
     batches = Batches(
         open_samples(samples),
-        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=8, packing=True),
+        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=2, global_batch_size=global_batch_size, packing=True),
     )
     curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, rate in enumerate(lr):

@@ -37,7 +37,7 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
             {"dora": True, "modules_to_save": ["lm_head", "norm"], "lr_ratio": 4}, {"pp": 2}, id="qwen3-dora-plus",
         ),
         pytest.param(
-            "deepseek_v3", {"first_k_dense_replace": 4}, {"rslora": True, "init": "gaussian", "targets": LATENT},
+            "deepseek_v3", {"first_k_dense_replace": 2}, {"rslora": True, "init": "gaussian", "targets": LATENT},
             {"tp": 2}, id="deepseek_v3-rslora",
         ),
         pytest.param("qwen3_moe", {"num_hidden_layers": 2}, {}, {"ep": 2}, id="experts-ep2"),
@@ -61,25 +61,25 @@ def test_steps_and_the_exported_adapter_equal_peft(
     samples: Path,
     tmp_path: Path,
 ) -> None:
-    base = build_model_folder(tmp_path / "base", family, **model)
+    base = build_model_folder(tmp_path / "base", family, **{"num_hidden_layers": 2} | model)
     world = two_ranks if layout else one_rank
     settings = {"model": base, "samples": samples, "micro_batch_size": 2, "lora": {"rank": 4, "alpha": 24} | lora}
     decay = 0.0 if "lr_ratio" in lora else 0.1  # in PEFT's LoRA+ also that of magnitudes
     settings["optim"] = {"weight_decay": decay, "lr": 5e-3}
-    ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path)
+    ours = world.run("ranks.tasks.train", **settings, **layout, exports=tmp_path, evaluate=True)
     reference = {"model": base, "samples": samples, "adapter": tmp_path / "before", "quantize": lora.get("quantize")}
     reference |= {"lr_ratio": lora.get("lr_ratio", 1.0), "weight_decay": decay}
     theirs = one_rank.run("parity.tasks.train", **reference, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
-    assert ours["loss"][-1] < ours["loss"][0] - 0.1
+    assert ours["valid_after"] < ours["valid_before"] - 0.05
     _check_exports(base, tmp_path)
 
 
 def test_exported_adapter_of_pissa_is_for_the_original_weights(
     one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
-    base = build_model_folder(tmp_path / "base", "gpt2")
+    base = build_model_folder(tmp_path / "base", "gpt2", num_hidden_layers=2)
     lora = {"rank": 4, "init": "pissa", "targets": ["c_attn", "mlp.c_proj"], "lr_ratio": 4}
     one_rank.run(
         "ranks.tasks.train", model=base, samples=samples, micro_batch_size=2, steps=5, lora=lora, exports=tmp_path

@@ -17,7 +17,7 @@ def test_five_steps_equal_plain_transformers(
     smoothing: float, sft_weight: float, one_rank: RankPool, tmp_path: Path
 ) -> None:
     """Isthmus packs pairs; the reference runs each sample alone."""
-    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True, num_hidden_layers=2)
     pairs = build_pairs(tmp_path / "pairs")
     dpo = {"beta": 0.3, "label_smoothing": smoothing, "sft_weight": sft_weight}
     run = {"model": model, "samples": pairs, "steps": 5, "micro_batch_size": 4}

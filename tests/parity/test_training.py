@@ -65,7 +65,7 @@ def test_gradients_in_a_custom_training_loop(family: str, one_rank: RankPool, tm
 def test_steps_equal_plain_transformers(
     family: str, settings: dict[str, Any], one_rank: RankPool, samples: Path, tmp_path: Path
 ) -> None:
-    model = build_model_folder(tmp_path / "model", family, **settings)
+    model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **settings)
     ours = one_rank.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2)
     theirs = one_rank.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
@@ -104,7 +104,7 @@ def test_steps_equal_plain_transformers(
         pytest.param("starcoder2", {"sliding_window": 5}, {"tp": 2}, id="starcoder2"),
         pytest.param("glm4", {}, {"tp": 2}, id="glm4"),
         pytest.param("cohere", {"attention_bias": True}, {"tp": 2, "recompute": "selective"}, id="cohere"),
-        pytest.param("smollm3", {}, {"pp": 2, "recompute": "full"}, id="smollm3"),
+        pytest.param("smollm3", {"num_hidden_layers": 4}, {"pp": 2, "recompute": "full"}, id="smollm3"),
         pytest.param("seed_oss", {"attention_out_bias": True, "mlp_bias": True}, {"tp": 2}, id="seed_oss"),
         pytest.param("gemma4", {}, {"tp": 2, "recompute": "full"}, id="gemma4-full", marks=pytest.mark.thorough),
         pytest.param("gemma4", {}, {"tp": 2, "sp": False}, id="gemma4-no-sp", marks=pytest.mark.thorough),
@@ -132,9 +132,12 @@ def test_first_steps_on_two_ranks_equal_plain_transformers(
     samples: Path,
     tmp_path: Path,
 ) -> None:
-    model = build_model_folder(tmp_path / "model", family, **settings)
-    ours = two_ranks.run("ranks.tasks.train", model=model, samples=samples, micro_batch_size=2, steps=3, **layout)
-    theirs = one_rank.run("parity.tasks.train", model=model, samples=samples, lr=ours["lr"], weight_decay=0.1)
+    sizes = {} if family in (*TINY_FAMILIES, "gemma4") else {"num_hidden_layers": 2}
+    model = build_model_folder(tmp_path / "model", family, **sizes | settings)
+    # With fewer samples, gradients of delta nets cancel less: their norms differ by up to 2.2e-5.
+    run: dict[str, Any] = {"model": model, "samples": samples, "global_batch_size": 8}
+    ours = two_ranks.run("ranks.tasks.train", micro_batch_size=4, steps=3, **run, **layout)
+    theirs = one_rank.run("parity.tasks.train", lr=ours["lr"], weight_decay=0.1, **run)
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}
     assert max(differences.values()) < 1e-5
 

@@ -148,7 +148,7 @@ def _loss_and_margin(result: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, Ten
 def test_losses_equal_trl(
     loss: str, smoothing: float, more: dict[str, Any], one_rank: RankPool, tmp_path: Path
 ) -> None:
-    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True, num_hidden_layers=2)
     pairs = build_pairs(tmp_path / "pairs")
     settings = {"beta": BETA, "loss": loss, "label_smoothing": smoothing} | more
     ours = one_rank.run("ranks.tasks.train", model=model, samples=pairs, steps=4, micro_batch_size=4, dpo=settings)

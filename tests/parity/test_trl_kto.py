@@ -17,7 +17,7 @@ from parity.preference_loss import train_steps
 from parity.test_trl import BETA, answers, arguments, padded, tokenizer
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
-from ranks.tiny import SEQ_LENGTH, build_answers, build_model_folder, open_samples
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, build_answers, build_model_folder, open_samples
 
 pytestmark = trl.required
 
@@ -33,7 +33,7 @@ def test_losses_equal_trl(loss: str, one_rank: RankPool, tmp_path: Path) -> None
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
-    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True)
+    model = build_model_folder(tmp_path / "model", "qwen3", tie_word_embeddings=True, num_hidden_layers=2)
     samples = build_answers(tmp_path / "answers")
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
     kto = {"beta": BETA, "loss": loss, **weights}
@@ -56,7 +56,9 @@ def test_losses_equal_trl(loss: str, one_rank: RankPool, tmp_path: Path) -> None
         results.append(trainer._metrics["train"]["kl"][-1])
         return result
 
-    settings = BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=8, global_batch_size=8, packing=False)
+    settings = BatchSettings(
+        seq_length=SEQ_LENGTH, micro_batch_size=GLOBAL_BATCH_SIZE, global_batch_size=GLOBAL_BATCH_SIZE, packing=False
+    )
     batches = UnpairedBatches(open_samples(samples), settings)
     theirs = train_steps(policy.train(), loss_of, lr=ours["lr"])
     differences = {curve: max_relative_difference(ours[curve], theirs[curve]) for curve in ("loss", "grad_norm")}

@@ -16,7 +16,7 @@ from parity.preference_loss import train_steps
 from parity.test_trl import arguments, padded, tokenizer
 from ranks.rank_pool import RankPool
 from ranks.test_layouts import max_relative_difference
-from ranks.tiny import SEQ_LENGTH, VOCAB, build_model_folder, build_pairs, open_samples
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, VOCAB, build_model_folder, build_pairs, open_samples
 
 pytestmark = trl.required
 CENTER = 0.05
@@ -26,7 +26,7 @@ def test_losses_equal_trl(one_rank: RankPool, tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
-    base = build_model_folder(tmp_path / "base", "qwen3", tie_word_embeddings=True)
+    base = build_model_folder(tmp_path / "base", "qwen3", tie_word_embeddings=True, num_hidden_layers=2)
     samples = build_pairs(tmp_path / "pairs", margins=True)
     reward = {"center_rewards_coefficient": CENTER}
     # The first run makes the head, and exports the model that both programs train.
@@ -48,7 +48,12 @@ def test_losses_equal_trl(one_rank: RankPool, tmp_path: Path) -> None:
     network.resize_token_embeddings(VOCAB + 1)
     batches = PairBatches(
         ScoredSamples(open_samples(samples), AnswerEnd(), most=SEQ_LENGTH),
-        BatchSettings(seq_length=SEQ_LENGTH, micro_batch_size=8, global_batch_size=8, packing=False),
+        BatchSettings(
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=GLOBAL_BATCH_SIZE,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            packing=False,
+        ),
     )
 
     def loss_of(step: int) -> Tensor:

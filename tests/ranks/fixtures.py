@@ -50,10 +50,15 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders that together cover all features of dense decoders."""
+    """Model folders that together cover all features of dense decoders; virtual stages need four layers."""
     root = tmp_path_factory.mktemp("models")
+    settings = {
+        "qwen3-tied": ("qwen3", True, 2),
+        "qwen2-untied": ("qwen2", False, 2),
+        "llama-tied": ("llama", True, 2),
+        "four-layers": ("qwen3", True, 4),
+    }
     return {
-        "qwen3-tied": build_model_folder(root / "qwen3-tied", "qwen3", tie_word_embeddings=True),
-        "qwen2-untied": build_model_folder(root / "qwen2-untied", "qwen2", tie_word_embeddings=False),
-        "llama-tied": build_model_folder(root / "llama-tied", "llama", tie_word_embeddings=True),
+        name: build_model_folder(root / name, family, tie_word_embeddings=tied, num_hidden_layers=layers)
+        for name, (family, tied, layers) in settings.items()
     }

@@ -61,7 +61,7 @@ from isthmus.recipes.reference_logps import compute_reference
 from isthmus.recipes.registry import recipe_of
 from isthmus.train.stop import StopFlag
 from ranks.pool_worker import leave_groups, platform
-from ranks.tiny import SEQ_LENGTH, VALID_SAMPLES, open_samples
+from ranks.tiny import GLOBAL_BATCH_SIZE, SEQ_LENGTH, VALID_SAMPLES, open_samples
 
 TOTAL_STEPS = 6
 CLIP_GRAD = 1.8
@@ -86,6 +86,7 @@ def start(
     precision: str = "fp32",
     recompute: str = "none",
     micro_batch_size: int = 1,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
     packing: bool = True,
     mtp_loss_weight: float = 0.1,
     optim: dict[str, Any] | None = None,
@@ -106,6 +107,7 @@ def start(
     ``parallel``, ``optim``, ``moe``, ``lora`` and recipes are sections; ``more`` is added to ``train``. With ``dpo``
     and ``reward`` the samples are pairs, with ``kto`` answers. Reference log-probabilities are saved in folder
     ``reference``, and loaded from there unless ``fresh``. ``equal_lengths`` pads micro batches as in pipelines on GPUs.
+    ``micro_batch_size`` is reduced where a rank would have fewer micro batches than there are pipeline stages.
     """
     sections = {"dpo": dpo, "kto": kto, "reward": reward, "distill": distill}
     config = RunConfig.model_validate(
@@ -145,12 +147,16 @@ def start(
     } | (optim or {})
     chosen = OptimConfig.model_construct(**settings)  # not validated: lr=0 is allowed here
     optimizer = build_optimizer(built.stages, chosen, config.train, family=built.plan.family)
+    dp = config.parallel.dp(dist.get_world_size())
     sizes = BatchSettings(
-        seq_length=SEQ_LENGTH, micro_batch_size=micro_batch_size, global_batch_size=8, packing=packing
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=min(micro_batch_size, max(1, global_batch_size // (dp * config.parallel.pp))),
+        global_batch_size=global_batch_size,
+        packing=packing,
     )
     shard = BatchShard(
         dp_rank=built.position.dp_rank,
-        dp_size=config.parallel.dp(dist.get_world_size()),
+        dp_size=dp,
         pad_to_multiple_of=config.parallel.length_multiple,
         micro_batches_multiple_of=config.parallel.pp if config.parallel.vpp > 1 else 1,
         equal_lengths=equal_lengths,

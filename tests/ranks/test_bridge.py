@@ -64,7 +64,7 @@ def test_plain_loop_updates_replicated_parameters_alike(
     family: str, one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2} if family == "gpt2" else {}
-    model = build_model_folder(tmp_path / "model", family, **dropout)
+    model = build_model_folder(tmp_path / "model", family, num_hidden_layers=2, **dropout)
     one_rank.run("ranks.bridge_tasks.train_plainly", model=model, destination=tmp_path / "one")
     before, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "one"))
     for name, tensor in expected.items():

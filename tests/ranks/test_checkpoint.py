@@ -490,8 +490,8 @@ def test_folder_without_a_checkpoint(
     ("family", "settings"),
     [
         pytest.param("qwen3", {"hidden_size": 64}, id="wider"),
-        pytest.param("qwen3", {"num_hidden_layers": 6}, id="deeper"),
-        pytest.param("qwen3", {"num_hidden_layers": 2}, id="shallower"),
+        pytest.param("qwen3", {"num_hidden_layers": 3}, id="deeper"),
+        pytest.param("qwen3", {"num_hidden_layers": 1}, id="shallower"),
         pytest.param("qwen2", {}, id="another-family"),
     ],
 )
@@ -504,7 +504,8 @@ def test_checkpoint_of_another_model_is_refused(
     tmp_path: Path,
 ) -> None:
     _, saved = halves(1)
-    other = build_model_folder(tmp_path / "other", family, tie_word_embeddings=True, **settings)
+    sizes = {"num_hidden_layers": 2} | settings
+    other = build_model_folder(tmp_path / "other", family, tie_word_embeddings=True, **sizes)
     refused = one_rank.run("ranks.tasks.refusal", task="train", model=other, samples=samples, resume=saved)
     assert (refused["kind"], refused["code"]) == ("DataError", 65)
     assert "\n" not in refused["text"] and len(refused["text"]) < 800

@@ -29,7 +29,7 @@ def test_overlap_gives_identical_results(
     name: str, layout: dict[str, Any], two_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     """Bitwise, including weights and optimizer state, with a single bucket."""
-    run = {"model": models[name], "samples": samples, "micro_batch_size": 2, "steps": 5, "evaluate": True}
+    run = {"model": models[name], "samples": samples, "micro_batch_size": 1, "steps": 5, "evaluate": True}
     plain = two_ranks.run("ranks.tasks.train", **run)
     overlapped = two_ranks.run(TASK, bucket_elements=None, **run | layout)
     assert overlapped["buckets"] == 1
@@ -64,7 +64,7 @@ def test_buckets_overlap_with_computation(
 def test_expert_buckets_are_synchronized(ep: int, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
     """Expert weights are used without calling their modules; with expert parallelism they have separate buckets."""
     model = build_model_folder(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
-    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "ep": ep}
+    run = {"model": model, "samples": samples, "micro_batch_size": 1, "steps": 3, "ep": ep}
     plain = two_ranks.run("ranks.tasks.train", **run)
     overlapped = two_ranks.run(TASK, bucket_elements=SMALL, **run | BOTH)
     assert overlapped["buckets"] > 1
@@ -81,7 +81,7 @@ def test_pipeline_stages_synchronize_their_buckets(
     model = build_model_folder(tmp_path / "model", "deepseek_v3" if mtp else "qwen3", **layers)
     if mtp:
         add_mtp_layers(model)
-    run = {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 3, "pp": 2, "vpp": 1 if mtp else 2}
+    run = {"model": model, "samples": samples, "micro_batch_size": 1, "steps": 3, "pp": 2, "vpp": 1 if mtp else 2}
     plain = four_ranks.run("ranks.tasks.train", **run)
     overlapped = four_ranks.run(TASK, bucket_elements=SMALL, **run | BOTH)
     for curve in (*CURVES, *(["mtp_loss"] if mtp else [])):

@@ -21,7 +21,7 @@ SHARED = {"micro_batch_size": 2, "steps": 4, "evaluate": True}
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Wider, deeper, and of other families than the student; one with more tokens, the other with fewer."""
     root = tmp_path_factory.mktemp("teachers")
-    sizes: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 5, "vocab_size": VOCAB + 4}
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": VOCAB + 4}
     llama = build_model_folder(root / "llama", "llama", tie_word_embeddings=False, **sizes)
     fewer: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": VOCAB - 1, "final_logit_softcapping": 4.0}
     gemma = build_model_folder(root / "gemma2", "gemma2", **fewer)
@@ -63,10 +63,10 @@ def test_layout_trains_as_single_process(
 
 @pytest.mark.thorough
 def test_a_teacher_with_fewer_tokens_and_a_softcap(
-    one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], teachers: dict[str, str]
+    one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], models: dict[str, Path], teachers: dict[str, str]
 ) -> None:
     """Virtual stages, top k, and bfloat16 for the teacher only, whose sums over ranks are rounded differently."""
-    run = run | {"distill": {"teacher": teachers["gemma2"], "top_k": 9}, "steps": 2}
+    run = run | {"distill": {"teacher": teachers["gemma2"], "top_k": 9}, "steps": 2, "model": models["four-layers"]}
     alone = one_rank.run(TRAIN, **run)
     assert_same(two_ranks.run(TRAIN, **run | {"pp": 2, "vpp": 2}), alone)
     run["distill"]["teacher_dtype"] = "bfloat16"

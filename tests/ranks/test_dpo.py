@@ -13,7 +13,7 @@ from ranks.test_layouts import TOLERANCE, assert_same, max_relative_difference
 from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN = "ranks.tasks.train"
-SHARED = {"micro_batch_size": 2, "steps": 4, "evaluate": True}
+SHARED = {"micro_batch_size": 4, "global_batch_size": 8, "steps": 4, "evaluate": True}
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +40,27 @@ def metric(result: dict[str, Any], name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(1, {"micro_batch_size": 4}, id="micro-batch-4"),
-        pytest.param(1, {"micro_batch_size": 4, "packing": False}, id="micro-batch-4-unpacked"),
+        pytest.param(1, {"micro_batch_size": 2}, id="micro-batch-2"),
+        pytest.param(1, {"packing": False}, id="micro-batch-4-unpacked"),
         pytest.param(2, {"tp": 2, "sp": True}, id="tp2-sp"),
         pytest.param(2, {"pp": 2}, id="pp2"),
-        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
         pytest.param(2, {"fsdp": True}, id="fsdp2"),
         pytest.param(2, {"cp": 2}, id="cp2"),
         pytest.param(4, {"pp": 2, "vpp": 2}, id="pp2-vpp2-dp2"),
     ],
 )
 def test_layout_trains_as_single_process(
-    ranks: int, layout: dict[str, Any], worlds: dict[int, RankPool], run: dict[str, Any], alone: dict[str, Any]
+    ranks: int,
+    layout: dict[str, Any],
+    worlds: dict[int, RankPool],
+    models: dict[str, Path],
+    run: dict[str, Any],
+    alone: dict[str, Any],
 ) -> None:
+    if "vpp" in layout:
+        run = run | {"model": models["four-layers"]}
+        alone = worlds[1].run(TRAIN, **run)
     result = worlds[ranks].run(TRAIN, **run | layout)
     assert_same(result, alone)
     assert max_relative_difference(metric(result, "logps/rejected"), metric(alone, "logps/rejected")) < TOLERANCE
@@ -86,7 +94,7 @@ def test_dpo_resumes_bitwise_and_in_another_layout(
     precision: str, one_rank: RankPool, two_ranks: RankPool, run: dict[str, Any], tmp_path: Path
 ) -> None:
     """The reference of the first start is used again; it differs from the policy at the checkpoint."""
-    run = run | {"precision": precision, "micro_batch_size": 2, "reference": tmp_path, "evaluate": False}
+    run = run | {"precision": precision, "reference": tmp_path, "evaluate": False}
     uninterrupted = one_rank.run(TRAIN, **run, save_at=[2], root=tmp_path)
     resume = {"resume": tmp_path / "iter_0000002", "fresh": False}
     before = (tmp_path / "reference.npz").read_bytes()

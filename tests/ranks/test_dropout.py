@@ -14,14 +14,15 @@ from ranks.tiny import build_model_folder, build_pairs
 
 TRAIN = "ranks.tasks.train"
 RATES = {"attn_pdrop": 0.3, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-NOISE = {"neftune_alpha": 1.0}
+NOISE = {"neftune_alpha": 3.0}
 
 
 @pytest.fixture(scope="module")
 def run(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Arguments of a run of a GPT-2 with dropout in all places and noise on the embeddings."""
     model = build_model_folder(tmp_path_factory.mktemp("model") / "gpt2", "gpt2", **RATES)
-    return {"model": model, "samples": samples, "micro_batch_size": 2, "steps": 4, "more": NOISE}
+    sizes = {"micro_batch_size": 4, "global_batch_size": 8}
+    return {"model": model, "samples": samples, "steps": 4, "more": NOISE, **sizes}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def alone(one_rank: RankPool, run: dict[str, Any]) -> dict[str, Any]:
         pytest.param(2, {"tp": 2, "sp": False}, id="tp2"),
         pytest.param(2, {"tp": 2, "sp": True, "recompute": "full"}, id="tp2-sp-recomputed"),
         pytest.param(2, {"cp": 2, "recompute": "selective"}, id="cp2-recomputed"),
-        pytest.param(2, {"micro_batch_size": 4}, id="dp2"),
+        pytest.param(2, {"micro_batch_size": 2}, id="dp2"),
         pytest.param(2, {"fsdp": True}, id="fsdp2"),
         pytest.param(4, {"pp": 2, "vpp": 2}, id="pp2-vpp2-dp2"),
         pytest.param(4, {"tp": 2, "pp": 2, "recompute": "full"}, id="tp2-pp2-recomputed"),

@@ -49,7 +49,8 @@ def alone(
 
 
 def settings(family: str, model: Path, samples: Path) -> dict[str, Any]:
-    return {"model": model, "samples": samples, "steps": STEPS, "micro_batch_size": 2, "moe": MOE[family]}
+    sizes = {"micro_batch_size": 2, "global_batch_size": 8}
+    return {"model": model, "samples": samples, "steps": STEPS, "moe": MOE[family], **sizes}
 
 
 def assert_same(run: dict[str, Any], truth: dict[str, Any], first: int = 0) -> None:

@@ -11,7 +11,7 @@ from ranks.rank_pool import RankPool
 from ranks.tiny import build_answers, build_model_folder, build_pairs
 
 FIND, TRAIN = "ranks.explain_tasks.first_nonfinite", "ranks.explain_tasks.train_with_sample_losses"
-MLP = "decoder.layers.2.mlp"
+MLP = "decoder.layers.1.mlp"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_first_tensor_and_its_sample(
 
 @pytest.mark.thorough
 def test_weights_and_their_gradients(two_ranks: RankPool, run: dict[str, Any]) -> None:
-    weight = "decoder.layers.3.self_attention.linear_qkv.weight"
+    weight = "decoder.layers.1.self_attention.linear_qkv.weight"
     result = two_ranks.run(FIND, **run, pp=2, where=weight, kind="weight")
     assert result["findings"][0][:3] == ["weight", weight, 1]
     result = two_ranks.run(FIND, **run, where="", kind="weight gradient")

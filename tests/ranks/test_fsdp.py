@@ -25,7 +25,7 @@ def test_fsdp_trains_as_single_process(
     one_rank: RankPool, two_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     """Two micro batches per step, clipping in some steps, and an evaluation before the first step."""
-    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "evaluate": True}
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "evaluate": True}
     assert_same(two_ranks.run(TRAIN, fsdp=True, **run), one_rank.run(TRAIN, **run))
 
 
@@ -46,6 +46,7 @@ def test_fsdp_on_four_ranks(
     layout: dict[str, Any], one_rank: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "steps": 4, "evaluate": True}
+    run["global_batch_size"] = 8  # two micro batches for each of four ranks
     assert_same(four_ranks.run(TRAIN, **run | {"fsdp": True} | layout), one_rank.run(TRAIN, **run))
 
 
@@ -124,8 +125,7 @@ def test_hsdp_loads_other_checkpoints_and_trains_with_muon(
 
 
 def test_fsdp_bf16_follows_distributed_optimizer(two_ranks: RankPool, models: dict[str, Path], samples: Path) -> None:
-    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 2, "precision": "bf16"}
-    run |= {"steps": 8}
+    run = {"model": models["qwen3-tied"], "samples": samples, "micro_batch_size": 1, "precision": "bf16"}
     sharded, truth = two_ranks.run(TRAIN, fsdp=True, **run), two_ranks.run(TRAIN, **run)
     differences = {curve: max_relative_difference(sharded[curve], truth[curve]) for curve in CURVES}
     # FSDP rounds the gradient of each micro batch to bfloat16 before summing.
@@ -153,9 +153,9 @@ def test_fsdp_communicates_in_units(two_ranks: RankPool, models: dict[str, Path]
 
     The output layer is gathered after the layers and reduced before them, the embedding is gathered once.
     """
-    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 2, "fsdp": True}
+    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 1, "fsdp": True}
     calls = two_ranks.run("ranks.data_parallel_tasks.collectives", **run)
-    assert steps_of(calls) == 2 * ("ntllllt" + "lTlLlLlLLNT")
+    assert steps_of(calls) == 2 * ("ntllt" + "lTlLLNT")
     assert steps_of(two_ranks.run("ranks.data_parallel_tasks.collectives", **run, recompute="full")) == steps_of(calls)
 
 
@@ -163,15 +163,15 @@ def test_gradients_may_be_reduced_once_per_step(
     two_ranks: RankPool, four_ranks: RankPool, models: dict[str, Path], samples: Path
 ) -> None:
     """Between copies they are so always; an abandoned step leaves no sums behind."""
-    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 2, "fsdp": True}
+    run = {"model": models["qwen2-untied"], "samples": samples, "micro_batch_size": 1, "fsdp": True}
     once = two_ranks.run("ranks.data_parallel_tasks.collectives", **run, fsdp_reduce="step")
-    assert steps_of(once) == "ntllllt" + "llll" + "ntllllt" + "lTlLlLlLLNT"
-    run |= {"fsdp": 2, "micro_batch_size": 1}
+    assert steps_of(once) == "ntllt" + "ll" + "ntllt" + "lTlLLNT"
+    run |= {"fsdp": 2, "global_batch_size": 8}
     copies = four_ranks.run("ranks.data_parallel_tasks.collectives", **run)
     kinds = [kind for kind, size in copies if size > 40]
-    assert (kinds.count("_reduce_scatter_base_"), kinds.count("allreduce_")) == (14, 7)
-    assert kinds[: kinds.index("allreduce_")].count("_reduce_scatter_base_") == 8  # of the first micro batch, and one
-    for layout in (run, run | {"fsdp_reduce": "step"}, run | {"fsdp_reduce": "step", "precision": "bf16"}):
+    assert (kinds.count("_reduce_scatter_base_"), kinds.count("allreduce_")) == (10, 5)
+    assert kinds[: kinds.index("allreduce_")].count("_reduce_scatter_base_") == 6  # of the first micro batch, and one
+    for layout in (run, run | {"fsdp_reduce": "step", "precision": "bf16"}):
         assert len(set(map(tuple, four_ranks.run("ranks.data_parallel_tasks.abandoned_steps", **layout)))) == 1
 
 

@@ -71,7 +71,7 @@ BY_NAME: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2, "sp": False}),
     "tp2-sp": (2, {"tp": 2, "sp": True}),
     "pp2": (2, {"pp": 2}),
-    "dp2": (2, {}),
+    "dp2": (2, {"micro_batch_size": 1}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2, "micro_batch_size": 4}),
 }
 

@@ -25,11 +25,11 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
+    root, sizes = tmp_path_factory.mktemp("models"), {"num_hidden_layers": 2}
     return {
-        "qwen3": build_model_folder(root / "qwen3", "qwen3", tie_word_embeddings=False),
-        "shared-heads": build_model_folder(root / "shared-heads", "llama", num_key_value_heads=1),
-        "latent": build_model_folder(root / "latent", "deepseek_v3", first_k_dense_replace=4),
+        "qwen3": build_model_folder(root / "qwen3", "qwen3", tie_word_embeddings=False, **sizes),
+        "shared-heads": build_model_folder(root / "shared-heads", "llama", num_key_value_heads=1, **sizes),
+        "latent": build_model_folder(root / "latent", "deepseek_v3", first_k_dense_replace=2, **sizes),
     }
 
 
@@ -95,6 +95,7 @@ def test_resumed_runs_are_bitwise_identical_and_continue_in_other_layouts(
 def test_reference_of_dpo_is_the_starting_model(one_rank: RankPool, folders: dict[str, Path], tmp_path: Path) -> None:
     """Also with an adapter that is trained further: as in TRL, the reference has it."""
     settings: dict[str, Any] = {"model": folders["qwen3"], "samples": build_pairs(tmp_path / "pairs"), "dpo": {}}
+    settings |= {"global_batch_size": 8, "micro_batch_size": 4}
     first = one_rank.run("ranks.tasks.train", lora={"rank": 4}, steps=3, exports=tmp_path, **settings)
     again = one_rank.run("ranks.tasks.train", lora={"path": str(tmp_path / "adapter")}, steps=3, **settings)
     for run in (first, again):

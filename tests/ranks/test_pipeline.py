@@ -81,7 +81,7 @@ def single_process(one_rank: RankPool, folders: dict[str, Path], samples: Path) 
 @pytest.mark.parametrize(
     ("name", "ranks", "steps", "layout"),
     [
-        pytest.param("tied", 2, TOTAL_STEPS, {"pp": 2, "vpp": 2}, id="tied-pp2-vpp2"),
+        pytest.param("tied", 2, TOTAL_STEPS, {"pp": 2, "vpp": 2, "micro_batch_size": 1}, id="tied-pp2-vpp2"),
         pytest.param(
             "tied",
             4,

@@ -140,7 +140,7 @@ def test_shapes_unsuited_to_fp8_are_refused(two_ranks: RankPool, models: dict[st
         "ranks.tasks.build_messages", model=models["qwen3-tied"], samples=samples, precision="fp8", tp=2
     )
     assert messages == [
-        "fp8: 12 linear layers of this rank",
+        "fp8: 6 linear layers of this rank",
         "fp8: linear_fc2 stays bf16, 32 x 24 on a rank is no multiple of 16 both ways",
     ]
 

@@ -15,7 +15,7 @@ TASK = "ranks.watch_tasks.train_with_reports"
 
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], samples: Path) -> dict[str, Any]:
-    return {"model": models["qwen3-tied"], "samples": samples, "interval": 6}
+    return {"model": models["qwen3-tied"], "samples": samples, "global_batch_size": 8, "interval": 6}
 
 
 @pytest.mark.thorough_cases("cp2", "fsdp2", "pp2", "tp2-sp")

@@ -31,7 +31,8 @@ AutoModelForCausalLM.register(IsthmusConfig, IsthmusForCausalLM)
 VOCAB = 77
 """Not divisible by any number of ranks: the embedding is padded."""
 SEQ_LENGTH = 24
-VALID_SAMPLES = 14
+GLOBAL_BATCH_SIZE = 4
+VALID_SAMPLES = 10
 """The first samples of a store; their last batch is smaller than the others."""
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -214,7 +215,7 @@ def add_mtp_layers(folder: Path) -> Path:
     return folder
 
 
-def build_samples(prefix: Path, *, count: int = 60, seed: int = 0) -> Path:
+def build_samples(prefix: Path, *, count: int = 36, seed: int = 0) -> Path:
     """Save ``count`` samples of 3 to 24 tokens; loss tokens are 90% or 20% of a sample, in alternation."""
     random = np.random.default_rng(seed)
     samples = []
