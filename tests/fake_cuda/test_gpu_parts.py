@@ -148,7 +148,7 @@ def bandwidth_of_a_layer(contestant: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("contestant", "more"),
-    [("dense", "loss.cross_entropy_gpu.losses_and_gradient"), ("experts", "moe.router.Router._choose")],
+    [("dense", "loss.cross_entropy_gpu.losses_and_gradient"), ("experts", "moe.router_logits.bfloat16_parts")],
 )
 def test_bandwidth_of_regions(fake_cuda: FakeCuda, contestant: str, more: str) -> None:
     rows = fake_cuda.run(bandwidth_of_a_layer, contestant=contestant)

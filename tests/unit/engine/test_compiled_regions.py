@@ -204,26 +204,31 @@ def test_compiled_equals_eager_for_any_length(case: str) -> None:
     assert compiled_versions.total() == {"dropout": 1, "norm of a gated sum over ranks": 4}.get(case, 2)
 
 
-@pytest.mark.thorough_cases("LayerNorm")
+@pytest.mark.thorough_cases("LayerNorm-True", "RMSNorm of a sum-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", ["RMSNorm of a sum", "LayerNorm", "normed heads"])
 def test_gradients_of_weights_are_added_to_main_grad(case: str, compiled: bool) -> None:
-    """Also where the hidden size is the length; autograd gets none, as its hooks expect of such weights."""
+    """Eagerly the bits that a hook of autograd adds; also where the hidden size is the length."""
     set_compile(compiled, device="cpu")
     for length in (7, WIDTH):
         inputs = torch.randn(length, 1, WIDTH, generator=torch.Generator().manual_seed(length))
         layers = [copy.deepcopy(CASES[case]) for _ in range(2)]
-        for layer, buffered in zip(layers, (False, True), strict=True):
-            for parameter in layer.parameters():
-                if buffered:
-                    parameter.main_grad = torch.ones_like(parameter)
-            for _ in range(2):  # micro batches
+        sums = [[torch.ones_like(parameter) for parameter in layer.parameters()] for layer in layers]
+        for parameter, buffer in zip(layers[1].parameters(), sums[1], strict=True):
+            parameter.main_grad = buffer
+        for _ in range(2):  # micro batches
+            for layer, buffers in zip(layers, sums, strict=True):
                 outputs = layer(inputs, inputs) if "sum" in case else layer(inputs)
                 outputs = [outputs] if isinstance(outputs, Tensor) else outputs
                 sum((out * out).sum() for out in outputs).backward()
-        for mine, expected in zip(*(layer.parameters() for layer in layers[::-1]), strict=True):
-            assert mine.grad is None and mine.grad_added_to_main_grad
-            torch.testing.assert_close(mine.main_grad, 1 + expected.grad, rtol=2e-6, atol=5e-6)
+                for parameter, buffer in zip(layer.parameters(), buffers, strict=True):
+                    if layer is layers[0]:
+                        buffer.add_(parameter.grad)
+                        parameter.grad = None
+                    assert parameter.grad is None and getattr(parameter, "grad_added_to_main_grad", layer is layers[0])
+        for mine, expected in zip(sums[1], sums[0], strict=True):
+            assert torch.equal(mine, expected) or compiled
+            torch.testing.assert_close(mine, expected, rtol=2e-6, atol=5e-6)
 
 
 def model_gradients(**train: Any) -> dict[str, Tensor]:
