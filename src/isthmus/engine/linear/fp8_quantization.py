@@ -97,8 +97,8 @@ def quantize_columns(matrix: Tensor, dtype: torch.dtype, scaling: Scaling, scale
 def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Quantized, Quantized]:
     """:func:`quantize` and :func:`quantize_columns`; tensorwise they have the same scale."""
     if isinstance(scaling, Blocks):
-        rows, columns = (quantize_blocks(each, dtype, scaling) for each in (matrix, matrix.t()))
-        return Quantized(*rows, scaling), Quantized(*columns, scaling)
+        by_row, by_column = (quantize_blocks(layout, dtype, scaling) for layout in (matrix, matrix.t()))
+        return Quantized(*by_row, scaling), Quantized(*by_column, scaling)
     scale = _scale(matrix, dtype, None if scaling == "tensorwise" else 1)
     column_scale = scale if scaling == "tensorwise" else _scale(matrix, dtype, 0).t()
     columns = _quantized(_padded_transpose(matrix), column_scale, dtype, scaling)
