@@ -145,6 +145,7 @@ def _block_operand(matrix: Quantized) -> tuple[Tensor, Any, Any]:
     """Scales as the kernel requires them, and how it has to read them."""
     blocks, kinds, swizzles = matrix.scaling, functional.ScalingType, functional.SwizzleType
     if isinstance(blocks, Blocks) and blocks.is_mx:
+        assert FLOAT8_E8M0 is not None  # check_precision refuses the run
         scale = swizzled_scales(matrix.inverse_scale) if blocks.swizzled else matrix.inverse_scale
         swizzle = swizzles.SWIZZLE_32_4_4 if blocks.swizzled else swizzles.NO_SWIZZLE
         return scale.view(FLOAT8_E8M0), kinds.BlockWise1x32, swizzle
