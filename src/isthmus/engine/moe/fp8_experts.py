@@ -53,8 +53,8 @@ def emulated_grouped_mm(rows: Quantized, outputs: Quantized, sizes: GroupSizes, 
     groups = zip(*(tensor.split(sizes.on_host) for tensor in rows[:2]), strict=True)
     experts = zip(*(tensor.unbind() for tensor in outputs[:2]), strict=True)
     products = [
-        emulated_scaled_mm(Quantized(*group, rows.scaling), Quantized(*expert, outputs.scaling), dtype)
-        for group, expert in zip(groups, experts, strict=True)
+        emulated_scaled_mm(Quantized(x, x_scale, "rowwise"), Quantized(weight, scale, "rowwise"), dtype)
+        for (x, x_scale), (weight, scale) in zip(groups, experts, strict=True)
     ]
     return torch.cat(products)
 
