@@ -121,4 +121,4 @@ def test_megatron_core_reads_the_optimizer_state(
     """Isthmus writes it itself, because Megatron-Core gathers all of it on every rank."""
     settings = {"model": models["qwen3-tied"], "samples": samples, "root": tmp_path}
     for rank in two_ranks.run("unit.engine.upstream.upstream_tasks.read_by_megatron_core", **settings):
-        assert rank["parameters"] > 10 and rank["differences"] == 0
+        assert rank["parameters"] > 5 and rank["differences"] == 0
