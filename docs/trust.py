@@ -149,7 +149,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         _claim(BENCHMARKS, "by the native engine and by a vLLM server in float32 and in bfloat16", "vllm_rollouts"),
         _claim(BENCHMARKS, "start-up and throughput of both", "two_trees_speed"),
         _claim(BENCHMARKS, "Builds the sdist and the wheel of the commit in two clean clones and compares the bytes",
-               "unit/test_package.py", "package-newest", "package-oldest", "package-resolutions"),
+               "unit/test_package.py", "package-pythons", "package-newest", "package-oldest", "package-resolutions"),
         _claim(BENCHMARKS, "`make types` fails if a public type is unknown, or more than 5% of all",
                "unit/test_package.py::test_types_are_known"),
         _claim(BENCHMARKS, "transformers 5.24.0 passes 2,474 tests", "canary", "canary-megatron-core"),
