@@ -142,7 +142,8 @@ def test_background_saves_survive_kills_and_end_with_the_run(
     wait_for_step(process, out, 6)
     process.send(0, signal.SIGKILL)
     process.result()
-    assert len(checkpoints(out)) in (1, 2)
+    # checkpoint.keep, and one more if the kill came between the newest checkpoint and the removal of the oldest.
+    assert len(checkpoints(out)) in (1, 2, 3)
     process = isthmus.start(*args, "train.steps=2000")
     wait_for_step(process, out, 9)
     process.send(0, signal.SIGTERM)
