@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.block import MAX_INT
 
+Value = TypeVar("Value")
 _REQUIRED = object()
 _MAX_FLOAT = 1e38  # of float32
 _TYPE_NAMES = {int: "positive integer", float: "non-negative number", bool: "boolean"}
@@ -101,6 +102,18 @@ class Derived:
 
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Any, Architecture], Mapping[str, Any]]
+
+
+def with_defaults(keys: Mapping[str, Key], **defaults: Any) -> dict[str, Key]:
+    """The keys with other defaults, which are given by Hugging Face name."""
+    if unknown := defaults.keys() - {key.hf for key in keys.values()}:
+        raise TypeError(f"no key is called {min(unknown)}")
+    return {name: replace(key, default=defaults[key.hf]) if key.hf in defaults else key for name, key in keys.items()}
+
+
+def without(entries: Mapping[str, Value], *names: str) -> dict[str, Value]:
+    """The other entries of a table of keys, fixed values or derived fields."""
+    return {name: entry for name, entry in entries.items() if name not in names}
 
 
 def dropout_rate(name: str, default: float = 0.0) -> Key:

@@ -71,7 +71,7 @@ class Shipped(NamedTuple):
 @cache
 def shipped_families() -> dict[str, Shipped]:
     """The families of Isthmus by ``model_type``: modules and folders of ``models/``, and the table of wrappers."""
-    entries = [Shipped(row.family, row.about, wrappers.__name__) for row in wrappers.TABLE]
+    entries = [Shipped(family, about, wrappers.__name__) for about, family in wrappers.TABLE.items()]
     for info in pkgutil.walk_packages(models.__path__, f"{models.__name__}."):
         module = importlib.import_module(info.name)
         if isinstance(family := getattr(module, "FAMILY", None), Family):

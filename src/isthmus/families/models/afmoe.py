@@ -7,7 +7,7 @@ from typing import Any
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, layer_norm, number
 from isthmus.families.rules.rule import HfPart, Rule, renamed
@@ -36,11 +36,9 @@ def _enabled(multiplier: float, arch: Architecture) -> dict[str, Any]:
 FAMILY = Family(
     name="afmoe",
     hf_architecture="AfmoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=16384, rms_norm_eps=1e-5)
     | {
         "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=16384),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.num_experts": Key("num_experts", default=64),
         "moe.top_k": Key("num_experts_per_tok", default=6),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1408),

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import in_layer, number
+from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import Rule, renamed
 
 
@@ -22,13 +22,9 @@ _XIELU = (
 FAMILY = Family(
     name="apertus",
     hf_architecture="ApertusForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=65536, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
-    | {
-        "max_position_embeddings": Key("max_position_embeddings", default=65536),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-        "activation": Key("hidden_act", default="xielu", choices={"xielu": "xielu"}),
-    },
+    | {"activation": Key("hidden_act", default="xielu", choices={"xielu": "xielu"})},
     fixed=decoder.PLAIN_FIXED,
     traits={"qk_norm": True, "gated": False},
     rope_defaults={

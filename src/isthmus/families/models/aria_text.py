@@ -1,6 +1,6 @@
 """Aria's language model: Llama's attention, softmax over the selected experts, shared experts in every layer."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
 from isthmus.families.rules.rule import copy, gate_up, renamed
@@ -24,11 +24,9 @@ _EXPERTS = (
 FAMILY = Family(
     name="aria_text",
     hf_architecture="AriaTextForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, intermediate_size=4096, max_position_embeddings=2048)
     | decoder.ATTENTION_BIAS
     | {
-        "ffn_hidden_size": Key("intermediate_size", default=4096),
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "moe.num_experts": Key("moe_num_experts", default=8),
         "moe.top_k": Key("moe_topk", default=2),
         "moe.ffn_hidden_size": Key("intermediate_size", default=4096),
@@ -40,10 +38,6 @@ FAMILY = Family(
     traits={"moe.score": "softmax_of_chosen"},
     module_names={"experts.fc1": "experts.gate_up_proj", "experts.fc2": "experts.down_proj"},
     rules=decoder.pre_norm_rules(
-        mlp=(
-            *renamed(expert_tensors.ROUTER, {"mlp.gate.": "mlp.router."}),
-            *_EXPERTS,
-            *expert_tensors.SHARED_EXPERTS,
-        )
+        mlp=(*renamed(expert_tensors.ROUTER, {"mlp.gate.": "mlp.router."}), *_EXPERTS, *expert_tensors.SHARED_EXPERTS)
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, without
 from isthmus.families.rules import decoder, delta_net, expert_tensors, mla, mtp
 from isthmus.families.rules.decoder import HF_LAYER, flag, number
 from isthmus.families.rules.delta_net import FULL, LINEAR
@@ -89,7 +89,7 @@ _LIGHTNING = "this is a model with lightning attention (Ling 2.5), which is not 
 FAMILY = Family(
     name="bailing_hybrid",
     hf_architecture="BailingHybridForCausalLM",
-    keys={name: key for name, key in mla.KEYS.items() if name != "tie_embeddings"}
+    keys=without(mla.KEYS, "tie_embeddings")
     | {
         "mla.q_lora_rank": Key("q_lora_rank", default=None, optional=True),
         "max_position_embeddings": Key("max_position_embeddings", default=262144, aliases=("model_max_length",)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors, mtp
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, flag, number
 from isthmus.families.rules.rule import qkv, renamed, where
@@ -83,11 +83,9 @@ FAMILY = Family(
     name="bailing_moe",
     hf_architecture=_SECOND,
     own_code=True,
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=32768, num_key_value_heads=4)
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
         "kv_channels": Key("head_dim", default=None, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        "num_query_groups": decoder.kv_heads(default=4),
         "qkv_bias": flag("use_qkv_bias"),
         "proj_bias": flag("use_bias"),
         "moe.num_experts": Key("num_experts", default=256),
@@ -121,13 +119,5 @@ FAMILY = Family(
         "moe.normalize": Derived(_normalizes, _write_normalizes),
     },
     rope_defaults={"rope_theta": 600000.0, "partial_rotary_factor": 1.0},
-    rules=renamed(
-        (
-            *decoder.EMBEDDING,
-            *_LAYER,
-            *mtp.mtp_rules(_LAYER, copies=False),
-            *decoder.HEAD,
-        ),
-        _NAMES,
-    ),
+    rules=renamed((*decoder.EMBEDDING, *_LAYER, *mtp.mtp_rules(_LAYER, copies=False), *decoder.HEAD), _NAMES),
 )

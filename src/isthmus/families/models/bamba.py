@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, state_space
-from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.decoder import flag
 from isthmus.families.rules.rule import in_layers, renamed
 
 
@@ -24,15 +24,10 @@ def _write_mixers(_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dic
 FAMILY = Family(
     name="bamba",
     hf_architecture="BambaForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=262144, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | state_space.KEYS
-    | {
-        "num_query_groups": decoder.kv_heads(default=8),
-        "max_position_embeddings": Key("max_position_embeddings", default=262144),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-        "mlp_bias": flag("mlp_bias"),
-    },
+    | {"mlp_bias": flag("mlp_bias")},
     fixed=decoder.FIXED
     | {"z_loss_coefficient": Fixed((0.0,), "a loss on the size of the logits is not supported", training=True)},
     derived=state_space.DERIVED | {"mixers": Derived(_read_mixers, _write_mixers)},

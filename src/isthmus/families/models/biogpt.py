@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate, with_defaults, without
 from isthmus.families.models import opt
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag
 from isthmus.families.rules.rule import renamed
 
 
@@ -17,13 +16,10 @@ def _scale(hf: Mapping[str, Any]) -> float:
 FAMILY = Family(
     name="biogpt",
     hf_architecture="BioGptForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name not in ("kv_channels", "norm_epsilon")}
-    | {
-        "num_query_groups": Key("num_attention_heads"),
-        "max_position_embeddings": Key("max_position_embeddings", default=1024),
-        "activation": decoder.activation("hidden_act", default="gelu"),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
-    },
+    keys=with_defaults(
+        without(decoder.KEYS, "kv_channels", "norm_epsilon"), max_position_embeddings=1024, tie_word_embeddings=True
+    )
+    | {"num_query_groups": Key("num_attention_heads"), "activation": decoder.activation("hidden_act", default="gelu")},
     derived={
         "kv_channels": decoder.HEAD_DIM,
         "embedding_multiplier": Derived(_scale, lambda scale, _arch: {"scale_embedding": scale != 1}),

@@ -1,6 +1,6 @@
 """Cohere Command R: parallel attention and MLP after one LayerNorm without bias, scaled logits."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 
@@ -9,14 +9,12 @@ _QK_NORMS = decoder.each_head_norms("q_norm.weight", "k_norm.weight", stacked=Tr
 FAMILY = Family(
     name="cohere",
     hf_architecture="CohereForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=8192, tie_word_embeddings=True)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=8192),
         "norm_epsilon": number("layer_norm_eps", 1e-5),
         "qk_norm": flag("use_qk_norm"),
         "logits_multiplier": number("logit_scale", 0.0625),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
     },
     fixed=decoder.FIXED,
     traits={

@@ -1,6 +1,6 @@
 """Cohere Command R7B and Command A: Command R with layers without a window or rotary embedding, every fourth."""
 
-from isthmus.families.family import Family
+from isthmus.families.family import Family, without
 from isthmus.families.models import cohere
 from isthmus.families.rules import decoder
 from isthmus.families.rules.unrotated import unrotated_full_layers
@@ -8,7 +8,7 @@ from isthmus.families.rules.unrotated import unrotated_full_layers
 FAMILY = Family(
     name="cohere2",
     hf_architecture="Cohere2ForCausalLM",
-    keys={name: key for name, key in cohere.FAMILY.keys.items() if name not in ("kv_channels", "qk_norm")},
+    keys=without(cohere.FAMILY.keys, "kv_channels", "qk_norm"),
     derived={
         "kv_channels": decoder.HEAD_DIM,
         "unrotated_layers": unrotated_full_layers(window=4096, pattern=4, null_rotates=False),

@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, without
 from isthmus.families.models import cohere2
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, number
@@ -51,7 +51,7 @@ def _write_unrotated(unrotated: tuple[int, ...], arch: Architecture) -> dict[str
 FAMILY = Family(
     name="cohere2_moe",
     hf_architecture="Cohere2MoeForCausalLM",
-    keys={name: key for name, key in cohere2.FAMILY.keys.items() if name != "norm_epsilon"}
+    keys=without(cohere2.FAMILY.keys, "norm_epsilon")
     | {
         "kv_channels": Key("head_dim", default=128),
         "ffn_hidden_size": Key("prefix_dense_intermediate_size", default=None, null=lambda hf: hf[_WIDTH]),
@@ -81,16 +81,10 @@ FAMILY = Family(
         "first_k_dense_replace": Fixed((None, 0), "layer_types and mlp_layer_types take its place; write them"),
         "rope_scaling": Fixed((None,), "transformers ignores it in this class; write rope_parameters in its place"),
     },
-    traits={name: value for name, value in cohere2.FAMILY.traits.items() if name != "normalization"},
+    traits=without(cohere2.FAMILY.traits, "normalization"),
     sliding_window="pattern",
     sliding_window_default=_WINDOW,
     sliding_window_pattern=_EVERY,
     flat_rope=False,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *expert_tensors.DENSE_AND_MOE,
-        *decoder.HEAD,
-    ),
+    rules=(*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *expert_tensors.DENSE_AND_MOE, *decoder.HEAD),
 )

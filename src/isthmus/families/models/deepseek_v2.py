@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors, mla
 from isthmus.families.rules.decoder import number
 
@@ -21,9 +21,8 @@ def _groups(hf: Mapping[str, Any], key: str) -> int:
 FAMILY = Family(
     name="deepseek_v2",
     hf_architecture="DeepseekV2ForCausalLM",
-    keys=mla.KEYS
+    keys=with_defaults(mla.KEYS, max_position_embeddings=2048)
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "moe.num_experts": Key("n_routed_experts", default=64, aliases=("num_experts",)),
         "moe.top_k": Key("num_experts_per_tok"),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1407),

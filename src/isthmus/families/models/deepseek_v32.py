@@ -2,21 +2,18 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, without
 from isthmus.families.models import deepseek_v3
 from isthmus.families.rules import decoder, expert_tensors, key_indexer, mla, mtp
 
 _LAYER = (*decoder.INPUT_NORM, *mla.ATTENTION, *key_indexer.INDEXER, *expert_tensors.MLP)
 _OTHERS = ("moe.dense_layers", "rotary_interleaved")
 
-KEYS = {name: key for name, key in deepseek_v3.FAMILY.keys.items() if name not in _OTHERS} | {
+KEYS = without(deepseek_v3.FAMILY.keys, *_OTHERS) | {
     "mla.q_lora_rank": Key("q_lora_rank", default=1536),
     "mtp_layers": replace(mtp.KEY, default=0),
 }
-FIXED = {
-    **deepseek_v3.FAMILY.fixed,
-    "mlp_bias": Fixed((False,), "biases of linear layers are not supported"),
-}
+FIXED = {**deepseek_v3.FAMILY.fixed, "mlp_bias": Fixed((False,), "biases of linear layers are not supported")}
 RULES = (*decoder.EMBEDDING, *_LAYER, *mtp.mtp_rules(_LAYER), *decoder.HEAD)
 
 FAMILY = Family(

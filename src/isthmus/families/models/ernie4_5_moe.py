@@ -2,20 +2,18 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
 
 FAMILY = Family(
     name="ernie4_5_moe",
     hf_architecture="Ernie4_5_MoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(
+        decoder.KEYS, num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True
+    )
     | {
-        "num_query_groups": decoder.kv_heads(default=4),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
         "moe.num_experts": Key("moe_num_experts", default=64, aliases=("num_experts",)),
         "moe.top_k": Key("moe_k", default=6, aliases=("num_experts_per_tok",)),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1536),

@@ -1,6 +1,6 @@
 """K-EXAONE: QK norms, layers without a window or rotary embedding, sigmoid routing with an expert bias."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -9,11 +9,9 @@ from isthmus.families.rules.unrotated import unrotated_full_layers
 FAMILY = Family(
     name="exaone_moe",
     hf_architecture="ExaoneMoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=2048, rms_norm_eps=1e-5)
     | {
         "num_query_groups": Key("num_key_value_heads", default=32),
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.num_experts": Key("num_experts", default=64),
         "moe.top_k": Key("num_experts_per_tok", default=8),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1024),

@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.errors import UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.layer import Form
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, in_layer, layer_norm, number
 from isthmus.families.rules.rule import renamed, where
@@ -56,7 +56,7 @@ def _groups(hf: Mapping[str, Any]) -> int:
 FAMILY = Family(
     name="falcon",
     hf_architecture="FalconForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name not in ("kv_channels", "num_query_groups")}
+    keys=without(decoder.KEYS, "kv_channels", "num_query_groups")
     | {
         "ffn_hidden_size": Key("ffn_hidden_size", default=None, null=lambda hf: 4 * hf["hidden_size"]),
         "max_position_embeddings": Key("max_position_embeddings", default=2048),

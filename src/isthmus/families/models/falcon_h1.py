@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -67,13 +67,10 @@ _WIDTH = Key("mamba_d_ssm", default=1024, null=state_space.EXPANSION.read)
 FAMILY = Family(
     name="falcon_h1",
     hf_architecture="FalconH1ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | state_space.KEYS
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
-        "max_position_embeddings": Key("max_position_embeddings", default=8192),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "mlp_bias": flag("mlp_bias"),
         "embedding_multiplier": number("embedding_multiplier", 1.0),
         "logits_multiplier": number("lm_head_multiplier", 1.0),

@@ -1,16 +1,15 @@
 """FlexOlmo: OLMo 2's attention and norms, experts of OLMoE."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, layer_norm
 
 FAMILY = Family(
     name="flex_olmo",
     hf_architecture="FlexOlmoForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=4096)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_experts", default=7, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=5),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer
 from isthmus.families.rules.rule import renamed
@@ -19,12 +19,10 @@ def _full_layers(hf: Mapping[str, Any], num_layers: int) -> set[int]:
 FAMILY = Family(
     name="flint",
     hf_architecture="FlintForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=4, max_position_embeddings=262144)
     | decoder.ATTENTION_BIAS
     | {
-        "num_query_groups": decoder.kv_heads(default=4),
         "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=262144),
         "moe.num_experts": Key("num_experts", default=256),
         "moe.top_k": Key("num_experts_per_tok", default=6),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=512),

@@ -1,20 +1,14 @@
 """GLM-4 0414, dense: norms before and after attention and MLP, partial interleaved rotary embedding."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag, layer_norm, number
+from isthmus.families.rules.decoder import flag, layer_norm
 
 FAMILY = Family(
     name="glm4",
     hf_architecture="Glm4ForCausalLM",
-    keys=decoder.KEYS
-    | {
-        "num_query_groups": decoder.kv_heads(default=2),
-        "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 0.00000015625),
-        "qkv_bias": flag("attention_bias", default=True),
-    },
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=2, max_position_embeddings=131072, rms_norm_eps=0.00000015625)
+    | {"kv_channels": Key("head_dim", default=128), "qkv_bias": flag("attention_bias", default=True)},
     fixed=decoder.FIXED,
     traits={"form": "sandwich", "rotary_interleaved": True},
     rope_defaults={"partial_rotary_factor": 0.5},

@@ -2,19 +2,16 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Key
+from isthmus.families.family import with_defaults, without
 from isthmus.families.models import glm4
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import number
 
 TEXT = replace(
     glm4.FAMILY,
-    keys={name: key for name, key in glm4.FAMILY.keys.items() if name not in ("qkv_bias", "kv_channels")}
-    | {
-        "kv_channels": decoder.KEYS["kv_channels"],
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-    },
+    keys=with_defaults(
+        without(glm4.FAMILY.keys, "qkv_bias", "kv_channels"), max_position_embeddings=32768, rms_norm_eps=1e-5
+    )
+    | {"kv_channels": decoder.KEYS["kv_channels"]},
     traits={**glm4.FAMILY.traits, "qkv_bias": True},
     rope_defaults={"partial_rotary_factor": 1.0, "mrope_section": None},
 )

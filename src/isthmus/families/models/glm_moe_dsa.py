@@ -5,10 +5,9 @@ from typing import Any
 
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.models import deepseek_v32
 from isthmus.families.rules import key_indexer
-from isthmus.families.rules.decoder import number
 
 _KINDS = {"F": "full", "S": "shared"}
 
@@ -35,11 +34,9 @@ def _listed(shared: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
 FAMILY = Family(
     name="glm_moe_dsa",
     hf_architecture="GlmMoeDsaForCausalLM",
-    keys=deepseek_v32.KEYS
+    keys=with_defaults(deepseek_v32.KEYS, max_position_embeddings=202752, rms_norm_eps=1e-5)
     | key_indexer.keys(heads=32)
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=202752),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "mla.q_lora_rank": Key("q_lora_rank", default=2048),
         "mla.qk_nope_head_dim": Key("qk_nope_head_dim", default=192),
         "mla.v_head_dim": Key("v_head_dim", default=256),

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: parallel attention and MLP, partial rotary embedding, fused query, key and value."""
 
-from isthmus.families.family import IGNORABLE, Derived, Family, Key, dropout_rate
+from isthmus.families.family import IGNORABLE, Derived, Family, Key, dropout_rate, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import renamed
@@ -26,7 +26,7 @@ _ATTENTION = (
 FAMILY = Family(
     name="gpt_neox",
     hf_architecture="GPTNeoXForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name != "kv_channels"}
+    keys=without(decoder.KEYS, "kv_channels")
     | {
         "num_query_groups": Key("num_attention_heads"),
         "max_position_embeddings": Key("max_position_embeddings", default=2048),

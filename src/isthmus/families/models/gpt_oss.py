@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import flag, in_layer, number
+from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import copy, gate_up
 
 _FC1, _FC2 = (f"{decoder.LAYER}mlp.experts.local_experts.{{expert}}.linear_{name}." for name in ("fc1", "fc2"))
@@ -21,14 +21,10 @@ EXPERTS = (
 FAMILY = Family(
     name="gpt_oss",
     hf_architecture="GptOssForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
+    | with_defaults(decoder.ATTENTION_BIAS, attention_bias=True)
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
         "kv_channels": Key("head_dim", default=64),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-        "qkv_bias": flag("attention_bias", default=True),
-        "proj_bias": flag("attention_bias", default=True),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_local_experts", default=128, aliases=("num_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=4, aliases=("experts_per_token",)),

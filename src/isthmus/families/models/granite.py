@@ -1,16 +1,15 @@
 """Granite 3, dense: Llama with multipliers on embeddings, residuals, scores and logits."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 
 FAMILY = Family(
     name="granite",
     hf_architecture="GraniteForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=2048)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "mlp_bias": flag("mlp_bias"),
         "embedding_multiplier": number("embedding_multiplier", 1.0),
         "residual_multiplier": number("residual_multiplier", 1.0),

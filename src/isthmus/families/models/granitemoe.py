@@ -1,6 +1,6 @@
 """Granite 3 with experts, which are stacked in one tensor: Granite's multipliers, softmax over the selected experts."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, without
 from isthmus.families.models import granite
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer, number
@@ -8,7 +8,7 @@ from isthmus.families.rules.rule import copy, gate_up
 
 _EXPERT, _INPUT = (LAYER + "mlp.experts.local_experts.{expert}.", HF_LAYER + "block_sparse_moe.input_linear.weight")
 
-KEYS = {name: key for name, key in granite.FAMILY.keys.items() if name != "mlp_bias"} | {
+KEYS = without(granite.FAMILY.keys, "mlp_bias") | {
     "norm_epsilon": number("rms_norm_eps", 1e-6),
     "moe.ffn_hidden_size": Key("intermediate_size"),
     "moe.num_experts": Key("num_local_experts", default=8),

@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.feed_forward import Experts
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, without
 from isthmus.families.models import granite, granitemoe, granitemoeshared
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, in_layer
@@ -43,9 +43,7 @@ def _write_moe(moe: Experts | None, arch: Architecture) -> dict[str, Any]:
 FAMILY = Family(
     name="granitemoehybrid",
     hf_architecture="GraniteMoeHybridForCausalLM",
-    keys={name: key for name, key in granite.FAMILY.keys.items() if name != "mlp_bias"}
-    | state_space.KEYS
-    | {"ffn_hidden_size": _WIDTH},
+    keys=without(granite.FAMILY.keys, "mlp_bias") | state_space.KEYS | {"ffn_hidden_size": _WIDTH},
     fixed=decoder.FIXED,
     derived=state_space.DERIVED
     | {

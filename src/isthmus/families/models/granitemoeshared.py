@@ -11,12 +11,7 @@ SHARED_EXPERTS = where(
     "moe.shared_ffn_hidden_size",
     gate_up(LAYER + "mlp.shared_experts.linear_fc1.weight", _INPUT, _INPUT, "H", width="S", layers="moe"),
     in_layer(
-        "mlp.shared_experts.linear_fc2.weight",
-        "shared_mlp.output_linear.weight",
-        "H",
-        "S",
-        shard="cols",
-        layers="moe",
+        "mlp.shared_experts.linear_fc2.weight", "shared_mlp.output_linear.weight", "H", "S", shard="cols", layers="moe"
     ),
 )
 

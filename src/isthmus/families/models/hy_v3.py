@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors, mtp
 from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
@@ -18,17 +18,11 @@ _MTP = renamed(mtp.mtp_rules(_LAYER, copies=False), {"shared_head.norm": "final_
 FAMILY = Family(
     name="hy_v3",
     hf_architecture="HYV3ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=131072, rms_norm_eps=1e-5, initializer_range=0.006)
     | decoder.ATTENTION_BIAS
+    | {"num_query_groups": Key("num_key_value_heads", default=8), "kv_channels": Key("head_dim", default=128)}
+    | with_defaults(expert_tensors.KEYS, num_experts=192, num_experts_per_tok=8, moe_intermediate_size=1536)
     | {
-        "num_query_groups": Key("num_key_value_heads", default=8),
-        "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-        "init_std": number("initializer_range", 0.006),
-        "moe.num_experts": Key("num_experts", default=192, aliases=("num_local_experts",)),
-        "moe.top_k": Key("num_experts_per_tok", default=8),
-        "moe.ffn_hidden_size": Key("moe_intermediate_size", default=1536),
         "moe.shared_ffn_hidden_size": expert_tensors.shared_width("num_shared_experts", default=1),
         "moe.scaling_factor": number("router_scaling_factor", 2.826),
         "mtp_layers": replace(mtp.KEY, default=0),

@@ -11,7 +11,7 @@ from typing import Any
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.feed_forward import Experts
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, layer_norm, number
 from isthmus.families.rules.rule import where
@@ -78,9 +78,8 @@ FAMILY = Family(
         "AutoModel": "modeling_isthmus.IsthmusModel",
         "AutoModelForCausalLM": "modeling_isthmus.IsthmusForCausalLM",
     },
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=2048)
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "norm_epsilon": number("norm_epsilon", 1e-5),
         "position": _choice("position_embedding_type", "rope", "learned", default="rope"),
         "rotary_interleaved": flag("rotary_interleaved"),

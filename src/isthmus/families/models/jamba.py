@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.feed_forward import Experts
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors, state_space
 from isthmus.families.rules.decoder import flag
 from isthmus.families.rules.rule import in_layers, renamed
@@ -59,20 +59,14 @@ def _write_moe(moe: Experts | None, arch: Architecture) -> dict[str, Any]:
     if moe.ffn_hidden_size != arch.mlp.ffn_hidden_size:
         raise UsageError(f"{arch.family}: experts are as wide as dense feed-forward blocks.")
     layers = set(range(arch.num_layers)).difference(moe.dense_layers)
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        **_written(layers, "expert_layer", arch),
-    }
+    return {"num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k, **_written(layers, "expert_layer", arch)}
 
 
 FAMILY = Family(
     name="jamba",
     hf_architecture="JambaForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=262144)
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
-        "max_position_embeddings": Key("max_position_embeddings", default=262144),
         "mamba.state_size": Key("mamba_d_state", default=16),
         "mamba.kernel": Key("mamba_d_conv", default=4),
         "mamba.conv_bias": flag("mamba_conv_bias", True),

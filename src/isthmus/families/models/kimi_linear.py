@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import DataError
-from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.models.mixtral import NAMES
 from isthmus.families.rules import decoder, delta_net, expert_tensors, mla
 from isthmus.families.rules.decoder import HF_LAYER, flag, number
@@ -45,27 +44,13 @@ def _layer_types(hf: Mapping[str, Any]) -> list[str]:
     return [FULL if layer + 1 in full else LINEAR for layer in layers]
 
 
-def _dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    layers, kinds = range(Key("num_hidden_layers").read(hf)), hf.get("mlp_layer_types")
-    if kinds is None:
-        return tuple(layers[: Key("first_k_dense_replace", default=1, least=0).read(hf)])
-    if len(kinds) != len(layers) or {*kinds} - {"dense", "sparse"}:
-        raise DataError(f"config.json: mlp_layer_types must be dense or sparse for each of {len(layers)} layers.")
-    return tuple(layer for layer in layers if kinds[layer] == "dense")
-
-
-def _mlp_layer_types(dense: tuple[int, ...], arch: Architecture) -> dict[str, Any]:
-    return {"mlp_layer_types": ["dense" if layer in dense else "sparse" for layer in range(arch.num_layers)]}
-
-
 FAMILY = Family(
     name="kimi_linear",
     hf_architecture="KimiLinearForCausalLM",
-    keys=mla.KEYS
+    keys=with_defaults(mla.KEYS, rms_norm_eps=1e-5)
     | {
         "mla.q_lora_rank": Key("q_lora_rank", default=None, optional=True),
         "max_position_embeddings": Key("model_max_length", default=1048576, aliases=("max_position_embeddings",)),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "delta_net.norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.num_experts": Key("num_experts", default=256, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_token", default=8, aliases=("num_experts_per_tok",)),
@@ -87,7 +72,7 @@ FAMILY = Family(
     derived=mla.DERIVED
     | {
         "mixers": delta_net.mixers(_KIND, _layer_types),
-        "moe.dense_layers": Derived(_dense_layers, _mlp_layer_types),
+        "moe.dense_layers": expert_tensors.mlp_layer_types(1, "first_k_dense_replace"),
         "delta_net.num_key_heads": _size("linear_num_heads", "num_heads", 32),
         "delta_net.num_value_heads": _size("linear_num_heads", "num_heads", 32),
         "delta_net.key_head_dim": _size("linear_head_dim", "head_dim", 128),
@@ -111,10 +96,7 @@ FAMILY = Family(
         ),
         mlp=(
             *expert_tensors.DENSE,
-            *renamed(
-                (*expert_tensors.ROUTER, *expert_tensors.EXPERT_BIAS, *expert_tensors.SHARED_EXPERTS),
-                _BLOCK,
-            ),
+            *renamed((*expert_tensors.ROUTER, *expert_tensors.EXPERT_BIAS, *expert_tensors.SHARED_EXPERTS), _BLOCK),
             *renamed(expert_tensors.EXPERTS, NAMES),
         ),
     ),

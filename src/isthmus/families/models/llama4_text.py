@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.rotary import QueryScaling
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import copy, gate_up, renamed
@@ -52,13 +52,10 @@ def _write_scaling(scaling: QueryScaling | None, arch: Architecture) -> dict[str
 FAMILY = Family(
     name="llama4_text",
     hf_architecture="Llama4ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
         "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "ffn_hidden_size": Key("intermediate_size_mlp", default=16384),
         "qk_rms": flag("use_qk_norm", default=True),
         "moe.ffn_hidden_size": Key("intermediate_size", default=8192),
@@ -67,12 +64,7 @@ FAMILY = Family(
         "moe.top_k": Key("num_experts_per_tok", default=1),
     },
     fixed=decoder.FIXED,
-    traits={
-        "rotary_interleaved": True,
-        "window_kind": "chunks",
-        "moe.score": "sigmoid",
-        "moe.weighs_inputs": True,
-    },
+    traits={"rotary_interleaved": True, "window_kind": "chunks", "moe.score": "sigmoid", "moe.weighs_inputs": True},
     derived={
         "unrotated_layers": Derived(
             read=read_unrotated, write=lambda layers, arch: write_unrotated(layers, arch.num_layers)

@@ -6,9 +6,7 @@ from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
 
 _CHANNELS = Key(
-    "intermediate_size",
-    default=None,
-    null=lambda hf: Key("expand", default=2).read(hf) * Key("hidden_size").read(hf),
+    "intermediate_size", default=None, null=lambda hf: Key("expand", default=2).read(hf) * Key("hidden_size").read(hf)
 )
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.errors import DataError, UsageError
+from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Derived, Family, Key
 from isthmus.families.rules import decoder, state_space
@@ -23,14 +23,7 @@ def _read_width(hf: Mapping[str, Any]) -> int:
 
 
 def _write_width(width: int, arch: Architecture) -> dict[str, Any]:
-    channels = width * arch.setting("mamba2.num_heads")
-    expand, rest = divmod(channels, arch.hidden_size)
-    if rest:
-        raise UsageError(
-            f"{arch.family}: config.json cannot express {channels} channels, which are no "
-            f"multiple of the hidden size {arch.hidden_size}."
-        )
-    return {"head_dim": width, "expand": expand}
+    return {"head_dim": width} | state_space.write_expansion(width * arch.setting("mamba2.num_heads"), arch, "expand")
 
 
 FAMILY = Family(
@@ -55,10 +48,7 @@ FAMILY = Family(
     dropout={},
     traits=state_space.ONE_BLOCK_TRAITS,
     derived=state_space.without_attention("mamba2", _HEADS)
-    | {
-        "mamba2.head_dim": Derived(_read_width, _write_width),
-        "mamba2.time_step_limit": state_space.TIME_STEP_LIMIT,
-    },
+    | {"mamba2.head_dim": Derived(_read_width, _write_width), "mamba2.time_step_limit": state_space.TIME_STEP_LIMIT},
     unadapted=("mixer.out_proj",),
     rules=renamed(
         (*decoder.EMBEDDING, *decoder.INPUT_NORM, *state_space.MAMBA2, *decoder.HEAD), state_space.ONE_BLOCK_NAMES

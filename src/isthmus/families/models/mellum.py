@@ -1,18 +1,17 @@
 """Mellum 2: Qwen3's experts, with sliding-window layers whose rotary base may differ."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag
 
 FAMILY = Family(
     name="mellum",
     hf_architecture="MellumForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=131072)
     | decoder.ATTENTION_BIAS
     | {
         "num_query_groups": Key("num_key_value_heads", default=4),
         "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
         "moe.num_experts": Key("num_local_experts", default=64, aliases=("num_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=8),
         "moe.ffn_hidden_size": Key("moe_intermediate_size", default=896),

@@ -1,6 +1,6 @@
 """MiMo-V2-Flash: sliding-window layers with twice the key heads and attention sinks, values narrower than keys."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import by_window
@@ -8,7 +8,7 @@ from isthmus.families.rules.rule import by_window
 FAMILY = Family(
     name="mimo_v2_flash",
     hf_architecture="MiMoV2FlashForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=131072, rms_norm_eps=1e-5)
     | {
         "num_query_groups": Key("num_key_value_heads", default=4),
         "window_attention.num_query_groups": Key(
@@ -17,8 +17,6 @@ FAMILY = Family(
         "kv_channels": Key("head_dim", default=192),
         "value_channels": Key("v_head_dim", default=128),
         "value_multiplier": number("attention_value_scale", 0.707),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "qkv_bias": flag("attention_bias"),
         "moe.num_experts": Key("n_routed_experts", default=256, aliases=("num_local_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=8),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, mla
 from isthmus.families.rules.decoder import flag, number
 
@@ -26,10 +26,10 @@ def _logits(hf: Mapping[str, Any]) -> float:
 FAMILY = Family(
     name="minicpm3",
     hf_architecture="MiniCPM3ForCausalLM",
-    keys=mla.KEYS
+    keys=with_defaults(
+        mla.KEYS, max_position_embeddings=32768, rms_norm_eps=1e-5, tie_word_embeddings=True, initializer_range=0.1
+    )
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "mla.q_lora_rank": Key("q_lora_rank", default=768, optional=True),
         "mla.kv_lora_rank": Key("kv_lora_rank", default=256),
         "mla.qk_nope_head_dim": Key("qk_nope_head_dim", default=64),
@@ -38,9 +38,7 @@ FAMILY = Family(
             "v_head_dim", default=None, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]
         ),
         "mlp_bias": flag("mlp_bias"),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
         "embedding_multiplier": number("scale_emb", 12.0),
-        "init_std": number("initializer_range", 0.1),
     },
     fixed=decoder.FIXED | {"attention_bias": mla.FIXED["attention_bias"]},
     derived={

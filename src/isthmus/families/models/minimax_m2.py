@@ -1,6 +1,6 @@
 """MiniMax-M2: sigmoid routing with an expert bias, QK norms over the whole projection, partial rotary embedding."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.models import mixtral
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.rule import renamed
@@ -8,11 +8,10 @@ from isthmus.families.rules.rule import renamed
 FAMILY = Family(
     name="minimax_m2",
     hf_architecture="MiniMaxM2ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=196608)
     | {
         "num_query_groups": Key("num_key_value_heads", default=8),
         "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=196608),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_local_experts", default=256, aliases=("num_experts",)),
         "moe.top_k": Key("num_experts_per_tok", default=8),

@@ -1,8 +1,7 @@
 """Mixtral 8x7B and 8x22B: Mistral's attention, experts in every layer."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
 
 NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -10,11 +9,8 @@ NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "dow
 FAMILY = Family(
     name="mixtral",
     hf_architecture="MixtralForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_local_experts", default=8),
         "moe.top_k": Key("num_experts_per_tok", default=2),

@@ -1,6 +1,6 @@
 """nanochat: norms without weights, also of the embeddings, reversed rotations before QK norms, a squared ReLU."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import renamed
@@ -8,10 +8,9 @@ from isthmus.families.rules.rule import renamed
 FAMILY = Family(
     name="nanochat",
     hf_architecture="NanoChatForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=2048)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "activation": decoder.activation("hidden_act", default="relu2"),
         "logits_softcap": number("final_logit_softcapping", 15.0, optional=True),
     },

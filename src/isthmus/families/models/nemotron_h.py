@@ -6,7 +6,7 @@ from typing import Any
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.blocks.feed_forward import Experts
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors, mtp, state_space
 from isthmus.families.rules.decoder import flag, layer_norm, number
 from isthmus.families.rules.rule import in_layers, renamed
@@ -116,7 +116,7 @@ _MTP_EXPERTS = (*mtp.inner_rules((*layer_norm("pre_mlp_layernorm", "norm"), *_EX
 FAMILY = Family(
     name="nemotron_h",
     hf_architecture="NemotronHForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, intermediate_size=21504, num_key_value_heads=8, max_position_embeddings=4096)
     | {
         "num_layers": Key(
             *("layers_block_type", list, None, _from_letters),
@@ -125,11 +125,8 @@ FAMILY = Family(
             encode=lambda number, arch: _write_types(number, arch)["layers_block_type"],
         ),
         "hidden_size": Key("hidden_size", default=4096),
-        "ffn_hidden_size": Key("intermediate_size", default=21504),
         "num_attention_heads": Key("num_attention_heads", default=32),
-        "num_query_groups": decoder.kv_heads(default=8),
         "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": number("layer_norm_epsilon", 1e-5),
         "activation": Key("mlp_hidden_act", default="relu2", choices={"relu2": "relu2"}),
         "mtp_layers": Key("num_nextn_predict_layers", default=0, null=lambda hf: 0, choices={0: 0, 1: 1}),

@@ -1,8 +1,8 @@
 """OLMo 2: post-norms, and QK norms over the whole projection."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, with_defaults
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import layer_norm, number
+from isthmus.families.rules.decoder import layer_norm
 
 RULES = (
     *decoder.EMBEDDING,
@@ -16,12 +16,7 @@ RULES = (
 FAMILY = Family(
     name="olmo2",
     hf_architecture="Olmo2ForCausalLM",
-    keys=decoder.KEYS
-    | decoder.ATTENTION_BIAS
-    | {
-        "max_position_embeddings": Key("max_position_embeddings", default=2048),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-    },
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=2048, rms_norm_eps=1e-5) | decoder.ATTENTION_BIAS,
     fixed=decoder.FIXED,
     traits={"form": "post", "qk_norm": True, "qk_norm_over": "projection"},
     rules=RULES,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults
 from isthmus.families.rules import decoder, delta_net
 from isthmus.families.rules.decoder import flag, layer_norm
 from isthmus.families.rules.delta_net import FULL, LINEAR
@@ -41,10 +41,9 @@ def _position(hf: Mapping[str, Any]) -> str:
 FAMILY = Family(
     name="olmo_hybrid",
     hf_architecture="OlmoHybridForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=65536)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=65536),
         "delta_net.num_key_heads": _heads("linear_num_key_heads"),
         "delta_net.num_value_heads": _heads("linear_num_value_heads"),
         "delta_net.key_head_dim": _KEY_DIM,

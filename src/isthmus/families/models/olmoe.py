@@ -1,17 +1,15 @@
 """OLMoE: QK norms over the whole projection, 64 small experts."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.decoder import flag
 
 FAMILY = Family(
     name="olmoe",
     hf_architecture="OlmoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=4096, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | {
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_experts", default=64),
         "moe.top_k": Key("num_experts_per_tok", default=8),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -31,7 +31,7 @@ def _width(hf: Mapping[str, Any]) -> int:
 FAMILY = Family(
     name="opt",
     hf_architecture="OPTForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name not in ("kv_channels", "norm_epsilon")}
+    keys=without(decoder.KEYS, "kv_channels", "norm_epsilon")
     | {
         "ffn_hidden_size": Key("ffn_dim"),
         "num_query_groups": Key("num_attention_heads"),

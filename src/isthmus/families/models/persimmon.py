@@ -1,6 +1,6 @@
 """Persimmon: LayerNorms, also of queries and keys, a squared ReLU, fused query, key and value, biases."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import renamed
@@ -18,7 +18,7 @@ _ATTENTION = (
 FAMILY = Family(
     name="persimmon",
     hf_architecture="PersimmonForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name != "kv_channels"}
+    keys=without(decoder.KEYS, "kv_channels")
     | {
         "num_query_groups": Key("num_attention_heads"),
         "max_position_embeddings": Key("max_position_embeddings", default=16384),

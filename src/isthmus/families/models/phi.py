@@ -1,6 +1,6 @@
 """Phi-1, Phi-1.5 and Phi-2: parallel attention and MLP, biases also in the output layer, partial rotary embedding."""
 
-from isthmus.families.family import Family, Key, dropout_rate
+from isthmus.families.family import Family, Key, dropout_rate, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -8,7 +8,7 @@ from isthmus.families.rules.rule import renamed
 FAMILY = Family(
     name="phi",
     hf_architecture="PhiForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name != "kv_channels"}
+    keys=without(decoder.KEYS, "kv_channels")
     | {
         "max_position_embeddings": Key("max_position_embeddings", default=2048),
         "norm_epsilon": number("layer_norm_eps", 1e-5),

@@ -1,8 +1,7 @@
 """Phi-3 and Phi-4, dense: fused projections, LongRoPE, partial rotary embedding."""
 
-from isthmus.families.family import Family, Key, dropout_rate
+from isthmus.families.family import Family, dropout_rate, with_defaults
 from isthmus.families.rules import decoder
-from isthmus.families.rules.decoder import number
 from isthmus.families.rules.rule import qkv
 
 _QKV = "model.layers.{layer}.self_attn.qkv_proj.weight"
@@ -10,11 +9,7 @@ _QKV = "model.layers.{layer}.self_attn.qkv_proj.weight"
 FAMILY = Family(
     name="phi3",
     hf_architecture="Phi3ForCausalLM",
-    keys=decoder.KEYS
-    | {
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-    },
+    keys=with_defaults(decoder.KEYS, max_position_embeddings=4096, rms_norm_eps=1e-5),
     fixed=decoder.FIXED,
     # As transformers, without embd_pdrop, which its model does not use.
     dropout={"attention": dropout_rate("attention_dropout"), "hidden": dropout_rate("resid_pdrop")},

@@ -1,20 +1,17 @@
 """Phi-3.5-MoE: LayerNorm, biases, experts chosen one after another; long factors that transformers does not use."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.models import mixtral
 from isthmus.families.rules import decoder, expert_tensors
-from isthmus.families.rules.decoder import flag, number
+from isthmus.families.rules.decoder import flag
 from isthmus.families.rules.rule import renamed
 
 FAMILY = Family(
     name="phimoe",
     hf_architecture="PhimoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | {
-        "num_query_groups": decoder.kv_heads(default=8),
-        "max_position_embeddings": Key("max_position_embeddings", default=131072),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "output_bias": flag("lm_head_bias"),
         "moe.ffn_hidden_size": Key("intermediate_size"),
         "moe.num_experts": Key("num_local_experts", default=16),

@@ -1,16 +1,14 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: shared experts with a sigmoid gate."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.decoder import flag
 
 FAMILY = Family(
     name="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=16, max_position_embeddings=32768)
     | {
-        "num_query_groups": decoder.kv_heads(default=16),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
         "qkv_bias": flag("qkv_bias", default=True),
         "moe.num_experts": Key("num_experts", default=60),
         "moe.top_k": Key("num_experts_per_tok", default=4),

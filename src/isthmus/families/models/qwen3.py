@@ -1,18 +1,14 @@
 """Qwen3, dense: QK norms, an independent head dim."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder
 
 FAMILY = Family(
     name="qwen3",
     hf_architecture="Qwen3ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=32, max_position_embeddings=32768)
     | decoder.ATTENTION_BIAS
-    | {
-        "num_query_groups": decoder.kv_heads(default=32),
-        "kv_channels": Key("head_dim", default=128),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-    },
+    | {"kv_channels": Key("head_dim", default=128)},
     fixed=decoder.FIXED,
     traits={"qk_norm": True},
     sliding_window="by_layer",

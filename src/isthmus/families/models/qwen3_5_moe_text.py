@@ -1,23 +1,17 @@
 """Qwen3.5 with experts in every layer and a gated shared one."""
 
-from isthmus.families.family import Derived, Family, Key
+from isthmus.families.family import Derived, Family, Key, with_defaults, without
 from isthmus.families.rules import decoder, delta_net, expert_tensors
 
 FAMILY = Family(
     name="qwen3_5_moe_text",
     hf_architecture="Qwen3_5MoeForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name != "ffn_hidden_size"}
+    keys=with_defaults(without(decoder.KEYS, "ffn_hidden_size"), num_key_value_heads=2, max_position_embeddings=32768)
     | decoder.ATTENTION_BIAS
     | delta_net.KEYS
-    | {
-        "num_query_groups": decoder.kv_heads(default=2),
-        "kv_channels": Key("head_dim", default=256),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "moe.num_experts": Key("num_experts", default=256, aliases=("num_local_experts",)),
-        "moe.top_k": Key("num_experts_per_tok", default=8),
-        "moe.ffn_hidden_size": Key("moe_intermediate_size", default=512),
-        "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=512),
-    },
+    | {"kv_channels": Key("head_dim", default=256)}
+    | with_defaults(expert_tensors.KEYS, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512)
+    | {"moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=512)},
     fixed=decoder.FIXED | delta_net.QWEN_FIXED,
     traits=delta_net.QWEN_TRAITS | {"moe.shared_gate": True, "moe.normalize": True},
     derived={

@@ -1,20 +1,16 @@
 """Qwen3.5: gated delta nets with separate projections, every fourth layer gated attention."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, delta_net
 
 FAMILY = Family(
     name="qwen3_5_text",
     hf_architecture="Qwen3_5ForCausalLM",
     scored_class="Qwen3_5TextForSequenceClassification",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=4, max_position_embeddings=32768)
     | decoder.ATTENTION_BIAS
     | delta_net.KEYS
-    | {
-        "num_query_groups": decoder.kv_heads(default=4),
-        "kv_channels": Key("head_dim", default=256),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-    },
+    | {"kv_channels": Key("head_dim", default=256)},
     fixed=decoder.FIXED | delta_net.QWEN_FIXED,
     traits=delta_net.QWEN_TRAITS,
     derived={"mixers": delta_net.mixers("gated_delta_net")},

@@ -1,28 +1,22 @@
 """Qwen3-Next: gated delta nets, every fourth layer gated attention; many small experts and a gated shared one."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults
 from isthmus.families.rules import decoder, delta_net, expert_tensors
 from isthmus.families.rules.decoder import flag
 
 _PROJECTION = delta_net.in_proj(
-    *(("in_proj_qkvz", rows) for rows in ("Lk", "Lk", "Lv", "Lv")),
-    *(("in_proj_ba", "Ln"),) * 2,
-    hf_strands="Lm",
+    *(("in_proj_qkvz", rows) for rows in ("Lk", "Lk", "Lv", "Lv")), *(("in_proj_ba", "Ln"),) * 2, hf_strands="Lm"
 )
 
 FAMILY = Family(
     name="qwen3_next",
     hf_architecture="Qwen3NextForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=2, max_position_embeddings=32768)
     | decoder.ATTENTION_BIAS
     | delta_net.KEYS
+    | {"kv_channels": Key("head_dim", default=256)}
+    | with_defaults(expert_tensors.KEYS, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512)
     | {
-        "num_query_groups": decoder.kv_heads(default=2),
-        "kv_channels": Key("head_dim", default=256),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "moe.num_experts": Key("num_experts", default=512, aliases=("num_local_experts",)),
-        "moe.top_k": Key("num_experts_per_tok", default=10),
-        "moe.ffn_hidden_size": Key("moe_intermediate_size", default=512),
         "moe.shared_ffn_hidden_size": Key("shared_expert_intermediate_size", default=512),
         "moe.normalize": flag("norm_topk_prob", default=True),
     },

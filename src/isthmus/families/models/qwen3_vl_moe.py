@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Fixed, Key
+from isthmus.families.family import Fixed, Key, without
 from isthmus.families.models import qwen3_moe
 from isthmus.families.rules import decoder, expert_tensors
 from isthmus.families.rules.rule import copy, gate_up
@@ -27,7 +27,7 @@ def _decode_width(width: int, hf: Mapping[str, Any]) -> int:
 
 TEXT = replace(
     qwen3_moe.FAMILY,
-    keys={name: key for name, key in qwen3_moe.FAMILY.keys.items() if name != "moe.normalize"}
+    keys=without(qwen3_moe.FAMILY.keys, "moe.normalize")
     | {
         "num_query_groups": decoder.kv_heads(default=16),
         "max_position_embeddings": Key("max_position_embeddings", default=128000),

@@ -1,6 +1,6 @@
 """SmolLM3: Llama with layers without rotary embedding, by default every fourth."""
 
-from isthmus.families.family import Derived, Family, Fixed, Key
+from isthmus.families.family import Derived, Family, Fixed, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
 from isthmus.families.rules.unrotated import read_unrotated, write_unrotated
@@ -8,14 +8,9 @@ from isthmus.families.rules.unrotated import read_unrotated, write_unrotated
 FAMILY = Family(
     name="smollm3",
     hf_architecture="SmolLM3ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=True)
     | decoder.ATTENTION_BIAS
-    | {
-        "num_query_groups": decoder.kv_heads(default=4),
-        "max_position_embeddings": Key("max_position_embeddings", default=32768),
-        "mlp_bias": flag("mlp_bias"),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
-    },
+    | {"mlp_bias": flag("mlp_bias")},
     derived={
         "unrotated_layers": Derived(
             read=read_unrotated, write=lambda layers, arch: write_unrotated(layers, arch.num_layers)

@@ -1,6 +1,6 @@
 """StableLM: LayerNorms, partial rotary embedding, optionally parallel attention and MLP."""
 
-from isthmus.families.family import Family, Key
+from isthmus.families.family import Family, Key, with_defaults, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import where
@@ -8,20 +8,15 @@ from isthmus.families.rules.rule import where
 FAMILY = Family(
     name="stablelm",
     hf_architecture="StableLmForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name != "kv_channels"}
+    keys=with_defaults(without(decoder.KEYS, "kv_channels"), num_key_value_heads=32, max_position_embeddings=4096)
     | {
-        "num_query_groups": decoder.kv_heads(default=32),
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": number("layer_norm_eps", 1e-5),
         "qkv_bias": flag("use_qkv_bias"),
         "qk_norm": flag("qk_layernorm"),
         "form": Key("use_parallel_residual", default=False, choices={True: "parallel", False: "pre"}),
     },
     derived={"kv_channels": decoder.HEAD_DIM},
-    fixed=decoder.FIXED
-    | {
-        "hidden_dropout": decoder.NO_MLP_DROPOUT,
-    },
+    fixed=decoder.FIXED | {"hidden_dropout": decoder.NO_MLP_DROPOUT},
     traits={"normalization": "LayerNorm", "qk_norm_over": "each_head"},
     rope_defaults={"partial_rotary_factor": 0.25},
     rules=(

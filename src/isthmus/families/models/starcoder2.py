@@ -1,6 +1,6 @@
 """StarCoder2: LayerNorms, biases in all linear layers, an MLP without gate, sliding-window attention."""
 
-from isthmus.families.family import Family, Key, dropout_rate
+from isthmus.families.family import Family, dropout_rate, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -8,17 +8,19 @@ from isthmus.families.rules.rule import renamed
 FAMILY = Family(
     name="starcoder2",
     hf_architecture="Starcoder2ForCausalLM",
-    keys=decoder.KEYS
+    keys=with_defaults(
+        decoder.KEYS,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.018042,
+    )
     | {
-        "num_query_groups": decoder.kv_heads(default=2),
-        "max_position_embeddings": Key("max_position_embeddings", default=4096),
         "norm_epsilon": number("norm_epsilon", 1e-5),
         "activation": decoder.activation("hidden_act", default="gelu_pytorch_tanh"),
         "qkv_bias": flag("use_bias", default=True),
         "proj_bias": flag("use_bias", default=True),
         "mlp_bias": flag("use_bias", default=True),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
-        "init_std": number("initializer_range", 0.018042),
     },
     traits={"normalization": "LayerNorm", "gated": False},
     fixed=decoder.PLAIN_FIXED,

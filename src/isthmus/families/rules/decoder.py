@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.families.config_keys import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key, without
 from isthmus.families.rules.rule import Rule, copy, gate_up, gated_qkv, qkv, where
 
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -189,4 +189,4 @@ FIXED = {
 """Settings with one supported value; other values are rejected with the reason."""
 
 NO_MLP_DROPOUT = Fixed((0.0,), "dropout of the feed-forward block alone is not supported", training=True)
-PLAIN_FIXED = {name: fixed for name, fixed in FIXED.items() if name != "hidden_act"}
+PLAIN_FIXED = without(FIXED, "hidden_act")

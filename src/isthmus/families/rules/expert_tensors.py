@@ -117,6 +117,22 @@ def shared_experts(key: str, width: str, *, default: int, aliases: tuple[str, ..
     return Derived(read, write)
 
 
+KEYS = {
+    "moe.num_experts": Key("num_experts", aliases=("num_local_experts",)),
+    "moe.top_k": Key("num_experts_per_tok"),
+    "moe.ffn_hidden_size": Key("moe_intermediate_size"),
+}
+"""Those of Qwen, and of most families; their defaults differ."""
+DEEPSEEK_KEYS = KEYS | {
+    "moe.num_experts": Key("n_routed_experts", aliases=("num_local_experts",)),
+    "moe.shared_ffn_hidden_size": shared_width("n_shared_experts", default=1),
+    "moe.scaling_factor": decoder.number("routed_scaling_factor", 1.0),
+    "moe.normalize": decoder.flag("norm_topk_prob", default=True),
+    "moe.num_groups": Key("n_group", default=1),
+    "moe.group_top_k": Key("topk_group", default=1),
+}
+
+
 def _num_first_dense(dense: Sequence[int], arch: Architecture) -> int:
     if tuple(dense) != tuple(range(len(dense))):
         raise _not_expressible(dense, arch)
@@ -160,7 +176,7 @@ def mlp_layer_types(dense: int, key: str | None = None) -> Derived:
         layers = _int(hf, "num_hidden_layers")
         kinds = hf.get("mlp_layer_types")
         if kinds is None:
-            return tuple(range(min(dense if key is None else _int(hf, key, dense), layers)))
+            return tuple(range(min(dense if key is None else Key(key, default=dense, least=0).read(hf), layers)))
         if not isinstance(kinds, Sequence) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
             raise DataError(
                 f"config.json: mlp_layer_types must be a list of dense or sparse for {layers} layers, got {kinds!r}."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.config_keys import Derived, Fixed, Key
+from isthmus.families.config_keys import Derived, Fixed, Key, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import in_layer
 from isthmus.families.rules.rule import Rule, where
@@ -32,7 +32,7 @@ ATTENTION = (
 
 HEAD_GATE = _projection("linear_gate", "g_proj", "N", "H", shard="rows")
 
-KEYS = {name: key for name, key in decoder.KEYS.items() if name not in ("num_query_groups", "kv_channels")} | {
+KEYS = without(decoder.KEYS, "num_query_groups", "kv_channels") | {
     "mla.q_lora_rank": Key("q_lora_rank", default=1536, optional=True),
     "mla.kv_lora_rank": Key("kv_lora_rank", default=512),
     "mla.qk_nope_head_dim": Key("qk_nope_head_dim", default=128),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.config_keys import Derived, Key
+from isthmus.families.config_keys import Derived, Key, without
 from isthmus.families.rules import decoder, state_space
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import Rule, in_layers, renamed
@@ -50,7 +50,7 @@ def _default_types(hf: Mapping[str, Any]) -> list[str]:
 
 
 _TIED = flag("tie_embedding", default=True)
-KEYS = {name: key for name, key in decoder.KEYS.items() if name not in ("ffn_hidden_size", "tie_embeddings")} | {
+KEYS = without(decoder.KEYS, "ffn_hidden_size", "tie_embeddings") | {
     "num_query_groups": decoder.kv_heads(default=8),
     "max_position_embeddings": Key("max_position_embeddings", default=128_000),
     "norm_epsilon": number("norm_eps", 1e-5),

@@ -76,14 +76,14 @@ def head_dim(width: Key, write_width: Callable[[int, Architecture], Mapping[str,
     return Derived(read, write)
 
 
-def write_expansion(inner: int, arch: Architecture) -> dict[str, Any]:
+def write_expansion(inner: int, arch: Architecture, key: str = "mamba_expand") -> dict[str, Any]:
     expand, rest = divmod(inner, arch.hidden_size)
     if rest:
         raise UsageError(
             f"{arch.family}: config.json cannot express {inner} channels of Mamba, which are no multiple of the hidden "
             f"size {arch.hidden_size}."
         )
-    return {"mamba_expand": expand}
+    return {key: expand}
 
 
 EXPANSION = Key("mamba_expand", default=2, decode=lambda expand, hf: expand * Key("hidden_size").read(hf))

@@ -1,6 +1,6 @@
 """Gemma 4, the text model: other attention sizes without a window, values that are keys, scaled layers, experts."""
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, without
 from isthmus.families.models import gemma
 from isthmus.families.models.gemma4 import branch_experts, key_sharing, per_layer_inputs
 from isthmus.families.models.gemma4.layer_overrides import full_attention_heads, full_attention_size
@@ -16,7 +16,7 @@ _WINDOW: tuple[Window, Pattern] = ("pattern_and_last", lambda _hf, layers: range
 FAMILY = Family(
     name="gemma4_text",
     hf_architecture="Gemma4ForCausalLM",
-    keys={name: key for name, key in decoder.KEYS.items() if name not in ("num_query_groups", "kv_channels")}
+    keys=without(decoder.KEYS, "num_query_groups", "kv_channels")
     | {
         "hidden_size": Key("hidden_size", default=2304),
         "ffn_hidden_size": Key("intermediate_size", default=9216),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Key
+from isthmus.families.family import Key, without
 from isthmus.families.models.gemma4 import gemma4_text
 
 _ABSENT = ("moe", "layer_input_size")
@@ -12,6 +12,6 @@ FAMILY = replace(
     name="gemma4_unified_text",
     hf_architecture="Gemma4UnifiedForCausalLM",
     keys={**gemma4_text.FAMILY.keys, "max_position_embeddings": Key("max_position_embeddings", default=262144)},
-    derived={name: derived for name, derived in gemma4_text.FAMILY.derived.items() if name not in _ABSENT},
+    derived=without(gemma4_text.FAMILY.derived, *_ABSENT),
     sliding_window_default=1024,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from isthmus.families.family import Family, Fixed, Key
+from isthmus.families.family import Family, Fixed, Key, with_defaults
 from isthmus.families.models.step import padded_lists
 from isthmus.families.rules import decoder, expert_tensors, mla
 from isthmus.families.rules.decoder import HF_LAYER, LAYER, number
@@ -29,18 +29,15 @@ FAMILY = Family(
     hf_architecture="Step3p5ForCausalLM",
     own_code=True,
     spelling=padded_lists.newer_spelling,
-    keys=decoder.KEYS
+    keys=with_defaults(decoder.KEYS, intermediate_size=11264, max_position_embeddings=128000, rms_norm_eps=1e-5)
     | decoder.ATTENTION_BIAS
     | {
         "hidden_size": Key("hidden_size", default=4096),
-        "ffn_hidden_size": Key("intermediate_size", default=11264),
         "num_layers": Key("num_hidden_layers", default=45),
         "num_attention_heads": Key("num_attention_heads", default=64),
         "num_query_groups": Key("num_key_value_heads", default=8, aliases=("num_attention_groups",)),
         "kv_channels": Key("head_dim", default=128),
         "vocab_size": Key("vocab_size", default=128815),
-        "max_position_embeddings": Key("max_position_embeddings", default=128000),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
         "attention_scale": Key(
             "query_pre_attn_scalar",
             kind=float,
