@@ -27,12 +27,7 @@ MergeTensor = Callable[[str, Tensor], Tensor]
 
 @torch.no_grad()
 def import_weights(
-    live: Mapping[str, Tensor],
-    family: Family,
-    arch: Architecture,
-    source: WeightSource,
-    *,
-    layout: Layout,
+    live: Mapping[str, Tensor], family: Family, arch: Architecture, source: WeightSource, *, layout: Layout
 ) -> int:
     """Copy ``source`` into this rank's tensors by canonical name, cast to their dtype and device; returns bytes read.
 

@@ -164,57 +164,43 @@ def convert(
         OutputExists, OutputInUse, NoSpace, IOFailure: the destination exists or cannot be written; partial output is
             removed.
     """
-    if is_store_url(source):
-        with _downloaded(str(source), Path(destination), progress) as folder:
-            result = convert(
-                folder,
-                destination,
-                to,
-                dtype=dtype,
-                hf_like=hf_like,
-                hf_family=hf_family,
-                layout=layout,
-                spelling=spelling,
-                bin=bin,
-                vocab_size=vocab_size,
-                family=family,
-                adapter=adapter,
-                progress=progress,
-            )
-        return replace(result, source=str(source))
-    start_s = time.monotonic()
-    opened = open_model(Path(source), hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
-    plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
-    if opened.hf_folder is not None:
-        check_companions(opened.hf_folder)
-    with StagedFolder(destination) as staged:
-        num_bytes = _transfer(plan, staged, progress)
-        with disk_errors(staged.path):
-            _write_small_files(plan, staged.path)
-    model, is_hf = plan.model, plan.format == "hf"
-    return ConversionResult(
-        source=str(source),
-        source_format=model.format,
-        destination=str(destination),
-        destination_format=plan.format,
-        family=model.family.name,
-        num_tensors=plan.num_tensors,
-        num_bytes=num_bytes,
-        time_s=time.monotonic() - start_s,
-        megatron_flags=[] if plan.unsupported or is_hf else _megatron_flags(plan, Path(destination), spelling),
-        megatron_lacks=plan.unsupported,
-        notes=[*model.notes, *_destination_notes(plan)],
-    )
+    with _local(source, Path(destination), progress) as path:
+        start_s = time.monotonic()
+        opened = open_model(path, hf_like=hf_like, bin=bin, vocab_size=vocab_size, family=family, adapter=adapter)
+        plan = _plan(opened, to, dtype=dtype, hf_family=hf_family, layout=layout, spelling=spelling)
+        if opened.hf_folder is not None:
+            check_companions(opened.hf_folder)
+        with StagedFolder(destination) as staged:
+            num_bytes = _transfer(plan, staged, progress)
+            with disk_errors(staged.path):
+                _write_small_files(plan, staged.path)
+        model, is_hf = plan.model, plan.format == "hf"
+        return ConversionResult(
+            source=str(source),
+            source_format=model.format,
+            destination=str(destination),
+            destination_format=plan.format,
+            family=model.family.name,
+            num_tensors=plan.num_tensors,
+            num_bytes=num_bytes,
+            time_s=time.monotonic() - start_s,
+            megatron_flags=[] if plan.unsupported or is_hf else _megatron_flags(plan, Path(destination), spelling),
+            megatron_lacks=plan.unsupported,
+            notes=[*model.notes, *_destination_notes(plan)],
+        )
 
 
 @contextmanager
-def _downloaded(url: str, destination: Path, progress: Progress) -> Iterator[Path]:
-    """A folder with the checkpoint at ``url``, beside ``destination``; a download that was killed is continued."""
+def _local(source: Path | str, destination: Path, progress: Progress) -> Iterator[Path]:
+    """The path of ``source``; of a URL a folder beside ``destination``; a download that was killed is continued."""
+    if not is_store_url(source):
+        yield Path(source)
+        return
     from isthmus.engine.checkpoint.checkpoint_store import find_checkpoint  # other conversions start without fsspec
 
     if destination.exists():
         raise OutputExists(f"{destination} exists already. Remove it or choose another folder.")
-    store, step = find_checkpoint(url)
+    store, step = find_checkpoint(str(source))
     folder = destination.absolute().with_name(f"{TEMPORARY}{destination.name}-source")
     with FolderLock(folder.with_name(f"{folder.name}{LOCK}"), folder):
         store.download(step, folder, progress)

@@ -1,9 +1,10 @@
-"""The protocol of Hugging Face tensor sources, and random weights."""
+"""The protocol of Hugging Face tensor sources, sources made of other ones, and random weights."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from isthmus.families.architecture import Architecture
 from isthmus.families.family import SCORE, Family
 from isthmus.families.rules.rule import Init, Rule
 from isthmus.hf.tensors.safetensors_format import TensorInfo
+
+Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,49 +42,64 @@ class WeightSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorSpec | TensorInfo]: ...
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, index: Index | None = None, *, into: Tensor | None = None) -> Tensor:
         """One slice; copied into ``into`` if given."""
 
 
-class PartOfWeights:
-    """The tensors that ``part``, the same model with fewer tokens or layers, has of ``source``."""
+class DerivedWeights(ABC):
+    """A source with tensors that are made of those of another one, whose other tensors it has unchanged."""
 
-    def __init__(self, source: WeightSource, family: Family, arch: Architecture, part: Architecture) -> None:
+    def __init__(self, source: WeightSource, made: Mapping[str, Mapping[str, TensorSpec | TensorInfo]]) -> None:
+        """``made`` has the tensors in place of each one of ``source`` that changes; without any, it is left out."""
         self._source = source
-        shapes, part_shapes = family.hf_shapes(arch), family.hf_shapes(part)
+        self._made = {name for tensors in made.values() for name in tensors}
         self.tensors: dict[str, TensorSpec | TensorInfo] = {}
         for name, meta in source.tensors.items():
-            if name not in shapes:  # check_coverage names it
-                self.tensors[name] = meta
-            elif name in part_shapes:
-                cut = tuple(meta.shape) == shapes[name] != part_shapes[name]
-                self.tensors[name] = TensorSpec(meta.dtype, part_shapes[name]) if cut else meta
+            self.tensors.update(made.get(name, {name: meta}))
 
     def __str__(self) -> str:
         return str(self._source)
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, index: Index | None = None, *, into: Tensor | None = None) -> Tensor:
+        if name in self._made:
+            return self._make(name, index, into)
+        return self._source.read(name, index, into=into)
+
+    @abstractmethod
+    def _make(self, name: str, index: Index | None, into: Tensor | None) -> Tensor:
+        """:meth:`WeightSource.read` of a tensor that ``source`` does not have."""
+
+
+class PartOfWeights(DerivedWeights):
+    """The tensors that ``part``, the same model with fewer tokens or layers, has of ``source``."""
+
+    def __init__(self, source: WeightSource, family: Family, arch: Architecture, part: Architecture) -> None:
+        shapes, part_shapes = family.hf_shapes(arch), family.hf_shapes(part)
+        made: dict[str, dict[str, TensorSpec | TensorInfo]] = {}
+        for name, meta in source.tensors.items():
+            if name in shapes and name not in part_shapes:  # check_coverage names those that are in neither
+                made[name] = {}
+            elif name in shapes and tuple(meta.shape) == shapes[name] != part_shapes[name]:
+                made[name] = {name: TensorSpec(meta.dtype, part_shapes[name])}
+        super().__init__(source, made)
+
+    def _make(self, name: str, index: Index | None, into: Tensor | None) -> Tensor:
         return self._source.read(name, index or tuple(map(slice, self.tensors[name].shape)), into=into)
 
 
-class WithScoreHead:
+class WithScoreHead(DerivedWeights):
     """The tensors of a language model, with a random score head in place of its output layer."""
 
     def __init__(self, source: WeightSource, family: Family, arch: Architecture, seed: int) -> None:
         """``arch`` is the reward model."""
-        dtype = next(iter(source.tensors.values())).dtype
-        self._source, self._head = source, RandomWeights(family, arch, seed, dtype)
-        self._name = SCORE.parts[0].name
-        language_tensors = {name: meta for name, meta in source.tensors.items() if name not in family.output_names}
-        self.tensors: Mapping[str, TensorSpec | TensorInfo] = language_tensors | {
-            self._name: self._head.tensors[self._name]
-        }
+        super().__init__(source, {name: {} for name in family.output_names})
+        self._head = RandomWeights(family, arch, seed, next(iter(source.tensors.values())).dtype)
+        (head,) = SCORE.parts
+        self._made.add(head.name)
+        self.tensors[head.name] = self._head.tensors[head.name]
 
-    def __str__(self) -> str:
-        return str(self._source)
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
-        return (self._head if name == self._name else self._source).read(name, index, into=into)
+    def _make(self, name: str, index: Index | None, into: Tensor | None) -> Tensor:
+        return self._head.read(name, index, into=into)
 
 
 class RandomWeights:
@@ -105,7 +123,7 @@ class RandomWeights:
     def __str__(self) -> str:
         return f"random weights (seed {self._seed})"
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, index: Index | None = None, *, into: Tensor | None = None) -> Tensor:
         """Caches the last tensor, since its slices are read in succession."""
         if self._last is None or self._last[0] != name:
             self._last = (name, self._draw(name))

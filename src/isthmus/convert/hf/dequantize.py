@@ -9,29 +9,27 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.coverage import describe_problems
-from isthmus.convert.weight_source import TensorSpec, WeightSource
+from isthmus.convert.weight_source import DerivedWeights, Index, TensorSpec, WeightSource
 from isthmus.errors import DataError
 from isthmus.hf.tensors.finite import is_finite
 from isthmus.hf.tensors.quantization import Quantization
-from isthmus.hf.tensors.safetensors_format import Bounds, TensorInfo, bounds_of, steps_of
+from isthmus.hf.tensors.safetensors_format import Bounds, bounds_of, steps_of
 
 _TILE_VALUES = 1 << 18
 """Values dequantized at a time, to bound memory."""
 
 
-class DequantizedWeights:
+class DequantizedWeights(DerivedWeights):
     """A source with values in place of codes and scales; other tensors are unchanged."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, dtype: torch.dtype) -> None:
         """Match codes with scales, both of which must be complete; values have ``dtype``."""
-        self._source, self._quantization = source, quantization
+        self._quantization = quantization
         self._codes: dict[str, str] = {}  # name of the values -> name of the codes
-        self.tensors: dict[str, TensorSpec | TensorInfo] = {}
-        scales: set[str] = set()
+        made: dict[str, dict[str, TensorSpec]] = {}
         missing, misshapen = [], []
         for codes_name, meta in source.tensors.items():
             if meta.dtype != quantization.codes_dtype or not codes_name.endswith(quantization.codes_suffix):
-                self.tensors[codes_name] = meta
                 continue
             name = codes_name.removesuffix(quantization.codes_suffix)
             scale_name = name + quantization.scales_suffix
@@ -42,24 +40,17 @@ class DequantizedWeights:
                 misshapen.append(f"{scale_name} is {list(scale.shape)} for {list(meta.shape)}")
             else:
                 self._codes[name] = codes_name
-                self.tensors[name] = TensorSpec(dtype, quantization.shape(meta.shape))
-                scales.add(scale_name)
+                made |= {codes_name: {name: TensorSpec(dtype, quantization.shape(meta.shape))}, scale_name: {}}
         if problems := describe_problems(missing=missing, misshapen=misshapen):
             raise DataError(f"{source} is not {quantization} as in config.json: {problems}. Fetch the whole model.")
-        for name in scales:
-            del self.tensors[name]
-
-    def __str__(self) -> str:
-        return str(self._source)
+        super().__init__(source, made)
 
     @property
     def num_dequantized(self) -> int:
         return len(self._codes)
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def _make(self, name: str, index: Index | None, into: Tensor | None) -> Tensor:
         """Reads only the codes and scales of the slice."""
-        if name not in self._codes:
-            return self._source.read(name, index, into=into)
         meta = self.tensors[name]
         bounds, steps = bounds_of(meta.shape, index), steps_of(index)
         if steps is not None:

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from isthmus.convert.hf.dequantize import DequantizedWeights
-from isthmus.convert.hf.fused_experts import split_experts
-from isthmus.convert.hf.other_forms import other_names, recut_rows
-from isthmus.convert.hf.transposed_experts import transposed_experts
+from isthmus.convert.hf.other_forms import other_names, recut_rows, split_experts, transposed_experts
 from isthmus.convert.torch_pickle import StridedTensor, read_torch_pickle
-from isthmus.convert.weight_source import TensorSpec, WeightSource, WithScoreHead
+from isthmus.convert.weight_source import DerivedWeights, Index, TensorSpec, WeightSource, WithScoreHead
 from isthmus.errors import DataError, MissingInput, UsageError
 from isthmus.families.architecture import Architecture
 from isthmus.families.family import Family
@@ -55,7 +53,7 @@ def open_weights(folder: ModelFolder, family: Family, *, bin: bool = False) -> O
         notes.append(f"tensor names lack the prefix '{prefix}', which is added")
     if names := other_names(source, family, folder.config):
         old, new = next(iter(names.items()))
-        source = RenamedWeights(source, {name: name for name in source.tensors} | names)
+        source = RenamedWeights(source, names)
         notes.append(f"tensor names differ from those of published models, such as {old}, which is {new}")
     if (split := split_experts(source, family)) is not None:
         source = split
@@ -93,19 +91,15 @@ def with_score_head(opened: OpenedHfWeights, family: Family, seed: int) -> Opene
     return replace(opened, source=WithScoreHead(opened.source, family, arch, seed), arch=arch)
 
 
-class RenamedWeights:
+class RenamedWeights(DerivedWeights):
     """Tensors under other names than in their files."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
-        """``names`` has the new name of each tensor of ``source``."""
-        self._source = source
+        """``names`` has the new names of tensors of ``source``; others keep theirs."""
+        super().__init__(source, {old: {new: source.tensors[old]} for old, new in names.items()})
         self._old = {new: old for old, new in names.items()}
-        self.tensors: dict[str, TensorSpec | TensorInfo] = {names[name]: meta for name, meta in source.tensors.items()}
 
-    def __str__(self) -> str:
-        return str(self._source)
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def _make(self, name: str, index: Index | None, into: Tensor | None) -> Tensor:
         return self._source.read(self._old[name], index, into=into)
 
 
@@ -160,7 +154,7 @@ class BinWeights:
     def __str__(self) -> str:
         return str(self._folder)
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, index: Index | None = None, *, into: Tensor | None = None) -> Tensor:
         info = self._infos[name]
         if isinstance(info, TensorInfo):
             return self._reader.read(info, index, into=into, name=name)

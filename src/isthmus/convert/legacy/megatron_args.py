@@ -15,7 +15,7 @@ import torch
 
 from isthmus.config.dialects.megatron.known_args import is_default, words_of
 from isthmus.convert.legacy.legacy_layout import LegacyLayout
-from isthmus.families.architecture import Architecture, Dropout
+from isthmus.families.architecture import SETTINGS, Architecture, Dropout
 from isthmus.families.blocks.feed_forward import Experts
 from isthmus.families.blocks.rotary import RopeScaling
 
@@ -39,36 +39,24 @@ _NOT_RESTORED = (
 )
 """Args that ``load_args_from_checkpoint`` does not restore, among them ``layernorm_1p``, which it looks up under its
 older name."""
-_UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
-    ("score heads", lambda arch: arch.head.score_head),
-    ("layers of the form '{0.pattern.form}'", lambda arch: arch.pattern.form != "pre"),
-    ("layers without attention", lambda arch: bool(arch.pattern.mixers)),
-    ("a gate of attention", lambda arch: arch.attention.attention_gate or arch.attention.head_gate),
-    (
-        "limits of SwiGLU",
-        lambda arch: bool(arch.mlp.swiglu_limits) or (arch.moe is not None and bool(arch.moe.swiglu_limits)),
-    ),
+_UNSUPPORTED: tuple[tuple[str, str | tuple[str, ...] | Callable[[Architecture], bool]], ...] = (
+    ("score heads", "score_head"),
+    ("layers of the form '{0.pattern.form}'", "form"),
+    ("layers without attention", "mixers"),
+    ("a gate of attention", ("attention_gate", "head_gate")),
+    ("limits of SwiGLU", ("swiglu_limits", "moe.swiglu_limits")),
     ("norms without a bias", lambda arch: arch.norm.normalization == "LayerNorm" and not arch.norm.norm_bias),
-    ("norms without weights", lambda arch: not arch.norm.norm_weight),
-    ("a norm of the embeddings", lambda arch: arch.embedding.embedding_norm),
-    (
-        "a query and key norm over all heads together",
-        lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_over == "projection",
-    ),
-    (
-        "query and key norms of their own for each head",
-        lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_over == "each_head",
-    ),
+    ("norms without weights", "norm_weight"),
+    ("a norm of the embeddings", "embedding_norm"),
+    ("a query and key norm over all heads together", lambda arch: arch.attention.qk_norm_over == "projection"),
+    ("query and key norms of their own for each head", lambda arch: arch.attention.qk_norm_over == "each_head"),
     (
         "query and key norms after the rotation",
         lambda arch: arch.attention.qk_norm and arch.attention.qk_norm_after_rotation,
     ),
-    ("clip_qkv={0.attention.clip_qkv:g}", lambda arch: arch.attention.clip_qkv is not None),
-    ("reversed rotations", lambda arch: arch.rotary.rotary_reversed),
-    (
-        "a table of positions with {0.embedding.position_offset} rows before the first",
-        lambda arch: arch.embedding.position_offset != 0,
-    ),
+    ("clip_qkv={0.attention.clip_qkv:g}", "clip_qkv"),
+    ("reversed rotations", "rotary_reversed"),
+    ("a table of positions with {0.embedding.position_offset} rows before the first", "position_offset"),
     ("a bias of the output layer", lambda arch: arch.head.output_bias and not arch.head.score_head),
     (
         "a different norm epsilon in latent attention",
@@ -86,50 +74,42 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Architecture], bool]], ...] = (
         "values of another width than keys",
         lambda arch: arch.latent is None and arch.attention.value_width != arch.attention.kv_channels,
     ),
-    ("value_multiplier={0.attention.value_multiplier:g}", lambda arch: arch.attention.value_multiplier != 1),
-    ("a different rotary base in layers with a window", lambda arch: arch.windows.window_rotary_base is not None),
+    ("value_multiplier={0.attention.value_multiplier:g}", "value_multiplier"),
+    ("a different rotary base in layers with a window", "window_rotary_base"),
     (
         "attention_scale={0.attention.attention_scale:g}",
         lambda arch: arch.attention.attention_scale not in (None, arch.attention.kv_channels**-0.5),
     ),
-    ("attention in chunks", lambda arch: arch.windows.window_kind == "chunks"),
-    ("queries and keys divided by their root mean square", lambda arch: arch.attention.qk_rms),
-    ("experts with weighted inputs", lambda arch: arch.moe is not None and arch.moe.weighs_inputs),
-    ("the mean of routed and shared experts", lambda arch: arch.moe is not None and arch.moe.shared_mean),
-    ("values divided by their root mean square", lambda arch: arch.attention.value_norm),
-    ("values that are keys", lambda arch: arch.attention.values_are_keys),
-    ("layers that share keys", lambda arch: arch.pattern.key_sharing_layers > 0),
-    ("inputs of their own for each layer", lambda arch: arch.embedding.layer_input_size > 0),
-    ("layers with a scalar", lambda arch: arch.pattern.layer_scalars),
-    ("queries that grow with their position", lambda arch: arch.attention.query_scaling is not None),
-    ("attention_softcap={0.attention.attention_softcap:g}", lambda arch: arch.attention.attention_softcap is not None),
+    ("attention in chunks", "window_kind"),
+    ("queries and keys divided by their root mean square", "qk_rms"),
+    ("experts with weighted inputs", "moe.weighs_inputs"),
+    ("the mean of routed and shared experts", "moe.shared_mean"),
+    ("values divided by their root mean square", "value_norm"),
+    ("values that are keys", "values_are_keys"),
+    ("layers that share keys", "key_sharing_layers"),
+    ("inputs of their own for each layer", "layer_input_size"),
+    ("layers with a scalar", "layer_scalars"),
+    ("queries that grow with their position", "query_scaling"),
+    ("attention_softcap={0.attention.attention_softcap:g}", "attention_softcap"),
     ("biases in some linear layers only", lambda arch: _has_biases(arch) is None),
     ("the activation {0.mlp.activation} in this model", lambda arch: _activation_args(arch) is None),
     ("this expert routing", lambda arch: arch.moe is not None and _routing_args(arch.moe) is None),
-    ("a bias of the sum of the experts' outputs", lambda arch: arch.moe is not None and arch.moe.output_bias),
-    (
-        "embedding_multiplier={0.embedding.embedding_multiplier:g}",
-        lambda arch: arch.embedding.embedding_multiplier != 1,
-    ),
-    ("residual_multiplier={0.pattern.residual_multiplier:g}", lambda arch: arch.pattern.residual_multiplier != 1),
-    ("logits_multiplier={0.head.logits_multiplier:g}", lambda arch: arch.head.logits_multiplier != 1),
-    ("logits_softcap={0.head.logits_softcap:g}", lambda arch: arch.head.logits_softcap is not None),
+    ("a bias of the sum of the experts' outputs", "moe.output_bias"),
+    ("embedding_multiplier={0.embedding.embedding_multiplier:g}", "embedding_multiplier"),
+    ("residual_multiplier={0.pattern.residual_multiplier:g}", "residual_multiplier"),
+    ("logits_multiplier={0.head.logits_multiplier:g}", "logits_multiplier"),
+    ("logits_softcap={0.head.logits_softcap:g}", "logits_softcap"),
     ("attention without positions", lambda arch: arch.embedding.position == "none"),
-    ("MTP layers whose hidden state comes first", lambda arch: arch.pattern.mtp_hidden_first),
-    ("layers without a feed-forward block", lambda arch: bool(arch.pattern.layers_without_mlp)),
-    ("multipliers of attention", lambda arch: arch.attention.attention_multipliers != (1.0, 1.0)),
-    ("multipliers of feed-forward blocks", lambda arch: arch.mlp.mlp_multipliers != (1.0, 1.0)),
-    (
-        "routed experts of another width than the hidden size",
-        lambda arch: arch.moe is not None and arch.moe.latent_size is not None,
-    ),
-    ("router weights that are always float32", lambda arch: arch.moe is not None and arch.moe.router_float32),
-    (
-        "moe.normalize_min={0.moe.normalize_min:g}",
-        lambda arch: arch.moe is not None and _lower_bound_matters(arch.moe),
-    ),
-    ("an offset of the router's divisor", lambda arch: arch.moe is not None and arch.moe.normalize_offset != 0),
+    ("MTP layers whose hidden state comes first", "mtp_hidden_first"),
+    ("layers without a feed-forward block", "layers_without_mlp"),
+    ("multipliers of attention", "attention_multipliers"),
+    ("multipliers of feed-forward blocks", "mlp_multipliers"),
+    ("routed experts of another width than the hidden size", "moe.latent_size"),
+    ("router weights that are always float32", "moe.router_float32"),
+    ("moe.normalize_min={0.moe.normalize_min:g}", lambda arch: arch.moe is not None and _lower_bound_matters(arch.moe)),
+    ("an offset of the router's divisor", "moe.normalize_offset"),
 )
+"""Features and how a model has one: settings that are not the default, or a function."""
 
 
 def _lower_bound_matters(moe: Experts) -> bool:
@@ -345,7 +325,14 @@ def _routing_args(moe: Experts) -> dict[str, Any] | None:
 
 def unsupported_features(arch: Architecture) -> list[str]:
     """Features that Megatron-LM 0.16.1 has no option for."""
-    return [text.format(arch) for text, has in _UNSUPPORTED if has(arch)]
+
+    def has(feature: str | tuple[str, ...] | Callable[[Architecture], bool]) -> bool:
+        if callable(feature):
+            return feature(arch)
+        names = (feature,) if isinstance(feature, str) else feature
+        return any(arch.setting(name) not in (None, SETTINGS[name]) for name in names)
+
+    return [text.format(arch) for text, feature in _UNSUPPORTED if has(feature)]
 
 
 def required_flags(arch: Architecture) -> list[str]:

@@ -221,12 +221,7 @@ class TensorReader:
         self._cast_buffer = CastBuffer()
 
     def read(
-        self,
-        info: TensorInfo,
-        index: tuple[slice, ...] | None = None,
-        *,
-        into: Tensor | None = None,
-        name: str = "",
+        self, info: TensorInfo, index: tuple[slice, ...] | None = None, *, into: Tensor | None = None, name: str = ""
     ) -> Tensor:
         """Read a slice of one tensor; only its bytes are read (with a step, also those between).
 
@@ -278,12 +273,7 @@ class TensorReader:
 
 
 def read_runs(
-    descriptor: int,
-    info: TensorInfo,
-    bounds: Bounds,
-    target: Tensor,
-    listed: ListedFile | None = None,
-    name: str = "",
+    descriptor: int, info: TensorInfo, bounds: Bounds, target: Tensor, listed: ListedFile | None = None, name: str = ""
 ) -> None:
     """Read a slice into a contiguous CPU tensor, and check it; one call of the system reads less than 2 GiB."""
     view, done = byte_view(target), 0
