@@ -121,6 +121,11 @@ def dropout_rate(name: str, default: float = 0.0) -> Key:
     return Key(name, kind=float, default=default, null=lambda _hf: default)
 
 
+def dropout_rates(default: float = 0.0, **names: str) -> dict[str, Key]:
+    """The keys of :attr:`Family.dropout`, by its fields, with one default."""
+    return {field: dropout_rate(name, default) for field, name in names.items()}
+
+
 def _either(values: Iterable[Any]) -> str:
     return " or ".join(map(str, values))
 

@@ -14,7 +14,7 @@ from typing import Any
 from isthmus.errors import DataError, UsageError
 from isthmus.families.architecture import Architecture, Dropout, from_settings
 from isthmus.families.blocks.block import check_sizes
-from isthmus.families.config_keys import Derived, Fixed, Key, dropout_rate, with_defaults, without
+from isthmus.families.config_keys import Derived, Fixed, Key, dropout_rate, dropout_rates, with_defaults, without
 from isthmus.families.nested import Nested
 from isthmus.families.rules.rope_config import read_rotary, write_rotary
 from isthmus.families.rules.rule import Rule, Shape, copy
@@ -22,7 +22,7 @@ from isthmus.families.rules.sliding_window import Pattern, Window, read_window, 
 
 # What the file of a family imports.
 __all__ = ["IGNORABLE", "SCORE", "Derived", "Family", "Fixed", "Key", "Placement", "dropout_rate", "is_scored"]
-__all__ += ["with_defaults", "without"]
+__all__ += ["dropout_rates", "with_defaults", "without"]
 
 IGNORABLE = ("rotary_emb.inv_freq", "attn.masked_bias")
 """Suffixes of buffers that old checkpoints contain."""
@@ -61,7 +61,7 @@ class Family:
     """Hugging Face key of each field of the Architecture; ``moe.top_k`` is a field of its Experts."""
     rules: tuple[Rule, ...]
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
-    dropout: Mapping[str, Key] = field(default_factory=lambda: {"attention": dropout_rate("attention_dropout")})
+    dropout: Mapping[str, Key] = field(default_factory=lambda: dropout_rates(attention="attention_dropout"))
     """Hugging Face key of each field of :class:`~isthmus.families.architecture.Dropout`."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Architecture that are the same for every model of the family and are not in its configs. With a

@@ -95,10 +95,7 @@ class Mlp(Block):
 def mlp_linears(mlp: Mlp, width: float, tp: int) -> list[Linear]:
     """The linear layers of a feed-forward block of another ``width``."""
     hidden = mlp.hidden_size
-    return [
-        Linear((2 if mlp.gated else 1) * width / tp, hidden, "column"),
-        Linear(hidden, width / tp, "row"),
-    ]
+    return [Linear((2 if mlp.gated else 1) * width / tp, hidden, "column"), Linear(hidden, width / tp, "row")]
 
 
 def saved_by_width(mlp: Mlp, batch: MicroBatch, width: int, *, act_recomputed: bool) -> dict[str, int]:

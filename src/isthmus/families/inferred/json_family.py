@@ -7,7 +7,8 @@ It has the fields of a :class:`Family`, with names from a fixed list and formula
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -58,11 +59,20 @@ def noise_of(fixed: Mapping[str, Mapping[str, Any]]) -> str | None:
     return f"training would run without the noise of {names[0]}" if names else None
 
 
-def read_family(data: Mapping[str, Any]) -> Family:
-    """Raise DataError if a field is missing, unknown or of the wrong type."""
+@contextmanager
+def reading(data: Mapping[str, Any]) -> Iterator[None]:
+    """Raise DataError for a file of another format, and for a field that is missing or of another type."""
     try:
         if data["format"] != FORMAT:
             raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{type(error).__name__}: {error}.") from None
+
+
+def read_family(data: Mapping[str, Any]) -> Family:
+    """Raise DataError if a field is missing, unknown or of the wrong type."""
+    with reading(data):
         known = {"format", "name", "hf_architecture", "keys", "derived", "traits", "fixed", "window", "rope", "rules"}
         _check_fields(data, known | {"without_bearing", "ignorable", "proof"}, "a family")
         window = dict(data["window"])
@@ -100,8 +110,6 @@ def read_family(data: Mapping[str, Any]) -> Family:
             untrainable=noise_of(data["fixed"]),
             data=data,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{type(error).__name__}: {error}.") from None
 
 
 def parse_formula(text: str, absent: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
@@ -213,6 +221,10 @@ def _one_of(value: Any, choices: tuple[Any, ...]) -> Any:
 def check_known_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise UsageError if a config has settings that were absent when the family (the JSON ``data``) was inferred."""
     known = {key["hf"] for key in data["keys"].values()} | {*data["fixed"], *data["without_bearing"]}
-    known |= {*ROPE, *WINDOW, "sliding_window_pattern"}
+    refuse_others(data, config, known | {*ROPE, *WINDOW, "sliding_window_pattern"})
+
+
+def refuse_others(data: Mapping[str, Any], config: Mapping[str, Any], known: Container[str]) -> None:
+    """Raise UsageError for settings that are neither known nor without effect."""
     if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
         raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")

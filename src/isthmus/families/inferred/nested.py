@@ -11,11 +11,10 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.family import Family
-from isthmus.families.inferred.json_family import FORMAT, WHY
+from isthmus.families.inferred.json_family import WHY, reading, refuse_others
 from isthmus.families.inferred.related import check_related_settings, read_related
 from isthmus.families.multimodal import multimodal
 from isthmus.families.nested import Nested
-from isthmus.families.rules.common_settings import METADATA
 from isthmus.families.rules.rule import Shape
 
 SECTION, TIED = "text_config", "tie_word_embeddings"
@@ -66,9 +65,7 @@ class LanguageSection:
 
 def read_nested(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
     """Raise DataError if a field is missing or of the wrong type, or the family that it is like is not installed."""
-    try:
-        if data["format"] != FORMAT:
-            raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
+    with reading(data):
         language = read_related(data["language"], families)
         given = data["nested"]
         if given["tied"] not in (None, True, False):
@@ -77,8 +74,6 @@ def read_nested(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fami
         names = {str(name): str(path) for name, path in given["module_names"].items()}
         section = LanguageSection(str(data["name"]), str(data["hf_architecture"]), nested, names)
         return replace(section.family(language), scored_class=None, data=data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{type(error).__name__}: {error}.") from None
 
 
 def check_nested_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -92,17 +87,11 @@ def check_nested_settings(data: Mapping[str, Any], config: Mapping[str, Any]) ->
             f"supported: {WHY}."
         )
     check_related_settings(data["language"], section)
-    known = data["fixed"].keys()
-    if unknown := [name for name in config if name not in known and not _is_free(name)]:
-        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
+    # Other sections are without effect on the language model.
+    refuse_others(data, config, {*data["fixed"], *(name for name in config if name.endswith("_config"))})
     for entries, settings in ((data["fixed"], config), (data["fixed_in_section"], section)):
         for name, entry in entries.items():
             value = settings.get(name, entry["absent"])
             wanted = section.get(name, value) if entry.get("same_in_section", False) else entry["is"]
             if value != wanted:
                 raise UsageError(f"config.json: {name}={value!r:.60} is not supported for {data['name']}: {WHY}.")
-
-
-def _is_free(name: str) -> bool:
-    """Whether a setting outside of the language model's section is without effect on it."""
-    return name.endswith("_config") or METADATA.fullmatch(name) is not None

@@ -12,16 +12,14 @@ from typing import Any
 
 from isthmus.errors import DataError, UsageError
 from isthmus.families.family import Derived, Family, Fixed
-from isthmus.families.inferred.json_family import FORMAT, WHY, noise_of, parse_formula, read_fixed
-from isthmus.families.rules.common_settings import METADATA, ROPE
+from isthmus.families.inferred.json_family import noise_of, parse_formula, read_fixed, reading, refuse_others
+from isthmus.families.rules.common_settings import ROPE
 from isthmus.families.rules.rule import renamed
 
 
 def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
     """Raise DataError if a field is missing or of the wrong type, or the family that it is like is not installed."""
-    try:
-        if data["format"] != FORMAT:
-            raise DataError(f"format {data['format']!r} is not supported, only {FORMAT}.")
+    with reading(data):
         if data["like"] not in families:
             raise DataError(f"it is like the family {data['like']!r}, which this version does not have.")
         base, traits, formulas = families[data["like"]], dict(data["traits"]), dict(data["derived"])
@@ -55,17 +53,13 @@ def read_related(data: Mapping[str, Any], families: Mapping[str, Family]) -> Fam
             untrainable=base.untrainable or noise_of(data["fixed"]),
             data=data,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{type(error).__name__}: {error}.") from None
 
 
 def check_related_settings(data: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise UsageError if a config has settings that were absent when the family was inferred."""
     known = data["settings"].keys() | data["fixed"].keys() | {"rope_scaling", "rope_theta"}
     known |= {name for name in ROPE if name in config and _is_repeated(config[name], config.get("rope_parameters"))}
-    if unknown := [key for key in config if key not in known and not METADATA.fullmatch(key)]:
-        raise UsageError(f"config.json: {', '.join(unknown)} is not supported for {data['name']}: {WHY}.")
-
+    refuse_others(data, config, known)
     for name, entry in data["fixed"].items():
         value, sizes = config.get(name, entry.get("absent")), entry.get("sum_of", ())
         if sizes and value is not None and value != sum(_setting(data, config, size) for size in sizes):

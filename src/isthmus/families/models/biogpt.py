@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate, with_defaults, without
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rates, with_defaults, without
 from isthmus.families.models import opt
 from isthmus.families.rules import decoder
 from isthmus.families.rules.rule import renamed
@@ -31,11 +31,9 @@ FAMILY = Family(
         "layerdrop": opt.LAYERDROP,
         "activation_dropout": Fixed((0.0,), "dropout within the feed-forward block is not supported", training=True),
     },
-    dropout={
-        "attention": dropout_rate("attention_probs_dropout_prob", 0.1),
-        "hidden": dropout_rate("hidden_dropout_prob", 0.1),
-        "embedding": dropout_rate("hidden_dropout_prob", 0.1),
-    },
+    dropout=dropout_rates(
+        0.1, attention="attention_probs_dropout_prob", hidden="hidden_dropout_prob", embedding="hidden_dropout_prob"
+    ),
     rules=renamed(
         (decoder.POSITIONS, *decoder.RULES),
         opt.NAMES | {"model.norm": "model.layer_norm", "model.": "biogpt.", "lm_head": "output_projection"},

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rates
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import copy, qkv, renamed
@@ -52,11 +52,7 @@ FAMILY = Family(
         "add_cross_attention": Fixed((False,), "only decoders without an encoder are supported"),
         "pruned_heads": decoder.FIXED["pruned_heads"],
     },
-    dropout={
-        "attention": dropout_rate("attn_pdrop", 0.1),
-        "hidden": dropout_rate("resid_pdrop", 0.1),
-        "embedding": dropout_rate("embd_pdrop", 0.1),
-    },
+    dropout=dropout_rates(0.1, attention="attn_pdrop", hidden="resid_pdrop", embedding="embd_pdrop"),
     rules=(
         *renamed(decoder.EMBEDDING, NAMES),
         POSITIONS,

@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Key, dropout_rate
+from isthmus.families.family import Derived, Family, Key, dropout_rates
 from isthmus.families.models import gpt2
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
@@ -73,11 +73,7 @@ FAMILY = Family(
         "mlp_bias": True,
     },
     fixed=decoder.PLAIN_FIXED,
-    dropout={
-        "attention": dropout_rate("attention_dropout"),
-        "hidden": dropout_rate("resid_dropout"),
-        "embedding": dropout_rate("embed_dropout"),
-    },
+    dropout=dropout_rates(attention="attention_dropout", hidden="resid_dropout", embedding="embed_dropout"),
     rules=renamed(
         (gpt2.POSITIONS, *decoder.RULES),
         gpt2.NAMES

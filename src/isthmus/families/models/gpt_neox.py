@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: parallel attention and MLP, partial rotary embedding, fused query, key and value."""
 
-from isthmus.families.family import IGNORABLE, Derived, Family, Key, dropout_rate, without
+from isthmus.families.family import IGNORABLE, Derived, Family, Key, dropout_rates, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, in_layer, number
 from isthmus.families.rules.rule import renamed
@@ -41,11 +41,7 @@ FAMILY = Family(
     },
     traits={"normalization": "LayerNorm", "gated": False, "mlp_bias": True},
     fixed=decoder.PLAIN_FIXED,
-    dropout={
-        "attention": dropout_rate("attention_dropout"),
-        "hidden": dropout_rate("hidden_dropout"),
-        "embedding": dropout_rate("hidden_dropout"),
-    },
+    dropout=dropout_rates(attention="attention_dropout", hidden="hidden_dropout", embedding="hidden_dropout"),
     rope_defaults={"partial_rotary_factor": 0.25},
     rope_names={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     rules=renamed(decoder.pre_norm_rules(attention=_ATTENTION), _NAMES),

@@ -5,7 +5,7 @@ from typing import Any
 
 from isthmus.errors import DataError
 from isthmus.families.architecture import Architecture
-from isthmus.families.family import Derived, Family, Key, dropout_rate
+from isthmus.families.family import Derived, Family, Key, dropout_rates
 from isthmus.families.models import gpt2
 from isthmus.families.rules import decoder
 from isthmus.families.rules.rule import renamed
@@ -52,11 +52,7 @@ FAMILY = Family(
         "output_bias": True,
     },
     fixed={"pruned_heads": decoder.FIXED["pruned_heads"]},
-    dropout={
-        "attention": dropout_rate("attn_pdrop"),
-        "hidden": dropout_rate("resid_pdrop"),
-        "embedding": dropout_rate("embd_pdrop"),
-    },
+    dropout=dropout_rates(attention="attn_pdrop", hidden="resid_pdrop", embedding="embd_pdrop"),
     rules=renamed((*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *decoder.MLP, *decoder.HEAD), NAMES),
     ignorable=("attn.bias", "attn.masked_bias", "attn.embed_positions"),
 )

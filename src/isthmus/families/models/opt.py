@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import UsageError
-from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rate, without
+from isthmus.families.family import Derived, Family, Fixed, Key, dropout_rates, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -58,7 +58,7 @@ FAMILY = Family(
         "norm_epsilon": 1e-5,
         "gated": False,
     },
-    dropout={"attention": dropout_rate("attention_dropout"), "hidden": dropout_rate("dropout", 0.1)},
+    dropout=dropout_rates(attention="attention_dropout") | dropout_rates(0.1, hidden="dropout"),
     rules=renamed(
         (decoder.POSITIONS, *decoder.RULES),
         NAMES | {"model.norm": "model.final_layer_norm", "model.": "model.decoder."},

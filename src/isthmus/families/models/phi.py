@@ -1,6 +1,6 @@
 """Phi-1, Phi-1.5 and Phi-2: parallel attention and MLP, biases also in the output layer, partial rotary embedding."""
 
-from isthmus.families.family import Family, Key, dropout_rate, without
+from isthmus.families.family import Family, Key, dropout_rates, without
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -18,11 +18,7 @@ FAMILY = Family(
     derived={"kv_channels": decoder.HEAD_DIM},
     fixed=decoder.PLAIN_FIXED,
     traits=decoder.BIASED | {"form": "parallel", "normalization": "LayerNorm", "gated": False, "output_bias": True},
-    dropout={
-        "attention": dropout_rate("attention_dropout"),
-        "hidden": dropout_rate("resid_pdrop"),
-        "embedding": dropout_rate("embd_pdrop"),
-    },
+    dropout=dropout_rates(attention="attention_dropout", hidden="resid_pdrop", embedding="embd_pdrop"),
     rope_defaults={"partial_rotary_factor": 0.5},
     rules=renamed(
         (*decoder.EMBEDDING, *decoder.INPUT_NORM, *decoder.ATTENTION, *decoder.MLP, *decoder.HEAD),

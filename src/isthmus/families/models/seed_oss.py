@@ -1,6 +1,6 @@
 """Seed-OSS: Llama's tensors, with separate switches for the biases of attention inputs and output."""
 
-from isthmus.families.family import Family, Key, dropout_rate, with_defaults
+from isthmus.families.family import Family, Key, dropout_rates, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
 
@@ -15,6 +15,6 @@ FAMILY = Family(
         "mlp_bias": flag("mlp_bias"),
     },
     fixed=decoder.FIXED,
-    dropout={"attention": dropout_rate("attention_dropout", 0.1), "hidden": dropout_rate("residual_dropout", 0.1)},
+    dropout=dropout_rates(0.1, attention="attention_dropout", hidden="residual_dropout"),
     rules=decoder.RULES,
 )

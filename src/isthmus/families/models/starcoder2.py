@@ -1,6 +1,6 @@
 """StarCoder2: LayerNorms, biases in all linear layers, an MLP without gate, sliding-window attention."""
 
-from isthmus.families.family import Family, dropout_rate, with_defaults
+from isthmus.families.family import Family, dropout_rates, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag, number
 from isthmus.families.rules.rule import renamed
@@ -24,11 +24,7 @@ FAMILY = Family(
     },
     traits={"normalization": "LayerNorm", "gated": False},
     fixed=decoder.PLAIN_FIXED,
-    dropout={
-        "attention": dropout_rate("attention_dropout"),
-        "hidden": dropout_rate("residual_dropout"),
-        "embedding": dropout_rate("embedding_dropout"),
-    },
+    dropout=dropout_rates(attention="attention_dropout", hidden="residual_dropout", embedding="embedding_dropout"),
     sliding_window="always",
     rules=renamed(decoder.RULES, {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
 )
