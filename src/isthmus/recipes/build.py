@@ -167,13 +167,7 @@ def run_data(context: RunContext, corpus: Corpus, position: Position, report: Re
     end = answer_end(plan.source.config, context.tokenizer) if plan.architecture.head.score_head else None
     shared = shares_prefixes(config, plan, device_type)
     make = partial(
-        corpus.batches,
-        position=position,
-        dp=dp,
-        eod=eod,
-        device_type=device_type,
-        share_prefixes=shared,
-        end=end,
+        corpus.batches, position=position, dp=dp, eod=eod, device_type=device_type, share_prefixes=shared, end=end
     )
     train, valid, test = make(config)
     size = default_batch_size(config, train.sequences_per_epoch, dp)

@@ -107,10 +107,7 @@ class RolloutBatches(AnswerBatches):
         size = self.global_batch_size
         weights = self._rollout.weights[step_index * size : (step_index + 1) * size]
         lengths = [len(answer) for answer in self._rollout.answers[step_index * size : (step_index + 1) * size]]
-        totals: dict[str, Any] = {
-            "total_tokens": int(np.dot(weights > 0, lengths)),
-            "total_answers": len(weights),
-        }
+        totals: dict[str, Any] = {"total_tokens": int(np.dot(weights > 0, lengths)), "total_answers": len(weights)}
 
         def with_totals(batch: PackedBatch) -> PackedBatch:
             assert batch.rollout is not None

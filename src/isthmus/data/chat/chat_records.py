@@ -51,7 +51,7 @@ _ALIASES: tuple[dict[str, str], ...] = (
 )
 """Names of other data sets and what they mean."""
 _TEXT_FIELDS = {name for names in _ALIASES for pair in names.items() for name in pair} | {
-    *("messages", "conversations", "query", "context"),
+    *("messages", "conversations", "query", "context")
 }
 """Fields with text to learn: a record that has more of them than an alias can be read in several ways."""
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}

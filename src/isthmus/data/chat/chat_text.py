@@ -9,7 +9,8 @@ when others follow it (they drop its reasoning): such a turn gets a separate tex
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -89,22 +90,18 @@ class ChatRenderer:
 
     def prompt_text(self, record: PromptRecord) -> ChatText:
         """The text before the answer to a prompt, with the fields of its record."""
-        try:
-            prompt = record.prompt
+        prompt = record.prompt
+        with _errors_with(record.where):
             text = self.prompt(
                 [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, record.tools
             )
             text.encode("utf-8")
-        except DataError as error:
-            raise DataError(f"{record.where}: {error}") from error
-        except UnicodeEncodeError as error:
-            raise DataError(f"{record.where}: the text contains a lone surrogate.") from error
         columns = json.dumps({**record.columns, PROMPT: record.prompt}, default=str)  # dates of tables become text
         return ChatText(text, [(0, len(text))], columns=columns)
 
     def __call__(self, conversation: Conversation) -> list[ChatText]:
         """The texts of one conversation: one, none without loss, or more if the template rewrites earlier turns."""
-        try:
+        with _errors_with(conversation.where):
             messages = self._settings.applied(conversation.messages)
             messages, tools = adapt(messages, conversation.tools, self.capabilities)
             texts = [chat for chat in self._render(messages, tools) if chat.loss_spans]
@@ -112,10 +109,6 @@ class ChatRenderer:
             for chat in texts:
                 chat.text.encode("utf-8")
                 self.without_end += not chat.text.endswith(self._tokenizer.special_tokens, 0, chat.loss_spans[-1][1])
-        except DataError as error:
-            raise DataError(f"{conversation.where}: {error}") from error
-        except UnicodeEncodeError as error:
-            raise DataError(f"{conversation.where}: the text contains a lone surrogate.") from error
         return texts
 
     def _render(self, messages: list[Message], tools: Tools) -> list[ChatText]:
@@ -276,6 +269,17 @@ class ChatRenderer:
             )
         rest = text[text.index(answers[0]) + len(answers[0]) :].lstrip()
         return next((special for special in self._tokenizer.special_tokens if rest.startswith(special)), None)
+
+
+@contextmanager
+def _errors_with(where: str) -> Iterator[None]:
+    """Errors name the record."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the text contains a lone surrogate.") from error
 
 
 def _is_empty_answer(message: Message) -> bool:

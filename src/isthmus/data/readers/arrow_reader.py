@@ -13,14 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from isthmus.data.readers.chunks import (
-    CHUNK_BYTES,
-    RECORD_BYTES,
-    Record,
-    expands_too_much,
-    expansion_limit,
-    too_large,
-)
+from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, expands_too_much, expansion_limit, too_large
 from isthmus.data.readers.data_names import HUB, is_hub_name
 from isthmus.errors import DataError, IOFailure, IsthmusError, MissingInput, UsageError
 from isthmus.extras import optional_package

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from isthmus.data.readers.chunks import CHUNK_BYTES, RECORD_BYTES, Record, read_line, too_large
 from isthmus.data.readers.decompress import open_decompressed
@@ -33,14 +33,8 @@ class JsonLinesChunk:
         for number, raw in enumerate(self.raw.split(b"\n"), start=self.first):
             if number == 1:
                 raw = raw.removeprefix(_BOM)
-            if not raw.strip():
-                continue
-            try:
-                yield _record(parse_json(decode_utf8(raw, self.path, number)), self.path, number)
-            except DataError as error:
-                yield error
-            except ValueError as error:
-                yield DataError(f"{self.path}:{number}: not JSON: {_reason(error)}.")
+            if raw.strip():
+                yield _parsed(raw, self.path, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +45,7 @@ class JsonArrayChunk:
     texts: list[tuple[int, str]]
 
     def parse(self) -> Iterator[Record | DataError]:
-        for line, text in self.texts:
-            try:
-                yield _record(parse_json(text), self.path, line)
-            except DataError as error:
-                yield error
-            except ValueError as error:
-                yield DataError(f"{self.path}:{line}: not JSON: {_reason(error)}.")
+        return (_parsed(text, self.path, line) for line, text in self.texts)
 
 
 def line_chunks(path: str) -> Iterator[JsonLinesChunk | JsonArrayChunk]:
@@ -252,7 +240,13 @@ def _reason(error: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)  # an integer of over 4300 digits
 
 
-def _record(value: Any, path: str, line: int) -> Record:
+def _parsed(raw: bytes | str, path: str, line: int) -> Record | DataError:
+    try:
+        value = parse_json(decode_utf8(raw, path, line) if isinstance(raw, bytes) else raw)
+    except DataError as error:
+        return error
+    except ValueError as error:
+        return DataError(f"{path}:{line}: not JSON: {_reason(error)}.")
     if not isinstance(value, dict):
-        raise DataError(f"{path}:{line}: a record must be a JSON object, got {type(value).__name__}.")
+        return DataError(f"{path}:{line}: a record must be a JSON object, got {type(value).__name__}.")
     return Record(value, f"{path}:{line}")

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from isthmus.data.chat.chat_records import (
-    Conversation,
-    Kind,
-    LabelledRecord,
-    PreferenceRecord,
-    kinds_of,
-    parse_chat,
-)
+from isthmus.data.chat.chat_records import Conversation, Kind, LabelledRecord, PreferenceRecord, kinds_of, parse_chat
 from isthmus.data.chat.preference_records import parse_labelled, parse_preference
 from isthmus.data.chat.rollout_records import PromptRecord, parse_prompt
 from isthmus.data.readers.chunks import Record

@@ -11,11 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.data.chat.chat_records import (
-    Conversation,
-    Kind,
-    parse_document,
-)
+from isthmus.data.chat.chat_records import Conversation, Kind, parse_document
 from isthmus.data.chat.chat_text import AnswerRenderer, ChatRenderer, ChatText, ChatTokenizer, LossOn
 from isthmus.data.chat.conversation_settings import UNCHANGED, ChatSettings
 from isthmus.data.chat.rollout_records import PromptRecord

@@ -262,12 +262,7 @@ def _tokenize_source(
     files = find_sources(source.files)
     try:
         return tokenize_files(
-            files,
-            folder / source.key,
-            tokenizer,
-            options,
-            known_digests=digests,
-            on_progress=check_stop,
+            files, folder / source.key, tokenizer, options, known_digests=digests, on_progress=check_stop
         )
     except Hang:  # a signal to the whole process group ends the workers too
         check_stop(TokenizeStats())

@@ -27,11 +27,7 @@ from isthmus.data.tokenize.tokenize_records import RecordTokenizer
 from isthmus.errors import DataError, counted
 from isthmus.files.remote_files import file_bytes
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
-from isthmus.recipes.data.corpus import (
-    Corpus,
-    split_sources,
-    tokenize_options,
-)
+from isthmus.recipes.data.corpus import Corpus, split_sources, tokenize_options
 from isthmus.recipes.data.data_sources import DataSource, data_settings, files_below, find_data_sources
 from isthmus.recipes.data.prepare import check_not_empty
 from isthmus.recipes.data.source_samples import open_samples, open_sources, write_missing_manifests

@@ -196,10 +196,10 @@ def tokenize_files(
     output, is_text = PartialOutput(prefix), options.record_kind.is_text
     output.refuse_existing()
     record_tokenizer = RecordTokenizer(tokenizer, options)
-    inputs, digests = _inputs(options, tokenizer, files.names, {**output.known_digests(), **(known_digests or {})})
+    inputs, digests = _inputs(
+        options, tokenizer, files.names, clean, {**output.known_digests(), **(known_digests or {})}
+    )
     shards, cleaning = plan_shards(files.names, options.max_records), {}
-    if clean is not None:
-        inputs |= {"cleaning": clean.as_record()}
     with output.opened(inputs, digests, shards) as complete, output.staging() as staging:
         if clean is not None and not complete:
             cleaned, report = clean_shards(shards, clean, options, f"{output.folder}/clean", engine.each)
@@ -246,9 +246,7 @@ def record_inputs(
     """Prepare the folder of the parts for processes that call :func:`tokenize_part`; returns the number of shards."""
     output = PartialOutput(prefix)
     output.refuse_existing()
-    inputs, digests = _inputs(options, tokenizer, files.names, output.known_digests())
-    if clean is not None:
-        inputs |= {"cleaning": clean.as_record()}
+    inputs, digests = _inputs(options, tokenizer, files.names, clean, output.known_digests())
     with output.opened(inputs, digests, plan_shards(files.names, options.max_records)):
         return len(output.shards)
 
@@ -268,9 +266,7 @@ def tokenize_part(
     With ``clean``, the first call for a part reads its documents, and ``left-out`` lists what is left out of all parts.
     """
     output, planned = PartialOutput(prefix), plan_shards(files.names, options.max_records)
-    inputs, _ = _inputs(options, tokenizer, files.names, output.known_digests())
-    if clean is not None:
-        inputs |= {"cleaning": clean.as_record()}
+    inputs, _ = _inputs(options, tokenizer, files.names, clean, output.known_digests())
     name = part if isinstance(part, str) else str(part.index)
     with output.joined(inputs, planned, name):
         if clean is not None:
@@ -317,7 +313,11 @@ def kind_of_first(names: Sequence[str], on_error: OnError, columns: Mapping[str,
 
 
 def _inputs(
-    options: TokenizeOptions, tokenizer: Tokenizer, names: Sequence[str], known_digests: Mapping[str, str]
+    options: TokenizeOptions,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    clean: CleanOptions | None,
+    known_digests: Mapping[str, str],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """(everything that the output depends on, the first keys of the manifest; digests by path, size and time)."""
     paths = [path for name in names for path in files_below(name)]
@@ -338,6 +338,7 @@ def _inputs(
             {"name": path, "bytes": record["stat"][1] if len(record["stat"]) > 1 else None, "digest": record["digest"]}
             for path, record in zip(paths, records, strict=True)
         ],
+        **({} if clean is None else {"cleaning": clean.as_record()}),
     }
     return inputs, {json.dumps(record["stat"]): record["digest"] for record in records}
 

@@ -77,11 +77,7 @@ class AutoBridge:
             DataError: the weights do not match config.json.
         """
         self._model = build_from_folder(
-            self.hf_dir,
-            parallel,
-            precision=precision,
-            training=wrap_with_ddp,
-            trust_remote_code=self.trust_remote_code,
+            self.hf_dir, parallel, precision=precision, training=wrap_with_ddp, trust_remote_code=self.trust_remote_code
         )
         if not wrap_with_ddp and not self._model.plan.parallel.fsdp:
             for stage in self._model.stages:

@@ -9,7 +9,7 @@ from pathlib import Path
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
-from isthmus.recipes.plan.memory_estimate import MemoryEstimate, estimate_ranks
+from isthmus.recipes.plan.memory_estimate import MemoryEstimate, estimate_ranks, gib
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.run_dir import RunDir
 
@@ -49,16 +49,10 @@ def check_copies(
     needed = copies_bytes(plan, rank, ranks_here=ranks_here)
     existing = sum(file.stat().st_size for file in folder.glob(f"{RunDir(Path(config.out)).copies_name}-*/*/*"))
     free = shutil.disk_usage(folder).free + existing
-    what = f"checkpoint.memory_every keeps up to {_gib(needed)} GiB in {folder} of a machine"
+    what = f"checkpoint.memory_every keeps up to {gib(needed)} GiB in {folder} of a machine"
     if needed > free:
-        raise UsageError(
-            f"{what}, and {_gib(free)} GiB are free there. Enlarge it (mount -o remount,size=...). {_HINT}"
-        )
+        raise UsageError(f"{what}, and {gib(free)} GiB are free there. Enlarge it (mount -o remount,size=...). {_HINT}")
     training = ranks_here * (rank.offloaded if on_gpu else rank.persistent)
     if needed > (free := platform.free_host_bytes() + existing - training):
-        raise UsageError(f"{what}, and it has {_gib(max(0, free))} GiB of memory besides that of the ranks. {_HINT}")
-    return [f"copies in memory: up to {_gib(needed)} GiB in {folder} of a machine"]
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:,.1f}" if number >= 2**30 / 10 else f"{number / 2**30:.3f}"
+        raise UsageError(f"{what}, and it has {gib(max(0, free))} GiB of memory besides that of the ranks. {_HINT}")
+    return [f"copies in memory: up to {gib(needed)} GiB in {folder} of a machine"]

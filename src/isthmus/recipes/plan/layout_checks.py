@@ -40,10 +40,7 @@ def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
             "also reduce the memory of long samples."
         )
     check_stages(architecture, parallel.pp, parallel.vpp)
-    without_mtp = {
-        "parallel.cp": parallel.cp > 1,
-        "parallel.fsdp": parallel.fsdp,
-    }
+    without_mtp = {"parallel.cp": parallel.cp > 1, "parallel.fsdp": parallel.fsdp}
     unsupported = next((name for name, used in without_mtp.items() if used), None)
     if architecture.pattern.mtp_layers and unsupported is not None:
         raise UsageError(

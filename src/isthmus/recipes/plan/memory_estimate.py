@@ -100,10 +100,10 @@ class MemoryEstimate:
             parts["temporary"] = largest
         if self.quantized:
             parts["fp8 weights"] = self.quantized
-        listed = ", ".join(f"{name} {_gib(number)}" for name, number in parts.items())
-        phases = f" ({_gib(self.training)} in training, {_gib(self.generation)} in generation)" if self.states else ""
-        host = f"; and {_gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
-        return f"{self.parameters:,} parameters a rank, {_gib(self.total)} GiB{phases}: {listed}{host}"
+        listed = ", ".join(f"{name} {gib(number)}" for name, number in parts.items())
+        phases = f" ({gib(self.training)} in training, {gib(self.generation)} in generation)" if self.states else ""
+        host = f"; and {gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
+        return f"{self.parameters:,} parameters a rank, {gib(self.total)} GiB{phases}: {listed}{host}"
 
 
 def estimate_memory(plan: ModelPlan, config: RunConfig, precision: str, **options: Any) -> MemoryEstimate:
@@ -302,15 +302,15 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
     server = 0 if on_gpu else _server_bytes(plan, config, precision)
     if server:
         memory = max(0, memory - server // ranks_here)
-        owner += f" without {_gib(server)} GiB for the vLLM server"
+        owner += f" without {gib(server)} GiB for the vLLM server"
     if estimate.offloaded > (free := platform.free_host_bytes() // ranks_here):
         raise UsageError(
-            f"{_users_of_host_memory(config)} {_gib(estimate.offloaded)} GiB of each rank into host memory, and a "
-            f"rank's share of the free host memory is {_gib(free)} GiB. Start more ranks on more machines, or leave it "
+            f"{_users_of_host_memory(config)} {gib(estimate.offloaded)} GiB of each rank into host memory, and a "
+            f"rank's share of the free host memory is {gib(free)} GiB. Start more ranks on more machines, or leave it "
             "out."
         )
     if estimate.persistent <= memory and estimate.total <= MARGIN * memory:
-        return f"memory, estimated: {estimate}; {owner} is {_gib(memory)} GiB"
+        return f"memory, estimated: {estimate}; {owner} is {gib(memory)} GiB"
     if estimate.persistent > memory:
         hints = _smaller_state(plan.parallel, platform, precision, offloaded=config.optim.offload)
     else:
@@ -321,7 +321,7 @@ def check_memory(plan: ModelPlan, config: RunConfig, platform: Platform, precisi
                 hints.insert(0, "set rollout.offload=true")
     hint = "; or ".join(hints)
     raise UsageError(
-        f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {_gib(memory)} GiB. "
+        f"the model ({plan.architecture.family}) has {estimate}. {owner[0].upper()}{owner[1:]} is {gib(memory)} GiB. "
         f"{hint[0].upper()}{hint[1:]}.{' `isthmus plan` lists the layouts that fit.' if on_gpu else ''}"
     )
 
@@ -365,5 +365,5 @@ def _smaller_activations(config: RunConfig) -> list[str]:
     return [*hints, "raise parallel.cp or parallel.tp", "lower data.seq_length"]
 
 
-def _gib(number: float) -> str:
+def gib(number: float) -> str:
     return f"{number / 2**30:,.1f}" if number >= 2**30 / 10 else f"{number / 2**30:.3f}"

@@ -173,11 +173,7 @@ def _plan_teacher(teacher: RunModel, config: RunConfig, student: ModelPlan) -> M
 
 
 def _weights_of_recipe(
-    config: RunConfig,
-    opened: OpenedHfWeights,
-    family: Family,
-    source: ModelFolder,
-    existing: PeftFolder | None = None,
+    config: RunConfig, opened: OpenedHfWeights, family: Family, source: ModelFolder, existing: PeftFolder | None = None
 ) -> OpenedHfWeights:
     """The weights, for recipe reward with a score head; refuses a reward model for another recipe."""
     has_head = existing is not None and existing.has_score_head
