@@ -33,15 +33,7 @@ FAMILY = Family(
     derived=state_space.DERIVED | {"mixers": Derived(_read_mixers, _write_mixers)},
     rope_defaults={"partial_rotary_factor": 0.5},
     rules=renamed(
-        (
-            *decoder.EMBEDDING,
-            *decoder.INPUT_NORM,
-            *in_layers("attention", *decoder.ATTENTION),
-            *state_space.MAMBA2,
-            *decoder.MLP_NORM,
-            *decoder.MLP,
-            *decoder.HEAD,
-        ),
+        decoder.pre_norm_rules(attention=(*in_layers("attention", *decoder.ATTENTION), *state_space.MAMBA2)),
         state_space.FEED_FORWARD_NAMES,
     ),
 )

@@ -95,15 +95,6 @@ FAMILY = Family(
     },
     unadapted=("mamba.out_proj",),
     rules=renamed(
-        (
-            *decoder.EMBEDDING,
-            *decoder.INPUT_NORM,
-            *decoder.ATTENTION,
-            *state_space.MAMBA2,
-            *decoder.MLP_NORM,
-            *decoder.MLP,
-            *decoder.HEAD,
-        ),
-        state_space.FEED_FORWARD_NAMES,
+        decoder.pre_norm_rules(attention=(*decoder.ATTENTION, *state_space.MAMBA2)), state_space.FEED_FORWARD_NAMES
     ),
 )

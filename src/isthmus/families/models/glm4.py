@@ -12,14 +12,8 @@ FAMILY = Family(
     fixed=decoder.FIXED,
     traits={"form": "sandwich", "rotary_interleaved": True},
     rope_defaults={"partial_rotary_factor": 0.5},
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *layer_norm("post_self_attn_layernorm"),
-        *decoder.MLP_NORM,
-        *decoder.FUSED_MLP,
-        *layer_norm("post_mlp_layernorm"),
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        attention=(*decoder.ATTENTION, *layer_norm("post_self_attn_layernorm")),
+        mlp=(*decoder.FUSED_MLP, *layer_norm("post_mlp_layernorm")),
     ),
 )

@@ -58,15 +58,8 @@ FAMILY = Family(
         ),
     },
     module_names=granitemoe.MODULE_NAMES,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *in_layers("attention", *decoder.ATTENTION),
-        *state_space.MAMBA2,
-        *decoder.MLP_NORM,
-        *_DENSE,
-        *granitemoe.EXPERTS,
-        *granitemoeshared.SHARED_EXPERTS,
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        attention=(*in_layers("attention", *decoder.ATTENTION), *state_space.MAMBA2),
+        mlp=(*_DENSE, *granitemoe.EXPERTS, *granitemoeshared.SHARED_EXPERTS),
     ),
 )

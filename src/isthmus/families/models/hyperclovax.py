@@ -16,14 +16,8 @@ FAMILY = Family(
         "form": Key("use_post_norm", default=True, choices={True: "sandwich", False: "pre"}),
     },
     fixed=decoder.FIXED,
-    rules=(
-        *decoder.EMBEDDING,
-        *decoder.INPUT_NORM,
-        *decoder.ATTENTION,
-        *where("form=sandwich", *layer_norm("post_self_attn_layernorm", "post_norm1")),
-        *decoder.MLP_NORM,
-        *decoder.MLP,
-        *where("form=sandwich", *layer_norm("post_mlp_layernorm", "post_norm2")),
-        *decoder.HEAD,
+    rules=decoder.pre_norm_rules(
+        attention=(*decoder.ATTENTION, *where("form=sandwich", *layer_norm("post_self_attn_layernorm", "post_norm1"))),
+        mlp=(*decoder.MLP, *where("form=sandwich", *layer_norm("post_mlp_layernorm", "post_norm2"))),
     ),
 )

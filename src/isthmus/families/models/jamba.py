@@ -81,17 +81,13 @@ FAMILY = Family(
         "mamba.time_step_rank": state_space.time_step_rank("mamba_dt_rank"),
     },
     rules=renamed(
-        (
-            *decoder.EMBEDDING,
-            *decoder.INPUT_NORM,
-            *in_layers("attention", *decoder.ATTENTION),
-            *state_space.MAMBA,
-            *state_space.MAMBA_NORMS,
-            *decoder.MLP_NORM,
-            *expert_tensors.DENSE,
-            *renamed(expert_tensors.ROUTER, {"mlp.gate": "mlp.router"}),
-            *expert_tensors.EXPERTS,
-            *decoder.HEAD,
+        decoder.pre_norm_rules(
+            attention=(*in_layers("attention", *decoder.ATTENTION), *state_space.MAMBA, *state_space.MAMBA_NORMS),
+            mlp=(
+                *expert_tensors.DENSE,
+                *renamed(expert_tensors.ROUTER, {"mlp.gate": "mlp.router"}),
+                *expert_tensors.EXPERTS,
+            ),
         ),
         state_space.FEED_FORWARD_NAMES,
     ),
