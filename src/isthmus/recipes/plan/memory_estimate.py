@@ -86,20 +86,16 @@ class MemoryEstimate:
             "optimizer state": self.optimizer,
             "activations about": self.activations,
         }
-        if self.copied:
-            parts["copy for checkpoint.async"] = self.copied
-        if self.teacher:
-            parts["teacher"] = self.teacher
-        if self.reference:
-            parts["copies of the policy"] = self.reference
-        if self.states:
-            parts["(in generation) states of sequences"] = self.states
-        if self.packed:
-            parts["(in generation) packed weights"] = self.packed
-        if largest := max(self.temporary, self.logits):
-            parts["temporary"] = largest
-        if self.quantized:
-            parts["fp8 weights"] = self.quantized
+        others = {
+            "copy for checkpoint.async": self.copied,
+            "teacher": self.teacher,
+            "copies of the policy": self.reference,
+            "(in generation) states of sequences": self.states,
+            "(in generation) packed weights": self.packed,
+            "temporary": max(self.temporary, self.logits),
+            "fp8 weights": self.quantized,
+        }
+        parts |= {name: number for name, number in others.items() if number}
         listed = ", ".join(f"{name} {gib(number)}" for name, number in parts.items())
         phases = f" ({gib(self.training)} in training, {gib(self.generation)} in generation)" if self.states else ""
         host = f"; and {gib(self.offloaded)} GiB of host memory" if self.offloaded else ""
