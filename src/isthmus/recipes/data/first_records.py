@@ -15,7 +15,7 @@ import numpy.typing as npt
 from isthmus.config.schema import RunConfig
 from isthmus.data.batching.bins import Bins
 from isthmus.data.readers.arrow_reader import ArrowChunk, count_rows
-from isthmus.data.readers.chunks import CHUNK_BYTES, Record, RecordChunk
+from isthmus.data.readers.chunks import CHUNK_BYTES, FirstRecords, Record, RecordChunk
 from isthmus.data.readers.csv_reader import CsvChunk
 from isthmus.data.readers.data_names import is_hub_name
 from isthmus.data.readers.decompress import is_compressed, open_decompressed
@@ -59,7 +59,7 @@ def check_first_records(config: RunConfig, tokenizer: Tokenizer) -> None:
     for source in _raw_sources(config):
         for name in _local_names(source)[:_MOST_FILES]:
             for chunk in islice(read_chunks([name]), 1):
-                tokenize(_FirstRecords(chunk))
+                tokenize(_first_records(chunk))
 
 
 def known_corpus(
@@ -96,14 +96,6 @@ def estimate_data(config: RunConfig, tokenizer: Tokenizer, report: Callable[[str
             sequences += rest * (size or (0, 0))[0]
             tokens += rest * (size or (0, 0))[1]
     return DataEstimate(sequences, tokens) if known else None
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstRecords:
-    chunk: RecordChunk
-
-    def parse(self) -> Iterator[Record | DataError]:
-        return islice(_start_of(self.chunk, _FIRST_BYTES).parse(), _FIRST_RECORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +141,7 @@ def _size(
     sequences = tokens = num_records = seen_bytes = 0.0
     for number, name in enumerate(names[:_MOST_FILES]):
         first, *more = islice(read_chunks([name]), 2)
-        done = tokenize(_start_of(first, CHUNK_BYTES) if number < _MOST_CHUNKS else _FirstRecords(first))
+        done = tokenize(_start_of(first, CHUNK_BYTES) if number < _MOST_CHUNKS else _first_records(first))
         stats.add(done.stats)
         if number >= _MOST_CHUNKS:
             continue
@@ -192,6 +184,10 @@ def _num_tokens(config: RunConfig, inputs: npt.NDArray[np.int64]) -> float:
     if not recipe_of(config).generates_answers:
         return float(inputs.sum())
     return float(config.rollout.group_size * (inputs + config.rollout.max_new_tokens).sum())
+
+
+def _first_records(chunk: RecordChunk) -> RecordChunk:
+    return FirstRecords(_start_of(chunk, _FIRST_BYTES), _FIRST_RECORDS)
 
 
 def _start_of(chunk: RecordChunk, num_bytes: int) -> RecordChunk:
