@@ -83,9 +83,8 @@ FAMILY = Family(
     name="bailing_moe",
     hf_architecture=_SECOND,
     own_code=True,
-    keys=with_defaults(decoder.KEYS, max_position_embeddings=32768, num_key_value_heads=4)
+    keys=with_defaults(decoder.KEYS, head_dim=None, max_position_embeddings=32768, num_key_value_heads=4)
     | {
-        "kv_channels": Key("head_dim", default=None, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
         "qkv_bias": flag("use_qkv_bias"),
         "proj_bias": flag("use_bias"),
         "moe.num_experts": Key("num_experts", default=256),

@@ -1,17 +1,16 @@
 """Code World Model: Llama 3 with sliding-window layers; by default every fourth, from the first, has none."""
 
-from isthmus.families.family import Family, Key, with_defaults
+from isthmus.families.family import Family, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
 
 FAMILY = Family(
     name="cwm",
     hf_architecture="CwmForCausalLM",
-    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
-    | {
-        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        "mlp_bias": flag("mlp_bias"),
-    },
+    keys=with_defaults(
+        decoder.KEYS, head_dim=128, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+    )
+    | {"mlp_bias": flag("mlp_bias")},
     fixed=decoder.FIXED,
     sliding_window="pattern",
     sliding_window_default=8192,

@@ -8,9 +8,10 @@ _BIAS = Key("mlp_bias", kind=bool, default=False, aliases=("bias",))
 FAMILY = Family(
     name="internlm3",
     hf_architecture="LlamaForCausalLM",  # of transformers; published models name the class of their own code
-    keys=with_defaults(decoder.KEYS, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5)
+    keys=with_defaults(
+        decoder.KEYS, head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5
+    )
     | {
-        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
         "qkv_bias": Key("attention_bias", kind=bool, default=False, aliases=("qkv_bias",)),
         "proj_bias": _BIAS,
         "mlp_bias": _BIAS,

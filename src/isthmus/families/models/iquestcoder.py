@@ -1,18 +1,17 @@
 """IQuest-Coder: Llama's tensors with defaults of its own."""
 
-from isthmus.families.family import Family, Fixed, Key, with_defaults
+from isthmus.families.family import Family, Fixed, with_defaults
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import flag
 
 FAMILY = Family(
     name="iquestcoder",
     hf_architecture="LlamaForCausalLM",  # of transformers; published models name the class of their own code
-    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
+    keys=with_defaults(
+        decoder.KEYS, head_dim=128, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+    )
     | decoder.ATTENTION_BIAS
-    | {
-        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        "mlp_bias": flag("mlp_bias"),
-    },
+    | {"mlp_bias": flag("mlp_bias")},
     fixed=decoder.FIXED
     | {
         "clip_qkv": Fixed((None,), "clipping of queries, keys and values is not supported"),

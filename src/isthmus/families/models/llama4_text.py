@@ -52,10 +52,11 @@ def _write_scaling(scaling: QueryScaling | None, arch: Architecture) -> dict[str
 FAMILY = Family(
     name="llama4_text",
     hf_architecture="Llama4ForCausalLM",
-    keys=with_defaults(decoder.KEYS, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
+    keys=with_defaults(
+        decoder.KEYS, head_dim=128, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5
+    )
     | decoder.ATTENTION_BIAS
     | {
-        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
         "ffn_hidden_size": Key("intermediate_size_mlp", default=16384),
         "qk_rms": flag("use_qk_norm", default=True),
         "moe.ffn_hidden_size": Key("intermediate_size", default=8192),

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Key
+from isthmus.families.family import with_defaults
 from isthmus.families.models import mistral
-from isthmus.families.rules.decoder import number
 
 _ROPE = {
     "rope_type": "yarn",
@@ -22,12 +21,7 @@ FAMILY = replace(
     mistral.FAMILY,
     name="ministral3",
     hf_architecture="Ministral3ForCausalLM",
-    keys={
-        **mistral.FAMILY.keys,
-        "kv_channels": Key("head_dim", default=128, null=lambda hf: hf["hidden_size"] // hf["num_attention_heads"]),
-        "max_position_embeddings": Key("max_position_embeddings", default=262144),
-        "norm_epsilon": number("rms_norm_eps", 1e-5),
-    },
+    keys=with_defaults(mistral.FAMILY.keys, head_dim=128, max_position_embeddings=262144, rms_norm_eps=1e-5),
     rope_defaults={"rope_parameters": _ROPE, "llama_4_scaling_beta": 0.1},
     sliding_window_default=None,
 )

@@ -2,16 +2,12 @@
 
 from dataclasses import replace
 
+from isthmus.families.family import with_defaults
 from isthmus.families.models import qwen2
-from isthmus.families.rules import decoder
 
 TEXT = replace(
     qwen2.FAMILY,
-    keys={
-        **qwen2.FAMILY.keys,
-        "num_query_groups": decoder.kv_heads(default=8),
-        "norm_epsilon": decoder.number("rms_norm_eps", 1e-5),
-    },
+    keys=with_defaults(qwen2.FAMILY.keys, num_key_value_heads=8, rms_norm_eps=1e-5),
     sliding_window_pattern=80,
     rope_defaults={"rope_theta": 1000000.0, "mrope_section": None},
 )

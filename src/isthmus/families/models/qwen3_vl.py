@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from isthmus.families.family import Key
+from isthmus.families.family import with_defaults
 from isthmus.families.models import qwen3
 
 TEXT = replace(
     qwen3.FAMILY,
-    keys={**qwen3.FAMILY.keys, "max_position_embeddings": Key("max_position_embeddings", default=128000)},
+    keys=with_defaults(qwen3.FAMILY.keys, max_position_embeddings=128000),
     sliding_window="never",
     rope_defaults={"rope_theta": 500000.0, "mrope_section": None},
 )
