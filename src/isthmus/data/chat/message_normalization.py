@@ -19,31 +19,14 @@ which is 0 for a turn without loss.
 """
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
-_ROLES = {
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "ai": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "tool_result": "tool",
-    "tool_output": "tool",
-    "environment": "tool",
-    "ipython": "tool",
-    "function_call": "function_call",
-    "tool_call": "function_call",
+_NAMES_OF_ROLES = {
+    "user": "user human prompter",
+    "assistant": "assistant gpt model chatgpt bot chatbot ai",
+    "system": "system developer",
+    "tool": "tool function observation function_response tool_response tool_result tool_output environment ipython",
+    "function_call": "function_call tool_call",
 }
+_ROLES = {name: role for role, names in _NAMES_OF_ROLES.items() for name in names.split()}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _THOUGHT_PARTS = ("reasoning", "thinking")

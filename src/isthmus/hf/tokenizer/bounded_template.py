@@ -47,12 +47,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
 }
 
 _TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
+    *(jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
     SyntaxError,
 )
 

@@ -28,24 +28,9 @@ _LOOP_ATTRIBUTES = {"first", "index", "index0"}
 _FILTERS = {"trim", "string", "upper", "lower", "length", "tojson", "replace", "default", "d", "capitalize", "title"}
 _STATEMENTS = (nodes.Output, nodes.If, nodes.Assign)
 _VALUES = (
-    nodes.TemplateData,
-    nodes.Const,
-    nodes.Name,
-    nodes.Getattr,
-    nodes.Getitem,
-    nodes.Concat,
-    nodes.BinExpr,
-    nodes.UnaryExpr,
-    nodes.Compare,
-    nodes.Operand,
-    nodes.CondExpr,
-    nodes.Filter,
-    nodes.Test,
-    nodes.Call,
-    nodes.Slice,
-    nodes.Tuple,
-    nodes.List,
-    nodes.Keyword,
+    *(nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Concat, nodes.BinExpr),
+    *(nodes.UnaryExpr, nodes.Compare, nodes.Operand, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call),
+    *(nodes.Slice, nodes.Tuple, nodes.List, nodes.Keyword),
 )
 _METHODS = {"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "upper", "lower", "replace"}
 

@@ -32,21 +32,7 @@ from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.plan.validation import RunContext
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers")
-_VARIABLES = (
-    "NCCL_",
-    "RCCL_",
-    "GLOO_",
-    "TORCH_",
-    "PYTORCH_",
-    "CUDA_",
-    "HIP_",
-    "HSA_",
-    "ROCR_",
-    "GPU_",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-)
+_VARIABLES = tuple(f"{name}_" for name in "NCCL RCCL GLOO TORCH PYTORCH CUDA HIP HSA ROCR GPU OMP MKL KMP".split())
 """Prefixes of environment variables that change speed or results."""
 _PROBE = "Hello, world! 3.14 + 2026\n\tdef f(x):  return x**2  # \u00e9\u00df\u4f60\u597d\u0416 \U0001f600 don't <b>"
 """Its tokens tell tokenizers with the same vocabulary and other merges or normalization apart."""
