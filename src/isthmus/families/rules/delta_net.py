@@ -6,16 +6,14 @@ if the other norms are, and this one never is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from isthmus.errors import DataError, UsageError
-from isthmus.families.architecture import Architecture
-from isthmus.families.blocks.kinds import MIXER_KINDS
 from isthmus.families.config_keys import Derived, Fixed, Key
 from isthmus.families.rules import decoder
 from isthmus.families.rules.decoder import HF_LAYER, LAYER
 from isthmus.families.rules.rule import HfPart, Init, Rule, copy, in_layers
+from isthmus.families.rules.state_space import mixers_by_type
 
 MIXER = LAYER + "self_attention."
 HF_MIXER = HF_LAYER + "linear_attn."
@@ -113,23 +111,5 @@ def every_nth(hf: Mapping[str, Any]) -> list[str]:
 
 
 def mixers(kind: str, default: Callable[[Mapping[str, Any]], list[str]] = every_nth) -> Derived:
-    """``layer_types``, or ``default`` of the config if it has none."""
-    assert kind in MIXER_KINDS
-
-    def read(hf: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-        types, number = hf.get("layer_types") or default(hf), Key("num_hidden_layers").read(hf)
-        if not isinstance(types, Sequence) or len(types) != number:
-            raise DataError(
-                f"config.json: layer_types must list the kind of each of {number} layers, got {types!r:.80}."
-            )
-        if unknown := sorted({str(kind_name) for kind_name in types} - {LINEAR, FULL}):
-            raise UsageError(f"layer_types: {', '.join(unknown)} is not supported; {LINEAR} and {FULL} are.")
-        return tuple((kind,) if kind_name == LINEAR else ("attention",) for kind_name in types)
-
-    def write(layer_mixers: Sequence[tuple[str, ...]], arch: Architecture) -> dict[str, Any]:
-        if other := {kind_name for kind_name in layer_mixers if kind_name not in ((kind,), ("attention",))}:
-            raise UsageError(f"{arch.family}: config.json cannot express layers with the mixers {sorted(other)}.")
-        layer_mixers = layer_mixers or (("attention",),) * arch.num_layers
-        return {"layer_types": [LINEAR if kind_name == (kind,) else FULL for kind_name in layer_mixers]}
-
-    return Derived(read, write)
+    """Attention, or a delta net of this kind, by ``layer_types``, or by ``default`` of a config that has none."""
+    return mixers_by_type({LINEAR: kind, FULL: "attention"}, default)
