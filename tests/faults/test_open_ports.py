@@ -123,7 +123,7 @@ def test_attack_runs_code_in_the_rendezvous_of_torch_elastic(tmp_path: Path) -> 
 
 JOIN = """
 import psutil
-from isthmus.cli.exit import exit_status_of
+from isthmus.cli.process import exit_status_of
 from isthmus.launch.rendezvous import join_ranks
 from isthmus.platforms.cpu import CpuPlatform
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json as json_module
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from isthmus.cli.options import Debug, Json
-from isthmus.cli.train_verbs import Model
+from isthmus.cli.options import ResultOptions, argument, configs_and_overrides, flag, option
+from isthmus.cli.terminal import interruptible, show
+from isthmus.cli.train_verbs import MODEL
 from isthmus.errors import Preempted, UsageError
 
 if TYPE_CHECKING:
@@ -22,36 +20,24 @@ if TYPE_CHECKING:
 
     from isthmus.tools.bench.bench_grid import BenchCell
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="CONFIG.yaml|KEY=VALUE,...",
-        help="Config files, preset:NAME or tables, and settings with one or several values, such as parallel.tp=1,2.",
-        show_default=False,
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    words: Words = None
-    model: Model = None
-    recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="pretrain or sft; default: that of CONFIG.yaml, or pretrain.")
-    ] = None
-    nproc: Annotated[
-        str, typer.Option(metavar="N,...", help="Numbers of ranks to start on this machine, such as 1,2,4.")
-    ] = "1"
-    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a cell before the measured ones.")] = 5
-    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Measured steps of a cell.")] = 10
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest time of a cell.")] = 1800.0
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for results. A second call continues.")] = Path(
-        "isthmus-bench"
+class BenchOptions(ResultOptions):
+    words: list[str] | None = argument(
+        "CONFIG.yaml|KEY=VALUE,...",
+        "Config files, preset:NAME or tables, and settings with one or several values, such as parallel.tp=1,2.",
+        None,
+        show_default=False,
     )
-    retry: Annotated[bool, typer.Option("--retry", help="Measure cells again that failed in an earlier call.")] = False
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a chart.")] = None
-    debug: Debug = False
-    json: Json = False
+    model: str | None = MODEL()
+    recipe: str | None = option("RECIPE", "pretrain or sft; default: that of CONFIG.yaml, or pretrain.")
+    nproc: str = option("N,...", "Numbers of ranks to start on this machine, such as 1,2,4.", "1")
+    warmup: int = option("N", "Steps of a cell before the measured ones.", 5, min=1)
+    steps: int = option("N", "Measured steps of a cell.", 10, min=2)
+    timeout: float = option("SECONDS", "Longest time of a cell.", 1800.0, min=1)
+    out: Path = option("DIR", "Folder for results. A second call continues.", Path("isthmus-bench"))
+    retry: bool = flag("Measure cells again that failed in an earlier call.")
+    png: Path | None = option("FILE", "Also write a chart.")
 
 
 def bench(options: BenchOptions) -> int:
@@ -60,8 +46,6 @@ def bench(options: BenchOptions) -> int:
     A failing cell has its reason in the table. The best config is printed, and written to DIR.
     """
     from isthmus.cli import process
-    from isthmus.cli.cli_args import configs_and_overrides
-    from isthmus.cli.terminal import interruptible
     from isthmus.platforms.rank_env import is_one_of_several_ranks
     from isthmus.tools.bench.bench_config import check_settings
     from isthmus.tools.bench.bench_grid import make_cells
@@ -98,7 +82,7 @@ def bench(options: BenchOptions) -> int:
     if options.png is not None:
         write_chart(results["cells"], options.png, results["certificate"]["environment"].get("device", ""))
     if options.json:
-        print(json_module.dumps(results | {"best": best}), flush=True)
+        show(results | {"best": best}, as_json=True)
     else:
         _print_results(results, best)
     return 0 if best else 1

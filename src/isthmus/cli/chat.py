@@ -10,11 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from isthmus.cli.options import ChatTemplate, Debug, Trust
+from isthmus.cli.options import CHAT_TEMPLATE, TRUST, TRUST_MODEL_CODE, DebugOptions, argument, option
 from isthmus.cli.terminal import interruptible, note, say
 from isthmus.errors import OutputExists, UsageError, counted
 
@@ -29,34 +27,18 @@ _HELP = """/clear  begin a new conversation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions:
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, run folder, or id on the Hub.")]
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System prompt; default: chat.system of the run.")
-    ] = None
-    chat_template: ChatTemplate = None
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer, in tokens.")
-    ] = 512
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, metavar="X", help="0: always the most probable token.")
-    ] = 0.0
-    top_p: Annotated[
-        float, typer.Option("--top-p", min=0.01, max=1.0, metavar="X", help="Sample from the most probable tokens.")
-    ] = 1.0
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling.")] = None
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", metavar="FILE", help="Answer the records of this file: prompt, or messages."),
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="With --file: write the records with their answer.")
-    ] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run modelling code of the model folder.")
-    ] = False
-    trust: Trust = False
-    debug: Debug = False
+class ChatOptions(DebugOptions):
+    model: str = argument("MODEL", "Hugging Face folder, run folder, or id on the Hub.")
+    system: str | None = option("TEXT", "System prompt; default: chat.system of the run.")
+    chat_template: str | None = CHAT_TEMPLATE()
+    max_new_tokens: int = option("N", "Longest answer, in tokens.", 512, min=1)
+    temperature: float = option("X", "0: always the most probable token.", 0.0, min=0.0)
+    top_p: float = option("X", "Sample from the most probable tokens.", 1.0, min=0.01, max=1.0)
+    seed: int | None = option("N", "Seed of the sampling.")
+    file: Path | None = option("FILE", "Answer the records of this file: prompt, or messages.")
+    out: Path | None = option("FILE", "With --file: write the records with their answer.")
+    trust_remote_code: bool = TRUST_MODEL_CODE()
+    trust: bool = TRUST()
 
 
 def chat(options: ChatOptions) -> int:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
+from isthmus.cli.options import argument
 
 VARIABLE = "_ISTHMUS_COMPLETE"
 """Environment variable in which the shell asks for completions."""
@@ -16,7 +16,7 @@ VARIABLE = "_ISTHMUS_COMPLETE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOptions:
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]
+    shell: Literal["bash", "zsh", "fish"] = argument("SHELL", "bash, zsh or fish.")
 
 
 def completion(options: CompletionOptions) -> int:

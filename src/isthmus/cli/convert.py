@@ -1,35 +1,13 @@
-"""``isthmus convert``."""
+"""``isthmus convert``, ``merge`` and ``verify``."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from isthmus.cli.options import (
-    Adapter,
-    Bin,
-    Debug,
-    Dtype,
-    Ep,
-    Etp,
-    HfFamily,
-    HfLike,
-    Json,
-    Keep,
-    Learn,
-    Pp,
-    Public,
-    Push,
-    Spelling,
-    Tp,
-    Trust,
-    VocabSize,
-    Vpp,
-)
+from isthmus.cli.options import BIN, DTYPE, HF_LIKE, PUBLIC, PUSH, TRUST, ResultOptions, argument, flag, option
 from isthmus.cli.terminal import interruptible, note, progress_bar, say, show
 from isthmus.errors import UsageError, escaped
 
@@ -42,36 +20,36 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertOptions:
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="Hugging Face folder, run folder or Megatron checkpoint; URL of a checkpoint of a run."
-        ),
-    ]
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; it must not exist.")]
-    to: Annotated[str | None, typer.Option(metavar="FORMAT", help="hf, torch_dist, or torch (legacy mp_rank_*).")] = (
-        None
+class ConvertOptions(ResultOptions):
+    source: str = argument(
+        "SRC", "Hugging Face folder, run folder or Megatron checkpoint; URL of a checkpoint of a run."
     )
-    tp: Tp = None
-    pp: Pp = None
-    vpp: Vpp = None
-    ep: Ep = None
-    etp: Etp = None
-    spelling: Spelling = None
-    dtype: Dtype = None
-    hf_like: HfLike = None
-    bin: Bin = False
-    vocab_size: VocabSize = None
-    hf_family: HfFamily = None
-    adapter: Adapter = None
-    learn: Learn = False
-    keep: Keep = None
-    push: Push = None
-    public: Public = False
-    trust: Trust = False
-    debug: Debug = False
-    json: Json = False
+    destination: Path = argument("DST", "Folder to create; it must not exist.")
+    to: str | None = option("FORMAT", "hf, torch_dist, or torch (legacy mp_rank_*).")
+    tp: int | None = option("N", "Tensor parallel size of --to torch.", min=1)
+    pp: int | None = option("N", "Pipeline parallel size of --to torch.", min=1)
+    vpp: int | None = option("N", "Layer chunks per pipeline stage of --to torch.", min=1)
+    ep: int | None = option("N", "Expert parallel size of --to torch.", min=1)
+    etp: int | None = option("N", "Expert tensor parallel size; default: tp.", min=1)
+    spelling: str | None = option(
+        "NAMES", "Tensor names of --to torch: te (TransformerEngine's layers, default) or local."
+    )
+    dtype: str | None = DTYPE()
+    hf_like: Path | None = HF_LIKE()
+    bin: bool = BIN()
+    vocab_size: int | None = option(
+        "N", "Embedding rows without padding, for a checkpoint that lacks this number.", min=1
+    )
+    hf_family: str | None = option("NAME", "model_type to write with --to hf; isthmus includes its modeling files.")
+    adapter: Path | None = option("DIR", "Merge this LoRA adapter of PEFT into the Hugging Face folder SRC.")
+    learn: bool = flag("Infer the weight mapping of an unsupported model type, and prove it on small random models.")
+    keep: Path | None = option(
+        "DIR|FILE.py",
+        "Save the result of --learn in DIR, for ISTHMUS_FAMILIES=DIR, or as a module of families/models.",
+    )
+    push: str | None = PUSH()
+    public: bool = PUBLIC()
+    trust: bool = TRUST()
 
 
 def convert(options: ConvertOptions) -> int:
@@ -95,7 +73,7 @@ def convert(options: ConvertOptions) -> int:
     from isthmus.convert.legacy.legacy_layout import LegacyLayout
     from isthmus.convert.transfer import convert as run
 
-    sizes = {"tp": options.tp, "pp": options.pp, "vpp": options.vpp, "ep": options.ep, "etp": options.etp}
+    sizes = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "ep", "etp")}
     layout = {name: size for name, size in sizes.items() if size is not None}
     spelling: Any = options.spelling
     with interruptible(), progress_bar("converting") as progress:
@@ -128,17 +106,15 @@ def convert(options: ConvertOptions) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MergeOptions:
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Hugging Face folder, run folder, or id on the Hub.")]
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter of PEFT, or run folder.")]
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create; it must not exist.")]
-    dtype: Dtype = None
-    bin: Bin = False
-    push: Push = None
-    public: Public = False
-    trust: Trust = False
-    debug: Debug = False
-    json: Json = False
+class MergeOptions(ResultOptions):
+    base: str = argument("BASE", "Hugging Face folder, run folder, or id on the Hub.")
+    adapter: Path = argument("ADAPTER", "Folder of a LoRA adapter of PEFT, or run folder.")
+    out: Path = argument("OUT", "Folder to create; it must not exist.")
+    dtype: str | None = DTYPE()
+    bin: bool = BIN()
+    push: str | None = PUSH()
+    public: bool = PUBLIC()
+    trust: bool = TRUST()
 
 
 def merge(options: MergeOptions) -> int:
@@ -205,3 +181,48 @@ def _learn(source: Path, keep: Path | None, *, quiet: bool) -> Family:
     if not quiet:
         say(write_family(family), end="", exact=True)
     return family
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyOptions(ResultOptions):
+    first: Path = argument("A", "Hugging Face folder or Megatron checkpoint.")
+    second: Path = argument("B", "The model to compare it with.")
+    hf_like: Path | None = HF_LIKE()
+    bin: bool = BIN()
+    logits: bool = flag("Also run both in float32 on the same tokens and compare their logits.")
+    tolerance: float | None = option("X", "Largest difference of logits that counts as equal; default 1e-4.", min=0.0)
+    tokens: int | None = option("N", "Length of a sample of --logits; default 64.", min=1)
+    layer_by_layer: bool = flag("Keep the weights of one layer in memory at a time, even if all fit.")
+    trust_remote_code: bool = flag("Let --logits run modelling code of a model folder.")
+    trust: bool = TRUST()
+
+
+def verify(options: VerifyOptions) -> int:
+    """Compare two models bit by bit, in any formats; exit code 1 if they differ."""
+    if not options.logits and (
+        options.tolerance is not None
+        or options.tokens is not None
+        or options.layer_by_layer
+        or options.trust_remote_code
+    ):
+        raise UsageError("--tolerance, --tokens, --layer-by-layer and --trust-remote-code need --logits. Add it.")
+    from isthmus.convert.verify.compare import compare_models
+    from isthmus.convert.verify.compare_logits import TOLERANCE, LogitsCheck
+
+    check = LogitsCheck(
+        tolerance=TOLERANCE if options.tolerance is None else options.tolerance,
+        tokens=options.tokens,
+        by_layer=options.layer_by_layer,
+        trust_remote_code=options.trust_remote_code,
+    )
+    with progress_bar("comparing") as progress:
+        comparison = compare_models(
+            options.first,
+            options.second,
+            hf_like=options.hf_like,
+            bin=options.bin,
+            logits=check if options.logits else None,
+            progress=progress,
+        )
+    show(comparison, as_json=options.json)
+    return 0

@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import io
-import json as json_text
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, verb
-from isthmus.cli.prepare import (
-    ColumnNames,
-    LossTurns,
-    OverlongSamples,
-    OverrideSystem,
-    ReasoningParts,
-    RecordKind,
-    SeqLength,
-    SplitTurns,
-    System,
-    TokenizerCode,
-    TokenizerType,
-    checked_words,
-    parse_chat_settings,
-    parse_columns,
-)
+from isthmus.cli.options import argument, group, option, verb
+from isthmus.cli.prepare import RecordOptions, record_settings
+from isthmus.cli.terminal import show
 from isthmus.errors import UsageError, escaped
 
 if TYPE_CHECKING:
     from isthmus.recipes.data.shown_samples import ShownSample
 
-app: typer.Typer = typer.Typer(
-    help="Show samples of data files as a run reads them.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app: typer.Typer = group("Show samples of data files as a run reads them.")
 _TOKENIZER_OPTIONS = ("tokenizer", "tokenizer_type", "trust_remote_code")
-_RECORD_OPTIONS = (
-    *("kind", "seq_length", "overlong", "loss_on", "chat_template", "system", "override_system", "reasoning"),
-    *("split_turns", "columns"),
-)
-"""Parameters that prepared data has its own values for; a run folder also for those of the tokenizer."""
 
 
 @app.callback()
@@ -53,34 +30,12 @@ def _data() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ViewOptions:
+class ViewOptions(RecordOptions):
     context: typer.Context
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Data file or folder; prefix of prepared files; or run folder.")
-    ]
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENIZER", help="As of isthmus prepare; a run folder has its own."),
-    ] = None
-    number: Annotated[int, typer.Option("--n", "-n", min=1, metavar="N", help="How many records or samples.")] = 3
-    index: Annotated[
-        int, typer.Option(min=0, metavar="I", help="The first one, from 0; of a run, in the order of its steps.")
-    ] = 0
-    tokenizer_type: TokenizerType = None
-    kind: RecordKind = None
-    seq_length: SeqLength = None
-    overlong: OverlongSamples = "truncate"
-    loss_on: LossTurns = "assistant"
-    chat_template: ChatTemplate = None
-    system: System = None
-    override_system: OverrideSystem = False
-    reasoning: ReasoningParts = "keep"
-    split_turns: SplitTurns = True
-    columns: ColumnNames = None
-    trust_remote_code: TokenizerCode = False
-    trust: Trust = False
-    debug: Debug = False
-    json: Json = False
+    file: str = argument("FILE", "Data file or folder; prefix of prepared files; or run folder.")
+    tokenizer: str | None = option("TOKENIZER", "As of isthmus prepare; a run folder has its own.")
+    number: int = option("N", "How many records or samples.", 3, "--n", "-n", min=1)
+    index: int = option("I", "The first one, from 0; of a run, in the order of its steps.", 0, min=0)
 
 
 @app.command("view", short_help="Show single samples with their loss masks.")
@@ -91,14 +46,13 @@ def view(options: ViewOptions) -> int:
     Without colours they are in [[ ]]. Raw records are rendered and tokenized as isthmus prepare and runs do; options
     that change this are the same. A preference pair is two samples.
     """
-    shown = checked_words(kind=options.kind, overlong=options.overlong, loss_on=options.loss_on)
-    shown |= {
-        "seq_length": options.seq_length,
-        "columns": parse_columns(options.columns or []),
-        "chat_template": options.chat_template,
-    }
-    shown["chat"] = parse_chat_settings(options.system, options.override_system, options.reasoning, options.split_turns)
-    chosen = [name for name in (*_TOKENIZER_OPTIONS, *_RECORD_OPTIONS) if _is_on_command_line(options.context, name)]
+    settings = record_settings(options)
+    record_options = [item.name for item in fields(RecordOptions) if item.name not in ("trust", "debug", "json")]
+    chosen = [
+        name
+        for name in dict.fromkeys([*_TOKENIZER_OPTIONS, *record_options])
+        if _is_on_command_line(options.context, name)
+    ]
     if (Path(options.file) / "config.yaml").is_file():
         _refuse(chosen, f"{options.file} is a run folder, which has its own settings and tokenizer")
         samples = _run_samples(Path(options.file), options.index, options.number)
@@ -112,13 +66,13 @@ def view(options: ViewOptions) -> int:
         source = find_source("train", options.file, "train", [options.file])
         if source.prepared:
             _refuse(
-                [name for name in chosen if name in _RECORD_OPTIONS],
+                [name for name in chosen if name not in _TOKENIZER_OPTIONS],
                 f"{options.file} is prepared: its samples are tokens",
             )
         opened = tokenizer_at(options.tokenizer, options.tokenizer_type, trust_remote_code=options.trust_remote_code)
-        samples = shown_files(source, opened, first=options.index, count=options.number, **shown)
+        samples = shown_files(source, opened, first=options.index, count=options.number, **settings)
     if options.json:
-        print(json_text.dumps({"samples": [sample.as_dict() for sample in samples]}), flush=True)
+        show({"samples": [sample.as_dict() for sample in samples]}, as_json=True)
     else:
         _print(samples)
     return 0

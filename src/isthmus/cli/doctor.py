@@ -6,11 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from isthmus.cli.options import Debug, Json
+from isthmus.cli.options import ResultOptions, flag
 from isthmus.cli.terminal import note, show
 from isthmus.errors import UsageError, escaped
 
@@ -22,24 +20,10 @@ _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorOptions:
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only what needs no torch, no network and no measurement: under 3 seconds.")
-    ] = False
-    bench: Annotated[
-        bool,
-        typer.Option(
-            "--bench", help="Also measure GEMMs, memory, copies and all-reduce, against what the device should reach."
-        ),
-    ] = False
-    nodes: Annotated[
-        bool,
-        typer.Option(
-            "--nodes", help="Under torchrun or srun: compare the hosts of the job and name those that differ."
-        ),
-    ] = False
-    debug: Debug = False
-    json: Json = False
+class DoctorOptions(ResultOptions):
+    quick: bool = flag("Only what needs no torch, no network and no measurement: under 3 seconds.")
+    bench: bool = flag("Also measure GEMMs, memory, copies and all-reduce, against what the device should reach.")
+    nodes: bool = flag("Under torchrun or srun: compare the hosts of the job and name those that differ.")
 
 
 def doctor(options: DoctorOptions) -> int:

@@ -6,41 +6,24 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from isthmus.cli.options import Debug, Json
-from isthmus.cli.terminal import note, say
+from isthmus.cli.options import ResultOptions, argument, is_setting, option
+from isthmus.cli.terminal import note, say, show
 from isthmus.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InitOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Settings for the config, such as lora.rank=8.", show_default=False
-        ),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Hugging Face folder or Hub id; asked for if missing.")
-    ] = None
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Training data, as of a run; asked for if missing.")
-    ] = None
-    recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="Goal: sft, dpo, ...; default: what fits the records.")
-    ] = None
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NxNAME", help="GPUs of the machine that will train, such as 8xMI300X; default: this machine."
-        ),
-    ] = None
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The config to write.")] = Path("run.yaml")
-    debug: Debug = False
-    json: Json = False
+class InitOptions(ResultOptions):
+    words: list[str] | None = argument(
+        "[KEY=VALUE]...", "Settings for the config, such as lora.rank=8.", None, show_default=False
+    )
+    model: str | None = option("MODEL", "Hugging Face folder or Hub id; asked for if missing.")
+    data: list[str] | None = option("FILE", "Training data, as of a run; asked for if missing.")
+    recipe: str | None = option("RECIPE", "Goal: sft, dpo, ...; default: what fits the records.")
+    gpus: str | None = option("NxNAME", "GPUs of the machine that will train, such as 8xMI300X; default: this machine.")
+    out: Path = option("FILE", "The config to write.", Path("run.yaml"))
 
 
 def init(options: InitOptions) -> int:
@@ -49,8 +32,6 @@ def init(options: InitOptions) -> int:
     The records are read, tokenized and counted. The config has the recipe that fits them, the sequence length that
     leaves 99% of them uncut, and for GPUs the fastest layout of isthmus plan. A terminal is asked for what is missing.
     """
-    from isthmus.cli.cli_args import is_setting
-
     if strange := [word for word in options.words or [] if not is_setting(word)]:
         raise UsageError(f"{strange[0]} is not a setting. Use KEY=VALUE; data files follow --data.")
     model = options.model or _answer("--model", "Model (Hugging Face folder or Hub id)")
@@ -72,9 +53,7 @@ def init(options: InitOptions) -> int:
         report=note,
     )
     if options.json:
-        import json
-
-        print(json.dumps(config.as_dict()), flush=True)
+        show(config, as_json=True)
         return 0
     say("\n".join(config.survey.lines()))
     say(f"\n{config.path} is written. Read its comments, then start:\n  {config.command}")

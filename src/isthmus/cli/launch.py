@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, get_args
 
-import typer
-
+from isthmus.cli.options import argument, config_and_overrides, flag, option
 from isthmus.cli.terminal import note, say
-from isthmus.cli.train_verbs import TrainOptions, flags_of, planned_gpus
+from isthmus.cli.train_verbs import TrainOptions, default_out, flags_of, planned_gpus
 from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.errors import UsageError
 
@@ -19,25 +18,22 @@ if TYPE_CHECKING:
     from isthmus.launch.engines.job import EngineName
     from isthmus.platforms.base import Platform
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="slurm|kubernetes|ray|ssh RECIPE [CONFIG.yaml|KEY=VALUE]...",
-        help="The scheduler, and the command of the run without isthmus: its recipe, config file and settings.",
-        show_default=False,
-    ),
-]
-Nproc = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Number of ranks on each machine.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")]
-Gpus = Annotated[str | None, typer.Option(metavar="NxNAME", help="GPUs of a machine, such as 8xMI300X; one rank each.")]
+_TEXTS = ("model", "out", "hf_every", "push", "accept_changes")
+_SWITCHES = ("public", "trust", "rehearse", "debug", "json")
+"""Options of the run that its command on the machines gets, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions(TrainOptions):
-    words: Words = None
-    nproc: Nproc = 1
-    dry_run: DryRun = False
-    gpus: Gpus = None
+    words: list[str] | None = argument(
+        "slurm|kubernetes|ray|ssh RECIPE [CONFIG.yaml|KEY=VALUE]...",
+        "The scheduler, and the command of the run without isthmus: its recipe, config file and settings.",
+        None,
+        show_default=False,
+    )
+    nproc: int = option("N", "Number of ranks on each machine.", 1, min=1, max=1024)
+    dry_run: bool = flag("Print what would be submitted.")
+    gpus: str | None = option("NxNAME", "GPUs of a machine, such as 8xMI300X; one rank each.")
 
 
 def launch(options: LaunchOptions) -> int:
@@ -45,8 +41,6 @@ def launch(options: LaunchOptions) -> int:
 
     The options are those of the recipe; settings launch.* describe the machines.
     """
-    from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.default_out import default_out
     from isthmus.config.load import load_config
     from isthmus.launch.engines import engine_of
     from isthmus.launch.engines.job import Job, check_job
@@ -117,20 +111,8 @@ def _machine(config: RunConfig, options: LaunchOptions) -> tuple[Platform, int]:
 
 def _option_words(options: LaunchOptions) -> list[str]:
     """The options of the run as words."""
-    texts = {
-        "--model": options.model,
-        "--out": options.out,
-        "--hf-every": options.hf_every,
-        "--push": options.push,
-        "--accept-changes": options.accept_changes,
-    }
-    switches = {
-        "--public": options.public,
-        "--trust": options.trust,
-        "--rehearse": options.rehearse,
-        "--debug": options.debug,
-        "--json": options.json,
-    }
+    texts = {f"--{name.replace('_', '-')}": getattr(options, name) for name in _TEXTS}
+    switches = {f"--{name}": getattr(options, name) for name in _SWITCHES}
     return [
         *(word for name, value in texts.items() if value is not None for word in (name, str(value))),
         *(word for file in options.data or () for word in ("--data", file)),

@@ -25,33 +25,27 @@ from isthmus.cli import (
     evaluate,
     init,
     launch,
-    patch,
+    megatron,
     plan,
     prepare,
     report,
-    script,
     train_verbs,
     tune,
-    verify,
 )
-from isthmus.cli.cli_args import spread_data
 from isthmus.cli.config.config_verbs import app as config_app
 from isthmus.cli.habits import option_answer
-from isthmus.cli.next_step import next_steps
-from isthmus.cli.options import Debug, Json, verb
+from isthmus.cli.options import ResultOptions, option, spread_data, verb
 from isthmus.cli.terminal import show
-from isthmus.cli.verb_help import VerbGroup, epilog
+from isthmus.cli.verb_help import VerbGroup, epilog, next_steps
 from isthmus.config.deprecated_names import current_words
 from isthmus.config.recipes import RECIPE_SETTINGS
 from isthmus.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DemoOptions:
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for all output.")] = Path("isthmus-demo")
-    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks for the training.")] = 2
-    debug: Debug = False
-    json: Json = False
+class DemoOptions(ResultOptions):
+    out: Path = option("DIR", "Folder for all output.", Path("isthmus-demo"))
+    nproc: int = option("N", "Number of ranks for the training.", 2, min=1)
 
 
 def demo(options: DemoOptions) -> int:
@@ -105,7 +99,7 @@ _add("launch", verb(launch.launch), "Start a run on many machines: Slurm, Kubern
 _add("prepare", verb(prepare.prepare), "Tokenize data once into indexed files for many runs.")
 _add("convert", verb(convert.convert), "Convert a model between Hugging Face and Megatron-Core.")
 _add("merge", verb(convert.merge), "Merge a LoRA adapter into its base model.")
-_add("verify", verb(verify.verify), "Compare two models bit by bit, in any formats.")
+_add("verify", verb(convert.verify), "Compare two models bit by bit, in any formats.")
 _add("doctor", verb(doctor.doctor), "Check whether this machine can train, and what slows it down.")
 _add("init", verb(init.init), "Look at data and machine, and write the config of a first run.")
 _add("plan", verb(plan.plan), "Print the layouts that fit a model into GPUs, with memory and step time.")
@@ -115,25 +109,19 @@ _add("eval", verb(evaluate.evaluate), "Run tasks of lm-evaluation-harness on a m
 _add("tune", verb(tune.tune), "Measure the matmuls of a model and layout, for faster runs.")
 _add(
     "run",
-    verb(script.run),
+    verb(megatron.run),
     "Run an unmodified Megatron-LM script on any platform.",
     context_settings={"allow_interspersed_args": False},
 )
 _add("chat", verb(chat.chat), "Talk to a model in the terminal.")
 _add("completion", verb(completion.completion), "Print the script for completion in bash, zsh or fish.")
 _add("version", print_version, "Print the version.")
-app.add_typer(
-    data_view.app, name="data", epilog=epilog("data"), short_help="Show samples of data files as a run reads them."
-)
-app.add_typer(
-    patch.app, name="patch", epilog=epilog("patch"), short_help="Fix the async saver of Megatron-LM, for newer torch."
-)
-app.add_typer(
-    config_app,
-    name="config",
-    epilog=epilog("config"),
-    short_help="Show configs and presets; translate other programs' settings.",
-)
+for name, subcommands, short_help in (
+    ("data", data_view.app, "Show samples of data files as a run reads them."),
+    ("patch", megatron.patch_app, "Fix the async saver of Megatron-LM, for newer torch."),
+    ("config", config_app, "Show configs and presets; translate other programs' settings."),
+):
+    app.add_typer(subcommands, name=name, epilog=epilog(name), short_help=short_help)
 
 
 def _print_version(value: bool) -> None:
@@ -153,11 +141,7 @@ def _options(
 
 def parse_and_run(argv: Sequence[str]) -> int:
     """Does not catch errors."""
-    argv = current_words(argv)
-    if argv[:1] == ["convert"]:
-        from isthmus.cli.megatron_convert import translate
-
-        argv = translate(argv)
+    argv = megatron.translate_convert(current_words(argv))
     words = list(argv) if argv[:1] == ["run"] else spread_data(argv)  # a script has its own arguments
     completion.prepare_completion()
     if not words and "_ISTHMUS_COMPLETE" not in os.environ:
@@ -183,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Before torch is imported: its C++ code warns with a stack for every connection that an ended rank closes,
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # and its profiler reports its start.
-    from isthmus.cli.exit import open_closed_streams
-    from isthmus.cli.process import print_deprecations, run_alone, run_rank
+    from isthmus.cli.process import open_closed_streams, print_deprecations, run_alone, run_rank
     from isthmus.platforms import cpu_threads, rank_env
 
     open_closed_streams()

@@ -1,38 +1,88 @@
-"""Options of several commands, and commands whose options are one dataclass."""
+"""Commands whose options are one dataclass, options of several commands, and words of the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields
-from inspect import Parameter, Signature
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from isthmus.config.presets import PREFIX, Kind, config_path
+from isthmus.errors import UsageError
+
+_DECLARED = "typer"
+"""Key in the metadata of a field: makes the parameter of typer from the name of the field."""
+
+
+def argument(metavar: str, help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """A field that is a positional argument; ``settings`` are those of ``typer.Argument``."""
+    return field(
+        default=default, metadata={_DECLARED: lambda name: typer.Argument(metavar=metavar, help=help, **settings)}
+    )
+
+
+def option(metavar: str | None, help: str, default: Any = None, *names: str, **settings: Any) -> Any:
+    """A field that is an option with a value, by default of the field's name."""
+    return field(
+        default=default, metadata={_DECLARED: lambda name: typer.Option(*names, metavar=metavar, help=help, **settings)}
+    )
+
+
+def flag(help: str, spelling: str | None = None, **settings: Any) -> Any:
+    """A field that is true with an option, which has no ``--no-`` form."""
+
+    def declare(name: str) -> Any:
+        return typer.Option(spelling or f"--{name.replace('_', '-')}", help=help, **settings)
+
+    return field(default=False, metadata={_DECLARED: declare})
+
 
 def verb(function: Callable[[Any], int]) -> Callable[..., int]:
-    """A typer command whose options are the fields of the dataclass that ``function`` takes as ``options``."""
+    """A typer command whose options are the fields of the dataclass that ``function`` takes as ``options``.
+
+    Fields of its base classes, which other commands have too, come last.
+    """
     options = get_type_hints(function)["options"]
-    annotations = get_type_hints(options, include_extras=True)
+    hints = get_type_hints(options)
+    order = [name for kind in options.__mro__ for name in get_annotations(kind)]
 
     def command(**values: Any) -> int:
         return function(options(**values))
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__annotations__ = annotations
-    command.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
+    parameters = []
+    for item in sorted(fields(options), key=lambda item: order.index(item.name)):
+        declare = item.metadata.get(_DECLARED)
+        parameters.append(
             Parameter(
-                field.name,
+                item.name,
                 Parameter.KEYWORD_ONLY,
-                default=Parameter.empty if field.default is MISSING else field.default,
-                annotation=annotations[field.name],
+                default=Parameter.empty if item.default is MISSING else item.default,
+                annotation=hints[item.name] if declare is None else Annotated[hints[item.name], declare(item.name)],
             )
-            for field in fields(options)
-        ]
-    )
+        )
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return command
+
+
+def group(help: str) -> typer.Typer:
+    """A command with subcommands."""
+    return typer.Typer(help=help, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugOptions:
+    debug: bool = flag("Show the traceback of an error and the output of every rank.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResultOptions(DebugOptions):
+    json: bool = flag("Print the result as JSON.")
 
 
 def _trust(context: typer.Context, value: bool) -> bool:
@@ -43,71 +93,66 @@ def _trust(context: typer.Context, value: bool) -> bool:
     return value
 
 
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust", callback=_trust, help="Do not check the checksums of what is read: damage may stay undetected."
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error and the output of every rank.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-HfLike = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="HF_DIR", help="Model folder, or preset:NAME, whose config describes a checkpoint without a config."
-    ),
-]
-Bin = Annotated[
-    bool,
-    typer.Option(
-        "--bin",
-        help="Read pytorch_model*.bin instead of safetensors. These files are pickles: none of their code is run, and "
-        "a file with code is refused. Prefer safetensors if the model has them.",
-    ),
-]
-Tp = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tensor parallel size of --to torch.")]
-Pp = Annotated[int | None, typer.Option(min=1, metavar="N", help="Pipeline parallel size of --to torch.")]
-Vpp = Annotated[int | None, typer.Option(min=1, metavar="N", help="Layer chunks per pipeline stage of --to torch.")]
-Ep = Annotated[int | None, typer.Option(min=1, metavar="N", help="Expert parallel size of --to torch.")]
-Etp = Annotated[int | None, typer.Option(min=1, metavar="N", help="Expert tensor parallel size; default: tp.")]
-Spelling = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES", help="Tensor names of --to torch: te (TransformerEngine's layers, default) or local."
-    ),
-]
-Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16; default: the dtype of each tensor.")
-]
-VocabSize = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Embedding rows without padding, for a checkpoint that lacks this number."),
-]
-HfFamily = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="model_type to write with --to hf; isthmus includes its modeling files."),
-]
-Learn = Annotated[
-    bool,
-    typer.Option(
-        "--learn", help="Infer the weight mapping of an unsupported model type, and prove it on small random models."
-    ),
-]
-Keep = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR|FILE.py",
-        help="Save the result of --learn in DIR, for ISTHMUS_FAMILIES=DIR, or as a module of families/models.",
-    ),
-]
-Adapter = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Merge this LoRA adapter of PEFT into the Hugging Face folder SRC.")
-]
-Push = Annotated[
-    str | None, typer.Option(metavar="REPO_ID", help="Upload the Hugging Face folder to this repository at the end.")
-]
-Public = Annotated[bool, typer.Option("--public", help="Make a repository that --push creates public.")]
-ChatTemplate = Annotated[
-    str | None, typer.Option("--chat-template", metavar="TEMPLATE", help="Chat template, as chat.template of a run.")
-]
-Workers = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Processes; default: one per core.")]
+TRUST = partial(
+    flag, "Do not check the checksums of what is read: damage may stay undetected.", "--trust", callback=_trust
+)
+TRUST_MODEL_CODE = partial(flag, "Run modelling code of the model folder.")
+HF_LIKE = partial(
+    option, "HF_DIR", "Model folder, or preset:NAME, whose config describes a checkpoint without a config."
+)
+BIN = partial(
+    flag,
+    "Read pytorch_model*.bin instead of safetensors. These files are pickles: none of their code is run, and a file "
+    "with code is refused. Prefer safetensors if the model has them.",
+)
+DTYPE = partial(option, "DTYPE", "fp32, bf16 or fp16; default: the dtype of each tensor.")
+PUSH = partial(option, "REPO_ID", "Upload the Hugging Face folder to this repository at the end.")
+PUBLIC = partial(flag, "Make a repository that --push creates public.")
+CHAT_TEMPLATE = partial(option, "TEMPLATE", "Chat template, as chat.template of a run.")
+
+
+def spread_data(argv: Sequence[str]) -> list[str]:
+    """``--data a b`` becomes ``--data a --data b``. An option, a setting or a YAML file ends the list."""
+    spread: list[str] = []
+    files = -1  # number of files after the last --data; -1: not after --data
+    for position, word in enumerate(argv):
+        if word == "--":
+            return [*spread, *argv[position:]]
+        if word == "--data":
+            files = 0
+        elif files >= 0:
+            if files and (word.startswith("-") or is_setting(word) or is_config(word)):
+                files = -1
+            else:
+                if files:
+                    spread.append("--data")
+                files += 1
+        spread.append(word)
+    return spread
+
+
+def config_and_overrides(words: Sequence[str], kind: Kind = "train") -> tuple[Path | None, list[str]]:
+    """The config file (or model, by ``kind``), if one is given, and the settings in order."""
+    configs, overrides = configs_and_overrides(words)
+    if len(configs) > 1:
+        raise UsageError(f"got two config files, {configs[0]} and {configs[1]}; give one of them.")
+    return config_path(configs[0], kind) if configs else None, overrides
+
+
+def configs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The config files and presets, and the settings, each in order."""
+    for word in words:
+        if not is_setting(word) and not is_config(word):
+            raise UsageError(
+                f"{word!r} is not a config file (*.yaml), a preset ({PREFIX}NAME) or a setting (key=value)."
+            )
+    return [word for word in words if not is_setting(word)], [word for word in words if is_setting(word)]
+
+
+def is_config(word: str) -> bool:
+    return word.startswith(PREFIX) or word.lower().endswith((".yaml", ".yml"))
+
+
+def is_setting(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and key.replace(".", "").replace("_", "").replace("-", "").isalnum()

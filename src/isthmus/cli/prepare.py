@@ -7,13 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from json import dumps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import typer
-
-from isthmus.cli.options import ChatTemplate, Debug, Json, Trust, Workers
+from isthmus.cli.options import CHAT_TEMPLATE, TRUST, ResultOptions, argument, flag, option
 from isthmus.cli.terminal import note, say, show
 from isthmus.data.readers.data_names import describe_sources
 from isthmus.errors import IsthmusError, UsageError, error_of
@@ -24,125 +22,65 @@ if TYPE_CHECKING:
     from isthmus.recipes.data.prepare import PrepareResult
     from isthmus.recipes.data.prepare_slurm import ArrayJobs
 
-TokenizerType = Annotated[
-    str | None, typer.Option(metavar="TYPE", help="Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
-]
-RecordKind = Annotated[
-    str | None,
-    typer.Option(metavar="KIND", help="text, chat, preference or unpaired; default: kind of the first record."),
-]
-SeqLength = Annotated[
-    int | None,
-    typer.Option(min=1, max=1 << 24, metavar="N", help="Maximum tokens of a chat or an answer; default: no limit."),
-]
-OverlongSamples = Annotated[
-    str, typer.Option(metavar="WHAT", help="Longer samples: truncate, split (chats), drop, or error (stop).")
-]
-LossTurns = Annotated[
-    str, typer.Option(metavar="WHAT", help="Which turns of a chat have loss: assistant, last or all.")
-]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of chats that have none.")]
-OverrideSystem = Annotated[
-    bool, typer.Option("--override-system", help="Replace the system prompts of the chats with that of --system.")
-]
-ReasoningParts = Annotated[
-    str,
-    typer.Option(metavar="WHAT", help="Reasoning of answers: keep, last (only after the last user turn) or drop."),
-]
-SplitTurns = Annotated[
-    bool, typer.Option(help="A sample per answer if the template rewrites earlier turns; else one per chat.")
-]
-ColumnNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--columns",
-        metavar="KEY=NAME",
-        help="Names of fields in the files, as data.columns: text=body or '{text: body}'; may be repeated.",
-    ),
-]
-FilterNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--filter",
-        metavar="NAME",
-        help="Leave out texts: gopher-quality, gopher-repetition, fineweb-quality; may be repeated.",
-    ),
-]
-DedupChoice = Annotated[
-    str | None, typer.Option(metavar="HOW", help="Leave out texts that others repeat: exact or minhash (nearly).")
-]
-EngineChoice = Annotated[
-    str,
-    typer.Option(
-        metavar="ENGINE", help="Who tokenizes: local (this machine), ray (a cluster), slurm-array (an array of jobs)."
-    ),
-]
-PartChoice = Annotated[
-    str | None,
-    typer.Option(
-        metavar="I/N",
-        help="Make every N-th part of the work from number I on, and no output; see --engine. left-out: list the texts "
-        "that --filter and --dedup leave out of all parts.",
-    ),
-]
-ArrayTasks = Annotated[
-    int | None, typer.Option(min=1, max=100_000, metavar="N", help="Array tasks of --engine slurm-array.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the scripts of --engine slurm-array; submit nothing.")]
 _SETTING = re.compile(r"(?<![\w/.])(?:data|chat)\.([a-z_]+)(?:=(\w+))?")
 _RENAMED = {"template": "chat_template"}
-TokenizerCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let the tokenizer run code of its folder.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    data: Annotated[
-        list[str], typer.Argument(metavar="DATA...", help=f"Data: {describe_sources()}.", show_default=False)
-    ]
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="Prefix of the output files, or its URL: OUT.bin, OUT.idx, OUT.json.")
-    ]
-    tokenizer: Annotated[
-        str, typer.Option(metavar="TOKENIZER", help="Tokenizer or model folder; tokenizer.model; or an id on the Hub.")
-    ]
-    tokenizer_type: TokenizerType = None
-    kind: RecordKind = None
-    seq_length: SeqLength = None
-    overlong: OverlongSamples = "truncate"
-    loss_on: LossTurns = "assistant"
-    chat_template: ChatTemplate = None
-    system: System = None
-    override_system: OverrideSystem = False
-    reasoning: ReasoningParts = "keep"
-    split_turns: SplitTurns = True
-    on_error: Annotated[str, typer.Option(metavar="WHAT", help="What happens at a bad record: stop or skip.")] = "stop"
-    columns: ColumnNames = None
-    filters: FilterNames = None
-    dedup: DedupChoice = None
-    workers: Workers = None
-    engine: EngineChoice = "local"
-    tasks: ArrayTasks = None
-    part: PartChoice = None
-    dry_run: DryRun = False
-    trust_remote_code: TokenizerCode = False
-    trust: Trust = False
-    debug: Debug = False
-    json: Json = False
+class RecordOptions(ResultOptions):
+    """How records are tokenized."""
+
+    tokenizer_type: str | None = option("TYPE", "Megatron-LM's tokenizer type, such as Llama2Tokenizer.")
+    kind: str | None = option("KIND", "text, chat, preference or unpaired; default: kind of the first record.")
+    seq_length: int | None = option(
+        "N", "Maximum tokens of a chat or an answer; default: no limit.", min=1, max=1 << 24
+    )
+    overlong: str = option("WHAT", "Longer samples: truncate, split (chats), drop, or error (stop).", "truncate")
+    loss_on: str = option("WHAT", "Which turns of a chat have loss: assistant, last or all.", "assistant")
+    chat_template: str | None = CHAT_TEMPLATE()
+    system: str | None = option("TEXT", "System prompt of chats that have none.")
+    override_system: bool = flag("Replace the system prompts of the chats with that of --system.")
+    reasoning: str = option("WHAT", "Reasoning of answers: keep, last (only after the last user turn) or drop.", "keep")
+    split_turns: bool = option(
+        None, "A sample per answer if the template rewrites earlier turns; else one per chat.", True
+    )
+    columns: list[str] | None = option(
+        "KEY=NAME",
+        "Names of fields in the files, as data.columns: text=body or '{text: body}'; may be repeated.",
+    )
+    trust_remote_code: bool = flag("Let the tokenizer run code of its folder.")
+    trust: bool = TRUST()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions(RecordOptions):
+    data: list[str] = argument("DATA...", f"Data: {describe_sources()}.", show_default=False)
+    out: str = argument("OUT", "Prefix of the output files, or its URL: OUT.bin, OUT.idx, OUT.json.")
+    tokenizer: str = option("TOKENIZER", "Tokenizer or model folder; tokenizer.model; or an id on the Hub.", MISSING)
+    on_error: str = option("WHAT", "What happens at a bad record: stop or skip.", "stop")
+    filters: list[str] | None = option(
+        "NAME",
+        "Leave out texts: gopher-quality, gopher-repetition, fineweb-quality; may be repeated.",
+        None,
+        "--filter",
+    )
+    dedup: str | None = option("HOW", "Leave out texts that others repeat: exact or minhash (nearly).")
+    workers: int | None = option("N", "Processes; default: one per core.", min=1, max=1024)
+    engine: str = option(
+        "ENGINE", "Who tokenizes: local (this machine), ray (a cluster), slurm-array (an array of jobs).", "local"
+    )
+    tasks: int | None = option("N", "Array tasks of --engine slurm-array.", min=1, max=100_000)
+    part: str | None = option(
+        "I/N",
+        "Make every N-th part of the work from number I on, and no output; see --engine. left-out: list the texts that "
+        "--filter and --dedup leave out of all parts.",
+    )
+    dry_run: bool = flag("Print the scripts of --engine slurm-array; submit nothing.")
 
 
 def prepare(options: PrepareOptions) -> int:
     """Tokenize data once, into Megatron's indexed files, for any number of runs."""
-    chosen = checked_words(
-        kind=options.kind,
-        dedup=options.dedup,
-        overlong=options.overlong,
-        loss_on=options.loss_on,
-        on_error=options.on_error,
-    )
-    chosen["columns"] = parse_columns(options.columns or [])
-    chosen["chat"] = parse_chat_settings(
-        options.system, options.override_system, options.reasoning, options.split_turns
-    )
+    chosen = record_settings(options) | checked_words(dedup=options.dedup, on_error=options.on_error)
     part = _checked_engine(options)
     chosen["engine"], chosen["filters"] = options.engine, options.filters or []
     jobs = _array_jobs(options) if options.engine == "slurm-array" else None
@@ -158,9 +96,7 @@ def prepare(options: PrepareOptions) -> int:
             options.out,
             options.tokenizer,
             tokenizer_type=options.tokenizer_type,
-            seq_length=options.seq_length,
             workers=options.workers,
-            chat_template=options.chat_template,
             trust_remote_code=options.trust_remote_code,
             on_progress=line.show,
             part=InputPart(*part) if isinstance(part, tuple) else part,
@@ -206,16 +142,16 @@ def _array_jobs(options: PrepareOptions) -> ArrayJobs:
     from isthmus.recipes.data.prepare_slurm import array_jobs
 
     arguments: list[str] = []
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name in ("engine", "filters", "tasks", "part", "dry_run", "workers", "json", "data", "out"):
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if item.name in ("engine", "filters", "tasks", "part", "dry_run", "workers", "json", "data", "out"):
             continue
-        name = f"--{option.name.replace('_', '-')}"
+        name = f"--{item.name.replace('_', '-')}"
         if isinstance(value, bool):
-            arguments += [] if value == option.default else [name if value else f"--no-{name.removeprefix('--')}"]
-        elif value != option.default:
-            for item in value if isinstance(value, list) else [value]:
-                arguments += [name, str(item)]
+            arguments += [] if value == item.default else [name if value else f"--no-{name.removeprefix('--')}"]
+        elif value != item.default:
+            for word in value if isinstance(value, list) else [value]:
+                arguments += [name, str(word)]
     for name in options.filters or []:
         arguments += ["--filter", name]
     assert options.tasks is not None
@@ -261,6 +197,16 @@ def _with_options(text: str) -> str:
     return _SETTING.sub(option, text)
 
 
+def record_settings(options: RecordOptions) -> dict[str, Any]:
+    """Settings of the tokenization, by name; UsageError if one is not known."""
+    return checked_words(kind=options.kind, overlong=options.overlong, loss_on=options.loss_on) | {
+        "seq_length": options.seq_length,
+        "columns": parse_columns(options.columns or []),
+        "chat_template": options.chat_template,
+        "chat": _chat_settings(options),
+    }
+
+
 def checked_words(**words: str | None) -> dict[str, Any]:
     from isthmus.data.chat.chat_records import Kind
     from isthmus.data.chat.chat_text import LossOn
@@ -275,12 +221,13 @@ def checked_words(**words: str | None) -> dict[str, Any]:
     return dict(words)
 
 
-def parse_chat_settings(system: str | None, override_system: bool, reasoning: str, split_turns: bool) -> ChatSettings:
+def _chat_settings(options: RecordOptions) -> ChatSettings:
     from isthmus.data.chat.conversation_settings import ChatSettings, Reasoning
 
-    if override_system and system is None:
+    if options.override_system and options.system is None:
         raise UsageError("--override-system replaces system prompts with that of --system. Give --system, too.")
-    return ChatSettings(system, override_system, _checked("--reasoning", reasoning, get_args(Reasoning)), split_turns)
+    reasoning = _checked("--reasoning", options.reasoning, get_args(Reasoning))
+    return ChatSettings(options.system, options.override_system, reasoning, options.split_turns)
 
 
 def _checked(option: str, value: str, known: tuple[str, ...]) -> Any:

@@ -1,22 +1,27 @@
-"""Runs the command line in this process, which was started by a user, torchrun, Slurm or ``--nproc``."""
+"""Runs the command line in this process, which was started by a user, torchrun, Slurm or ``--nproc``.
+
+Every exception becomes one line on stderr and an exit code.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isthmus.cli.default_out import naming_folder
-from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
 from isthmus.cli.terminal import note
 from isthmus.config.deprecated_names import DeprecatedName
-from isthmus.errors import Preempted, UsageError
+from isthmus.errors import IsthmusError, Preempted, UsageError, explain, printable
 from isthmus.platforms import rank_env
+from isthmus.train.terminal_lines import width_of, wrapped
 
 argv: list[str] = []
 """The arguments after ``isthmus``."""
@@ -31,8 +36,10 @@ _show_other_warning = warnings.showwarning
 
 
 def naming_default_out(message: str) -> str:
-    """The message of a run, which the same command does not resume if it has no ``--out``."""
-    return message if default_out is None else naming_folder(message, default_out)
+    """The message of a run that can be resumed: without ``--out`` the same command would start another run."""
+    if default_out is None:
+        return message
+    return re.sub(r"(?i)\b(the same command( again)?)\b", rf"\1 with --out {default_out}", message)
 
 
 def print_deprecations() -> None:
@@ -99,3 +106,70 @@ def run_rank(words: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
     # Exit at once: the interpreter may wait for threads that wait for a rank that has ended. A rank that saved counts
     # as successful, or torch elastic would stop the others while they save.
     os._exit(0 if status.exit_code == Preempted.exit_code else status.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+
+
+def exit_status_of(run: Callable[[], int | None]) -> ExitStatus:
+    """Call ``run``; success and plain exit codes have no message."""
+    try:
+        exit_code = run() or 0
+        sys.stdout.flush()  # at the end of the interpreter it would be a warning
+        return ExitStatus(exit_code)
+    except SystemExit as request:
+        if isinstance(request.__context__, BrokenPipeError):  # typer exits with 1
+            return _output_closed()
+        if isinstance(request.code, str):
+            return ExitStatus(1, request.code)
+        return ExitStatus(request.code or 0)
+    except BrokenPipeError:
+        return _output_closed()
+    except BaseException as error:  # some errors of torch are not an Exception
+        code, message = explain(error)
+        return ExitStatus(code, message, traceback.format_exc())
+
+
+def _output_closed() -> ExitStatus:
+    """The reader of stdout closed it: the exit code is that of a program which SIGPIPE ends."""
+    # Neither this code nor the interpreter may write to it again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return ExitStatus(128 + signal.SIGPIPE)
+
+
+def open_closed_streams() -> None:
+    """Open what the parent has closed, as with ``2>&-``: the next file would get its number, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
+def print_error(status: ExitStatus, *, debug: bool) -> None:
+    """Print the message to stderr, with ``debug`` the traceback first."""
+    with suppress(OSError):  # closed by its reader; the exit code still tells
+        if debug and status.traceback:
+            print(printable(status.traceback), file=sys.stderr)
+        if status.message:
+            text = wrapped(f"isthmus: {printable(status.message)}", width_of(sys.stderr))
+            print(text, file=sys.stderr, flush=True)
+
+
+def save_traceback(status: ExitStatus, run_folder: Path | None) -> ExitStatus:
+    """Write the traceback of an unexpected error into the run folder, if any; the message names the file."""
+    if status.exit_code != IsthmusError.exit_code or not status.traceback:
+        return status
+    if run_folder is None or not (run_folder / "config.yaml").is_file():
+        return status
+    path = run_folder / "error.txt"
+    try:
+        path.write_text(printable(status.traceback), encoding="utf-8")
+    except OSError:
+        return status
+    message = status.message.replace("--debug shows the traceback", f"the traceback is in {path}")
+    return replace(status, message=message)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from isthmus.cli.options import Debug, Json, Trust
+from isthmus.cli.options import TRUST, ResultOptions, argument, flag, option
 from isthmus.cli.terminal import interruptible, note, show
 from isthmus.errors import UsageError
 
@@ -17,29 +14,14 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions:
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run folders.", show_default=False)]
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="The report; default: report.html, of one run in its folder."),
-    ] = None
-    samples: Annotated[
-        int, typer.Option(min=0, max=100, metavar="N", help="Training samples to show, of each run.")
-    ] = 4
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Read the exports as a whole, and compare them with their checkpoints."),
-    ] = False
-    live: Annotated[
-        bool,
-        typer.Option("--live", help="Serve the page to a browser of this machine until Ctrl-C, updated while runs go."),
-    ] = False
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, metavar="N", help="Port of --live; default: a free one.")
-    ] = None
-    trust: Trust = False
-    debug: Debug = False
-    json: Json = False
+class ReportOptions(ResultOptions):
+    runs: list[Path] = argument("RUN_DIR...", "Run folders.", show_default=False)
+    out: Path | None = option("FILE.html", "The report; default: report.html, of one run in its folder.")
+    samples: int = option("N", "Training samples to show, of each run.", 4, min=0, max=100)
+    verify: bool = flag("Read the exports as a whole, and compare them with their checkpoints.")
+    live: bool = flag("Serve the page to a browser of this machine until Ctrl-C, updated while runs go.")
+    port: int | None = option("N", "Port of --live; default: a free one.", min=0, max=65535)
+    trust: bool = TRUST()
 
 
 def report(options: ReportOptions) -> int:

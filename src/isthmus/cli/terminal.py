@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from isthmus.errors import escaped, printable
@@ -26,8 +26,8 @@ def say(text: str, *, end: str = "\n", exact: bool = False) -> None:
 
 
 def show(result: Any, *, as_json: bool) -> None:
-    """Print a result (with ``as_dict``) to stdout, as JSON or one value per line."""
-    values: dict[str, Any] = result.as_dict()
+    """Print a result, a mapping or with ``as_dict``, to stdout, as JSON or one value per line."""
+    values: Mapping[str, Any] = result if isinstance(result, Mapping) else result.as_dict()
     if as_json:
         print(json.dumps(values), flush=True)
         return

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json as json_module
 import logging
+import os
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
-
-import typer
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from isthmus import __version__
 from isthmus.cli.completion import complete_word
-from isthmus.cli.options import Debug, Json, Public, Push, Trust, verb
+from isthmus.cli.options import (
+    PUBLIC,
+    PUSH,
+    TRUST,
+    ResultOptions,
+    argument,
+    config_and_overrides,
+    flag,
+    option,
+    verb,
+)
 from isthmus.cli.terminal import note, show
 from isthmus.config.recipes import RECIPE_SETTINGS, RecipeName
 from isthmus.data.readers.data_names import describe_sources
@@ -25,79 +36,51 @@ if TYPE_CHECKING:
     from isthmus.config.schema import RunConfig
     from isthmus.tools.planner.planned_gpus import PlannedGpus
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="CONFIG.yaml|KEY=VALUE",
-        help="A config file or preset:NAME, and settings such as optim.lr=2e-5.",
-        show_default=False,
-        autocompletion=complete_word,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="Hugging Face model folder, Hub id, or preset:NAME (random weights)."),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE...",
-        help=f"Training data: {describe_sources()}; or prefixes of prepared files (.bin and .idx). More: data.*",
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Run folder: metrics, checkpoints and the exported model. Default: runs/RECIPE-MODEL-N, a new one.",
-    ),
-]
-Nproc = Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="Number of ranks to start on this machine.")]
-HfEvery = Annotated[int | None, typer.Option(metavar="N", help="Also export to Hugging Face format every N steps.")]
-AcceptChanges = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...", help="Resume with other values of these settings than the checkpoint's, such as lr."
-    ),
-]
-Rehearse = Annotated[
-    bool,
-    typer.Option(
-        "--rehearse",
-        help="Train a small model of the same architecture and layout for some steps on CPUs, in OUT-rehearsal.",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Check all that is known without training, and print the decisions and the size of the run; with --json "
-        "also the complete config.",
-    ),
-]
-Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="NxNAME", help="With --dry-run: check against a machine with these GPUs, such as 8xMI300X."),
-]
+WORDS = partial(
+    argument,
+    "CONFIG.yaml|KEY=VALUE",
+    "A config file or preset:NAME, and settings such as optim.lr=2e-5.",
+    None,
+    show_default=False,
+    autocompletion=complete_word,
+)
+MODEL = partial(option, "MODEL", "Hugging Face model folder, Hub id, or preset:NAME (random weights).")
+DATA = partial(
+    option,
+    "FILE...",
+    f"Training data: {describe_sources()}; or prefixes of prepared files (.bin and .idx). More: data.*",
+)
+NPROC = partial(option, "N", "Number of ranks to start on this machine.", 1, min=1, max=1024)
+RUNS = "runs"
+"""Folder of the run folders of commands without ``--out``."""
+_DEFAULT_OUT = "ISTHMUS_DEFAULT_OUT"
+"""Environment variable with the run folder that a command without ``--out`` has chosen, for its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainOptions:
-    words: Words = None
-    model: Model = None
-    data: Data = None
-    out: Out = None
-    nproc: Nproc = 1
-    hf_every: HfEvery = None
-    push: Push = None
-    public: Public = False
-    accept_changes: AcceptChanges = None
-    trust: Trust = False
-    rehearse: Rehearse = False
-    dry_run: DryRun = False
-    gpus: Gpus = None
-    debug: Debug = False
-    json: Json = False
+class TrainOptions(ResultOptions):
+    words: list[str] | None = WORDS()
+    model: str | None = MODEL()
+    data: list[str] | None = DATA()
+    out: str | None = option(
+        "DIR", "Run folder: metrics, checkpoints and the exported model. Default: runs/RECIPE-MODEL-N, a new one."
+    )
+    nproc: int = NPROC()
+    hf_every: int | None = option("N", "Also export to Hugging Face format every N steps.")
+    push: str | None = PUSH()
+    public: bool = PUBLIC()
+    accept_changes: str | None = option(
+        "NAME,...", "Resume with other values of these settings than the checkpoint's, such as lr."
+    )
+    trust: bool = TRUST()
+    rehearse: bool = flag(
+        "Train a small model of the same architecture and layout for some steps on CPUs, in OUT-rehearsal."
+    )
+    dry_run: bool = flag(
+        "Check all that is known without training, and print the decisions and the size of the run; with --json also "
+        "the complete config."
+    )
+    gpus: str | None = option("NxNAME", "With --dry-run: check against a machine with these GPUs, such as 8xMI300X.")
 
 
 def flags_of(options: TrainOptions) -> dict[str, Any]:
@@ -149,7 +132,6 @@ def train(
     ``flags`` are options by name, as for :func:`isthmus.config.load.load_config`.
     """
     from isthmus.cli import process
-    from isthmus.cli.default_out import hand_to_ranks
     from isthmus.platforms.rank_env import is_one_of_several_ranks, rank, world_size
 
     if debug:
@@ -173,13 +155,8 @@ def train(
         note(_run_line(config, world_size() if joined else nproc))
     if not joined:  # ranks of other launchers check the data together
         _check_data(config)
-    if not joined and nproc > 1:
-        hand_to_ranks(process.default_out)
-        return run_ranks(nproc, debug=debug)
-    if joined and not process.started_by_isthmus and nproc > 1:
-        raise UsageError(
-            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
-        )
+    if (code := start_ranks(nproc, debug=debug)) is not None:
+        return code
     if not process.started_by_isthmus:
         # Until the recipe handles it, after some imports.
         signal.signal(signal.SIGTERM, _stopped_early)
@@ -207,8 +184,6 @@ def _check_data(config: RunConfig) -> None:
 def _load(recipe: str, words: Sequence[str], flags: Mapping[str, Any], *, rehearse: bool, is_rank: bool) -> RunConfig:
     """The config of the command, and in ``process`` its run folder; ``is_rank``: another program started this rank."""
     from isthmus.cli import process
-    from isthmus.cli.cli_args import config_and_overrides
-    from isthmus.cli.default_out import default_out
     from isthmus.config.load import load_config
 
     file, overrides = config_and_overrides(words)
@@ -263,12 +238,24 @@ def planned_gpus(gpus: str) -> PlannedGpus:
     return parse_machine(gpus, None, None)
 
 
-def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
-    """Run this command line as ``nproc`` ranks and print the first failure; ``script`` as for ``launch``."""
-    from isthmus.cli import process
-    from isthmus.cli.exit import ExitStatus, print_error, save_traceback
-    from isthmus.launch.local_launcher import launch
+def start_ranks(nproc: int, *, debug: bool, script: bool = False) -> int | None:
+    """Run this command line as ``nproc`` ranks and print the first failure; returns the exit code.
 
+    None if this process is a rank already, or the only one. ``script`` as for ``launch``.
+    """
+    from isthmus.cli import process
+    from isthmus.launch.local_launcher import launch
+    from isthmus.platforms.rank_env import is_one_of_several_ranks, rank
+
+    if nproc == 1:
+        return None
+    if is_one_of_several_ranks():
+        if process.started_by_isthmus:
+            return None
+        raise UsageError(
+            f"--nproc {nproc} starts ranks, but this process is one already (rank {rank()}). Omit --nproc."
+        )
+    hand_to_ranks(process.default_out)
     failure = launch(process.argv, nproc, debug=debug, script=script)
     if failure is None:
         return 0
@@ -277,8 +264,8 @@ def run_ranks(nproc: int, *, debug: bool, script: bool = False) -> int:
         from isthmus.recipes.run_dir import RunDir
 
         message = process.naming_default_out(RunDir(process.run_folder).interrupted())
-    status = ExitStatus(failure.exit_code, message, failure.traceback)
-    print_error(save_traceback(status, process.run_folder), debug=debug)
+    status = process.ExitStatus(failure.exit_code, message, failure.traceback)
+    process.print_error(process.save_traceback(status, process.run_folder), debug=debug)
     return status.exit_code
 
 
@@ -311,3 +298,39 @@ def _run_line(config: RunConfig, ranks: int) -> str:
 
 def _stopped_early(number: int, frame: FrameType | None) -> NoReturn:
     raise Preempted("stopped by a signal before training began.")
+
+
+def default_out(settings: Mapping[str, Any], *, is_rank: bool) -> str:
+    """The folder with the next free number; all ranks of ``--nproc`` get that of the command which starts them.
+
+    Args:
+        settings: of the run, not validated yet.
+        is_rank: whether another program has started this rank.
+    """
+    if (chosen := os.environ.get(_DEFAULT_OUT)) is not None:
+        return chosen
+    if is_rank:
+        raise UsageError(
+            "the ranks that torchrun or Slurm starts need one run folder, from which a restart resumes. Name it with "
+            "--out."
+        )
+    prefix = f"{settings.get('recipe')}-{_model_name(settings.get('model'))}"
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)(-rehearsal)?")
+    names = os.listdir(RUNS) if os.path.isdir(RUNS) else []
+    numbers = [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
+    return os.path.join(RUNS, f"{prefix}-{max(numbers, default=0) + 1}")
+
+
+def hand_to_ranks(out: str | None) -> None:
+    """Let the ranks that this process starts use the folder; None: they have ``--out``."""
+    if out is not None:
+        os.environ[_DEFAULT_OUT] = out
+
+
+def _model_name(model: Any) -> str:
+    section = {"path": model} if isinstance(model, str) else model if isinstance(model, dict) else {}
+    config = section.get("config")
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    path = Path(str(section.get("path") or model_type or "model").removeprefix("preset:"))
+    name = path.parent.name if path.name in ("hf", "adapter") and path.parent.name else path.name
+    return re.sub(r"[^\w.-]+", "-", name.removesuffix(".yaml").removesuffix(".yml")) or "model"

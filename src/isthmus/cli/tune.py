@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from isthmus.cli.cli_args import config_and_overrides
-from isthmus.cli.options import Debug, Json
-from isthmus.cli.terminal import note, say
-from isthmus.cli.train_verbs import Model, Words
+from isthmus.cli.options import ResultOptions, config_and_overrides, option
+from isthmus.cli.terminal import note, say, show
+from isthmus.cli.train_verbs import MODEL, WORDS
 from isthmus.errors import UsageError
 
 if TYPE_CHECKING:
     from isthmus.tools.tune.choose import TuneResult
 
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="The file for tune.file. Default: tune.json, or tune.csv for AMD GPUs.", show_default=False
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
-    words: Words = None
-    model: Model = None
-    out: Out = None
-    debug: Debug = False
-    json: Json = False
+class TuneOptions(ResultOptions):
+    words: list[str] | None = WORDS()
+    model: str | None = MODEL()
+    out: Path | None = option(
+        "FILE", "The file for tune.file. Default: tune.json, or tune.csv for AMD GPUs.", show_default=False
+    )
 
 
 def tune(options: TuneOptions) -> int:
@@ -46,7 +35,7 @@ def tune(options: TuneOptions) -> int:
     config = config_to_tune(file, overrides, options.model)
     result, path = tune_run(config, options.out, note)
     if options.json:
-        print(json_module.dumps(result.as_dict() | {"file": str(path)}), flush=True)
+        show(result.as_dict() | {"file": str(path)}, as_json=True)
     else:
         _print(result, path)
     return 0

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.default_out import default_out, hand_to_ranks, naming_folder
+from isthmus.cli import process
+from isthmus.cli.train_verbs import default_out, hand_to_ranks
 from isthmus.config.load import load_config
 from isthmus.errors import UsageError
 
@@ -58,9 +59,10 @@ def test_a_given_folder_wins() -> None:
         load_config("sft", None, [], flags)
 
 
-def test_messages_name_the_folder() -> None:
+def test_messages_name_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "default_out", "runs/a-1")
     message = "the state is saved. The same command resumes from there. Run the same command again to continue."
-    assert naming_folder(message, "runs/a-1") == (
+    assert process.naming_default_out(message) == (
         "the state is saved. The same command with --out runs/a-1 resumes from there. Run the same command again with "
         "--out runs/a-1 to continue."
     )

@@ -14,9 +14,8 @@ from isthmus.cli.terminal import note, say, show
 EXACT = {
     "main.py": "version",
     "completion.py": "a script of this package",
-    "patch.py": "a diff, whose bytes count",
     "doctor.py": "a table whose cells are escaped, with colours",
-    "exit.py": "escaped and without credentials",
+    "process.py": "escaped and without credentials",
     "terminal.py": "say and show",
 }
 """Modules that print text themselves, and why."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.cli_args import config_and_overrides, spread_data
+from isthmus.cli.options import config_and_overrides, spread_data
 from isthmus.config.load import load_config
 from isthmus.config.model_file import read_model
 from isthmus.config.presets import config_path, opening_lines, preset_names

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from isthmus import extras
-from isthmus.cli.exit import ExitStatus, print_error
+from isthmus.cli.process import ExitStatus, print_error
 from isthmus.config.schema.output import LoggingConfig
 from isthmus.errors import UsageError
 from isthmus.train import trackers

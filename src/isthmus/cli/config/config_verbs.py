@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from isthmus.cli.options import verb
+from isthmus.cli.options import argument, config_and_overrides, flag, group, option, verb
 from isthmus.cli.terminal import interruptible, say
-from isthmus.cli.train_verbs import Data, Words
+from isthmus.cli.train_verbs import DATA, WORDS
 from isthmus.errors import OutputExists, UsageError
 
 if TYPE_CHECKING:
     from isthmus.config.dialects.trainers.translate_trainer import Program
 
-app: typer.Typer = typer.Typer(
-    help="Show configs and presets; translate other programs' settings.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app: typer.Typer = group("Show configs and presets; translate other programs' settings.")
+_AS_JSON = partial(flag, "Print settings, origins and remarks as JSON.", "--json")
+_OVERRIDES = partial(argument, "KEY=VALUE", "Settings of Isthmus such as optim.lr=2e-5, which win.", None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowOptions:
-    words: Words = None
-    resolved: Annotated[
-        bool, typer.Option("--resolved", help="Print every setting with its default, validated as for a run.")
-    ] = False
-    origin: Annotated[bool, typer.Option("--origin", help="Print one setting per line with its origin.")] = False
-    recipe: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", help="sft, dpo or pretrain, if --resolved reads a file without recipe."),
-    ] = None
+    words: list[str] | None = WORDS()
+    resolved: bool = flag("Print every setting with its default, validated as for a run.")
+    origin: bool = flag("Print one setting per line with its origin.")
+    recipe: str | None = option("RECIPE", "sft, dpo or pretrain, if --resolved reads a file without recipe.")
 
 
 @app.command("show", short_help="Print the settings of a config file or preset.")
@@ -43,7 +38,6 @@ def show(options: ShowOptions) -> int:
 
     For a model preset, print the keys of its config.json.
     """
-    from isthmus.cli.cli_args import config_and_overrides
     from isthmus.config.load import load_settings, origins_of
     from isthmus.config.presets import Kind, kind_of
     from isthmus.config.yaml_text import write_mapping
@@ -68,10 +62,7 @@ def show(options: ShowOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="WORD", help="Only presets whose name or description contains all words."),
-    ] = None
+    words: list[str] | None = argument("WORD", "Only presets whose name or description contains all words.", None)
 
 
 @app.command("ls", short_help="List the shipped run configs and models.")
@@ -101,8 +92,8 @@ def ls(options: ListOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyOptions:
-    preset: Annotated[str, typer.Argument(metavar="NAME", help="A name that `isthmus config ls` prints.")]
-    destination: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The new file. It must not exist.")]
+    preset: str = argument("NAME", "A name that `isthmus config ls` prints.")
+    destination: Path = argument("FILE.yaml", "The new file. It must not exist.")
 
 
 @app.command("cp", short_help="Copy a preset into a file to edit.")
@@ -159,23 +150,18 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromMegatronOptions:
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [-- ARGS...]",
-            help="Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more; "
-            "or a shell script that only sets variables and starts one training.",
-        ),
-    ] = None
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="SCRIPT",
-            help="Like a script as FILE, with stand-ins for python, torchrun and srun that record the training and "
-            "start nothing, but its other commands do run. The arguments are those of the script, then Megatron-LM's.",
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+    words: list[str] | None = argument(
+        "[FILE] [-- ARGS...]",
+        "Arguments of pretrain_gpt.py, also with the launcher before them; or a file of arguments, then more; or a "
+        "shell script that only sets variables and starts one training.",
+        None,
+    )
+    run: Path | None = option(
+        "SCRIPT",
+        "Like a script as FILE, with stand-ins for python, torchrun and srun that record the training and start "
+        "nothing, but its other commands do run. The arguments are those of the script, then Megatron-LM's.",
+    )
+    as_json: bool = _AS_JSON()
 
 
 @app.command(
@@ -194,19 +180,13 @@ def from_megatron(options: FromMegatronOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromPrimusOptions:
-    experiment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="An experiment of the Megatron backend.")]
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings of Isthmus such as optim.lr=2e-5, which win."),
-    ] = None
-    data: Data = None
-    models: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder with model files, searched besides the experiment's own and PRIMUS_PATH."
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+    experiment: Path = argument("FILE.yaml", "An experiment of the Megatron backend.")
+    overrides: list[str] | None = _OVERRIDES()
+    data: list[str] | None = DATA()
+    models: Path | None = option(
+        "DIR", "Folder with model files, searched besides the experiment's own and PRIMUS_PATH."
+    )
+    as_json: bool = _AS_JSON()
 
 
 @app.command("from-primus", short_help="Translate an experiment of Primus into a config.")
@@ -224,77 +204,46 @@ def from_primus(options: FromPrimusOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromTrainerOptions:
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A config (YAML, JSON), or a shell script that starts the training.")
-    ]
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings of Isthmus such as optim.lr=2e-5, which win."),
-    ] = None
-    data: Data = None
-    nproc: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, metavar="N", help="Ranks of the training, which multiply the batch of a rank."),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+    file: Path = argument("FILE", "A config (YAML, JSON), or a shell script that starts the training.")
+    overrides: list[str] | None = _OVERRIDES()
+    data: list[str] | None = DATA()
+    nproc: int | None = option("N", "Ranks of the training, which multiply the batch of a rank.", min=1, max=1024)
+    as_json: bool = _AS_JSON()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromLlamaFactoryOptions(FromTrainerOptions):
-    dataset_info: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="dataset_info.json with the files of the data sets; default: in dataset_dir."
-        ),
-    ] = None
+    dataset_info: Path | None = option(
+        "FILE", "dataset_info.json with the files of the data sets; default: in dataset_dir."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromCommandOptions(FromTrainerOptions):
-    recipe: Annotated[
-        str | None,
-        typer.Option(metavar="VERB", help="The verb of the program, such as sft or dpo, if FILE does not have it."),
-    ] = None
+    recipe: str | None = option("VERB", "The verb of the program, such as sft or dpo, if FILE does not have it.")
 
 
-@app.command("from-llamafactory", short_help="Translate a config of LLaMA-Factory.")
-@verb
-def from_llamafactory(options: FromLlamaFactoryOptions) -> int:
-    """Print the config of a training of LLaMA-Factory. A key without an equal setting is an error, or a comment."""
-    return _from_trainer("LLaMA-Factory", options, dataset_info=options.dataset_info)
+def _add_trainer(name: str, program: Program, what: str, task: str, options: type[FromTrainerOptions]) -> None:
+    """Add the command that translates ``what`` of a program, a training for some ``task``."""
+
+    def command(options: FromTrainerOptions) -> int:
+        return _from_trainer(program, options)
+
+    command.__annotations__["options"] = options
+    command.__doc__ = (
+        f"Print the config of a training of {program}{task}. A key without an equal setting is an error, or a comment."
+    )
+    app.command(name, short_help=f"Translate {what} of {program}.")(verb(command))
 
 
-@app.command("from-axolotl", short_help="Translate a config of axolotl.")
-@verb
-def from_axolotl(options: FromTrainerOptions) -> int:
-    """Print the config of a training of axolotl. A key without an equal setting is an error, or a comment."""
-    return _from_trainer("axolotl", options)
+_add_trainer("from-llamafactory", "LLaMA-Factory", "a config", "", FromLlamaFactoryOptions)
+_add_trainer("from-axolotl", "axolotl", "a config", "", FromTrainerOptions)
+_add_trainer("from-trl", "TRL", "a config", "", FromCommandOptions)
+_add_trainer("from-verl", "verl", "a config or a command", " with GRPO", FromTrainerOptions)
+_add_trainer("from-swift", "ms-swift", "a config or a command", "", FromCommandOptions)
 
 
-@app.command("from-trl", short_help="Translate a config of TRL.")
-@verb
-def from_trl(options: FromCommandOptions) -> int:
-    """Print the config of a training of TRL. A key without an equal setting is an error, or a comment."""
-    return _from_trainer("TRL", options, recipe=options.recipe)
-
-
-@app.command("from-verl", short_help="Translate a config or a command of verl.")
-@verb
-def from_verl(options: FromTrainerOptions) -> int:
-    """Print the config of a training of verl with GRPO. A key without an equal setting is an error, or a comment."""
-    return _from_trainer("verl", options)
-
-
-@app.command("from-swift", short_help="Translate a config or a command of ms-swift.")
-@verb
-def from_swift(options: FromCommandOptions) -> int:
-    """Print the config of a training of ms-swift. A key without an equal setting is an error, or a comment."""
-    return _from_trainer("ms-swift", options, recipe=options.recipe)
-
-
-def _from_trainer(
-    program: Program, options: FromTrainerOptions, *, dataset_info: Path | None = None, recipe: str | None = None
-) -> int:
+def _from_trainer(program: Program, options: FromTrainerOptions) -> int:
     from isthmus.cli.config.translate import override, print_translation
     from isthmus.config.dialects.trainers.translate_trainer import translate_trainer
     from isthmus.config.load import load_settings
@@ -305,8 +254,8 @@ def _from_trainer(
             program,
             options.file,
             nproc=options.nproc,
-            dataset_info=dataset_info,
-            recipe=recipe,
+            dataset_info=options.dataset_info if isinstance(options, FromLlamaFactoryOptions) else None,
+            recipe=options.recipe if isinstance(options, FromCommandOptions) else None,
             data=tuple(options.data or ()),
         )
     override(translation, overridden)
@@ -315,8 +264,8 @@ def _from_trainer(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToMegatronOptions:
-    words: Words = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print arguments and remarks as JSON.")] = False
+    words: list[str] | None = WORDS()
+    as_json: bool = flag("Print arguments and remarks as JSON.", "--json")
 
 
 @app.command("to-megatron", short_help="Translate a config into Megatron-LM's arguments.")
@@ -333,20 +282,12 @@ def to_megatron(options: ToMegatronOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FromEnvOptions:
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="llama2, llama3, deepseek_v2, qwen3-0.6b or llama3.2-1b.")
-    ]
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME=VALUE", help="Variables of the script, which override the environment, and settings."
-        ),
-    ] = None
-    run: Annotated[
-        bool,
-        typer.Option("--run", help="Train as the script would: with its log file, its ranks and the means at the end."),
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print settings, origins and remarks as JSON.")] = False
+    script: str = argument("SCRIPT", "llama2, llama3, deepseek_v2, qwen3-0.6b or llama3.2-1b.")
+    words: list[str] | None = argument(
+        "NAME=VALUE", "Variables of the script, which override the environment, and settings.", None
+    )
+    run: bool = flag("Train as the script would: with its log file, its ranks and the means at the end.")
+    as_json: bool = _AS_JSON()
 
 
 @app.command("from-env", short_help="Translate variables of ROCm Megatron-LM's scripts into a config.")

@@ -144,15 +144,16 @@ def _train(run: ScriptRun, nproc: int, command: list[str]) -> int:
     if run.translation.world.nnodes > 1:
         return _run_child(_torchrun(run, nproc, command))
     from isthmus.cli import process
-    from isthmus.cli.exit import exit_status_of, print_error, save_traceback
     from isthmus.cli.train_verbs import train
 
     process.argv = command
-    status = save_traceback(
-        exit_status_of(lambda: train(run.translation.recipe, command[1:2], {}, nproc=nproc, rehearse=run.rehearse)),
+    status = process.save_traceback(
+        process.exit_status_of(
+            lambda: train(run.translation.recipe, command[1:2], {}, nproc=nproc, rehearse=run.rehearse)
+        ),
         process.run_folder,
     )
-    print_error(status, debug=False)
+    process.print_error(status, debug=False)
     return status.exit_code
 
 

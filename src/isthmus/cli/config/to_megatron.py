@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from isthmus.cli.cli_args import config_and_overrides
+from isthmus.cli.options import config_and_overrides
 from isthmus.cli.terminal import note, say
 from isthmus.config.dialects.megatron.translate_megatron import write_arguments
 from isthmus.config.dialects.translation import remark_line

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.cli_args import configs_and_overrides
+from isthmus.cli.options import configs_and_overrides
 from isthmus.config.load import load_config
 from isthmus.config.presets import config_path
 from isthmus.errors import MissingInput, UsageError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from isthmus.cli.cli_args import configs_and_overrides
+from isthmus.cli.options import configs_and_overrides
 from isthmus.config.schema import RunConfig
 from isthmus.errors import CheckFailed, DataError, OutputExists, UsageError
 from isthmus.tools.bench import bench_table, cell_run, run_bench

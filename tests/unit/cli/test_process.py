@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from isthmus.cli.exit import ExitStatus, exit_status_of, print_error, save_traceback
+from isthmus.cli.process import ExitStatus, exit_status_of, print_error, save_traceback
 from isthmus.errors import DataError, Preempted
 
 

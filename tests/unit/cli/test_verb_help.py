@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.main import main
-from isthmus.cli.next_step import next_steps
+from isthmus.cli.verb_help import next_steps
 
 
 def test_an_empty_folder_has_demo_and_init(
