@@ -16,9 +16,10 @@ from isthmus.config.dialects.trainers.data_sources import (
 from isthmus.config.dialects.trainers.methods import (
     drop_lora,
     lora_init,
+    put_loaded_bits,
     put_lora,
+    put_parameter_targets,
     put_preference,
-    put_quantization,
     put_template,
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
@@ -91,8 +92,7 @@ def _put_layout(keys: TrainerConfig) -> None:
         keys.put("parallel.fsdp", size if copies > 1 else True, "dp_shard_size")
     elif keys.has("dp_shard_size"):
         keys.ignore("dp_shard_size", "The weights are not sharded.")
-    if keys.has("dp_replicate_size"):
-        keys.ignore("dp_replicate_size", "The copies of the model follow from the number of ranks.")
+    keys.ignore_present("The copies of the model follow from the number of ranks.", "dp_replicate_size")
 
 
 def _put_saving(keys: TrainerConfig) -> None:
@@ -106,19 +106,17 @@ def _put_saving(keys: TrainerConfig) -> None:
 
 def _put_schedule(keys: TrainerConfig) -> None:
     if keys.has("cosine_min_lr_ratio"):
-        share = keys.number("cosine_min_lr_ratio") or 0.0
+        share = keys.real("cosine_min_lr_ratio")
         keys.put("optim.min_lr", share * float(keys.translation.settings["optim.lr"] or 0.0), "cosine_min_lr_ratio")
     if keys.has("cosine_constant_lr_ratio") and keys.number("cosine_constant_lr_ratio"):
         keys.refuse("cosine_constant_lr_ratio", "the cosine has no constant end; use optim.schedule=wsd, and remove it")
 
 
 def _ignore_kinds(keys: TrainerConfig) -> None:
-    for name in ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "eager_attention"):
-        if keys.has(name):
-            keys.ignore(name, "Attention is exact; train.attention=auto selects its kernel.")
-    for name in ("type_of_model", "model_type", "tokenizer_type"):
-        if keys.has(name):
-            keys.ignore(name, "config.json and the tokenizer's files tell the family and the kind.")
+    attention = ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "eager_attention")
+    keys.ignore_present("Attention is exact; train.attention=auto selects its kernel.", *attention)
+    kinds = ("type_of_model", "model_type", "tokenizer_type")
+    keys.ignore_present("config.json and the tokenizer's files tell the family and the kind.", *kinds)
     for name in ("tokenizer_config", "base_model_config"):
         if keys.has(name) and keys.text(name) == keys.text("model_name_or_path"):
             keys.ignore(name, "It is that of the model.")
@@ -142,19 +140,12 @@ def _put_method(keys: TrainerConfig) -> None:
         put_lora(keys, _LORA, init=lora_init(keys, "peft_init_lora_weights"))
         if keys.flag("lora_target_linear"):
             keys.put("lora.targets", ["all-linear"], "lora_target_linear")
-        if parameters := keys.words("lora_target_parameters"):
-            targets = [*keys.translation.settings.get("lora.targets", []), *parameters]
-            keys.put("lora.targets", targets, "lora_target_parameters")
+        put_parameter_targets(keys, "lora_target_parameters")
     elif adapter is not None:
         keys.refuse("adapter", "is not a method of Isthmus; use lora or qlora")
     else:
         drop_lora(keys, {**_LORA, "linear": "lora_target_linear", "parameters": "lora_target_parameters"})
-    bits = {"load_in_4bit": 4, "load_in_8bit": 8}
-    for name, number in bits.items():
-        if keys.has(name) and keys.flag(name):
-            put_quantization(keys, number, name, adapters=adapter is not None)
-        elif keys.has(name):
-            keys.ignore(name, "It is off.")
+    put_loaded_bits(keys, adapters=adapter is not None)
 
 
 def _put_recipe(keys: TrainerConfig) -> None:
@@ -164,19 +155,13 @@ def _put_recipe(keys: TrainerConfig) -> None:
     elif method == "kto":
         keys.translation.recipe = "kto"
         beta = "rl_beta" if keys.has("rl_beta") else "dpo_beta"
-        if keys.has(beta):
-            keys.put("kto.beta", keys.number(beta), beta)
+        keys.copy(keys.number, {beta: "kto.beta"})
     elif method in _PREFERENCES:
         beta = next((name for name in ("orpo_alpha", "rl_beta", "dpo_beta") if keys.has(name)), "dpo_beta")
         put_preference(keys, keys.text("dpo_loss_type") or method if method == "dpo" else method, "rl", beta)
-        for setting, name in (
-            ("label_smoothing", "dpo_label_smoothing"),
-            ("simpo_gamma", "simpo_gamma"),
-            ("sft_weight", "cpo_alpha"),
-            ("sft_weight", "rpo_alpha"),
-        ):
-            if keys.has(name):
-                keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+        extras = {"dpo_label_smoothing": "label_smoothing", "simpo_gamma": "simpo_gamma"}
+        extras |= {"cpo_alpha": "sft_weight", "rpo_alpha": "sft_weight"}
+        keys.copy(keys.real, {name: f"dpo.{setting}" for name, setting in extras.items()})
     elif method == "grpo":
         keys.stop("rl", "is training on rollouts, which is not translated; see isthmus grpo")
     elif method is not None:
@@ -201,11 +186,9 @@ def _put_trackers(keys: TrainerConfig) -> None:
 def _put_text(keys: TrainerConfig) -> None:
     keys.put("data.seq_length", keys.integer("sequence_len"), "sequence_len")
     keys.put("data.packing", keys.flag("sample_packing"), "sample_packing")
-    if keys.has("eval_sample_packing"):
-        keys.ignore("eval_sample_packing", "Validation data is packed as training data; the loss is the same.")
+    keys.ignore_present("Validation data is packed as training data; the loss is the same.", "eval_sample_packing")
     put_template(keys, "chat_template")
-    if keys.has("chat_template_jinja"):
-        keys.put("chat.template", keys.text("chat_template_jinja"), "chat_template_jinja")
+    keys.copy(keys.text, {"chat_template_jinja": "chat.template"})
     if keys.has("excess_length_strategy"):
         overlong = {"drop": "drop", "truncate": "truncate", "raise": "error"}
         keys.put(
@@ -243,8 +226,8 @@ def _put_data(keys: TrainerConfig) -> None:
         put_sources(keys, sources, name)
     if keys.recipe == "sft" and keys.flag("train_on_inputs") and not any("chat_template" in kind for kind in types):
         keys.put("data.loss_on", "all", "train_on_inputs")
-    elif keys.has("train_on_inputs"):
-        keys.ignore("train_on_inputs", "The loss is on answers.")
+    else:
+        keys.ignore_present("The loss is on answers.", "train_on_inputs")
     files = [
         file
         for entry in keys.entries("test_datasets")
@@ -256,8 +239,8 @@ def _put_data(keys: TrainerConfig) -> None:
         keys.different(
             "evals_per_epoch", "The loss is measured at the start and at the end; train.eval_every is in steps."
         )
-    elif keys.has("evals_per_epoch"):
-        keys.ignore("evals_per_epoch", "There is no validation during the run.")
+    else:
+        keys.ignore_present("There is no validation during the run.", "evals_per_epoch")
     put_evaluation(keys, has_data=has_data)
 
 

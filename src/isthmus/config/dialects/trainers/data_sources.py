@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
@@ -65,6 +65,16 @@ def put_sources(keys: TrainerConfig, sources: Sequence[TrainerDataSet], name: st
         keys.put("data.files", [file for source in sources for file in source.files], name)
     if columns:
         keys.put("data.columns", columns, name)
+
+
+def weighted(keys: TrainerConfig, name: str, sources: Sequence[TrainerDataSet], count: int) -> list[TrainerDataSet]:
+    """The data sets with the weights of a key, which must have ``count``."""
+    weights = keys.numbers(name)
+    if weights and len(weights) != count:
+        keys.refuse(name, f"has {len(weights)} weights for {count} data sets")
+    if not weights or not len(weights) == count == len(sources):
+        return list(sources)
+    return [replace(source, weight=weight) for source, weight in zip(sources, weights, strict=True)]
 
 
 def put_validation(keys: TrainerConfig, share_name: str, *, files: Sequence[str] = (), files_name: str = "") -> bool:

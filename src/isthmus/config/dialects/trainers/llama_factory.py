@@ -13,6 +13,7 @@ from isthmus.config.dialects.trainers.data_sources import (
     is_local,
     put_sources,
     put_validation,
+    weighted,
 )
 from isthmus.config.dialects.trainers.methods import (
     drop_lora,
@@ -20,6 +21,7 @@ from isthmus.config.dialects.trainers.methods import (
     put_preference,
     put_quantization,
     put_template,
+    put_thinking,
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
 from isthmus.config.dialects.trainers.training_arguments import put_evaluation, put_model, put_training_arguments
@@ -68,12 +70,9 @@ def translate_llama_factory(keys: TrainerConfig, dataset_info: Path | None) -> N
         keys.put("train.recompute", "none", "disable_gradient_checkpointing")
     elif not keys.has("gradient_checkpointing"):
         keys.put("train.recompute", "full", "disable_gradient_checkpointing")
-    if keys.has("flash_attn"):
-        keys.ignore("flash_attn", "Attention is exact; train.attention=auto selects its kernel.")
-    if keys.has("moe_aux_loss_coef"):
-        keys.put("moe.aux_loss", keys.number("moe_aux_loss_coef"), "moe_aux_loss_coef")
-    if keys.has("early_stopping_steps"):
-        keys.put("train.early_stopping", keys.integer("early_stopping_steps"), "early_stopping_steps")
+    keys.ignore_present("Attention is exact; train.attention=auto selects its kernel.", "flash_attn")
+    keys.copy(keys.number, {"moe_aux_loss_coef": "moe.aux_loss"})
+    keys.copy(keys.integer, {"early_stopping_steps": "train.early_stopping"})
 
 
 def _put_method(keys: TrainerConfig) -> None:
@@ -103,13 +102,8 @@ def _put_method(keys: TrainerConfig) -> None:
 def _put_preferences(keys: TrainerConfig) -> None:
     if keys.recipe == "dpo":
         put_preference(keys, keys.text("pref_loss") or "sigmoid", "pref_loss", "pref_beta")
-        for setting, name in (
-            ("sft_weight", "pref_ftx"),
-            ("simpo_gamma", "simpo_gamma"),
-            ("label_smoothing", "dpo_label_smoothing"),
-        ):
-            if keys.has(name):
-                keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+        extras = {"pref_ftx": "sft_weight", "simpo_gamma": "simpo_gamma", "dpo_label_smoothing": "label_smoothing"}
+        keys.copy(keys.real, {name: f"dpo.{setting}" for name, setting in extras.items()})
     elif keys.recipe == "kto":
         keys.put("kto.beta", keys.number("pref_beta"), "pref_beta")
         keys.value("pref_loss")
@@ -117,9 +111,9 @@ def _put_preferences(keys: TrainerConfig) -> None:
         if keys.recipe not in ("dpo", "kto") and keys.has(name):
             keys.ignore(name, f"It is for preferences, and the recipe is {keys.recipe}.")
         keys.value(name)
-    for name in ("kto_chosen_weight", "kto_rejected_weight"):
-        if keys.recipe != "kto" and keys.has(name):
-            keys.ignore(name, f"It is for kto, and the recipe is {keys.recipe}.")
+    if keys.recipe != "kto":
+        why = f"It is for kto, and the recipe is {keys.recipe}."
+        keys.ignore_present(why, "kto_chosen_weight", "kto_rejected_weight")
 
 
 def _put_text(keys: TrainerConfig) -> None:
@@ -131,15 +125,11 @@ def _put_text(keys: TrainerConfig) -> None:
             keys.ignore(name, "Text has no chat template.")
         return
     put_template(keys, "template")
-    if keys.has("default_system"):
-        keys.put("chat.system", keys.text("default_system"), "default_system")
+    keys.copy(keys.text, {"default_system": "chat.system"})
     for name, loss_on in (("train_on_prompt", "all"), ("mask_history", "last")):
         if keys.flag(name):
             keys.put("data.loss_on", loss_on, name)
-    if keys.has("enable_thinking") and not keys.flag("enable_thinking"):
-        keys.put("chat.reasoning", "drop", "enable_thinking")
-    elif keys.has("enable_thinking"):
-        keys.ignore("enable_thinking", "Reasoning of answers is trained as far as the template has it.")
+    put_thinking(keys)
 
 
 def _put_data(keys: TrainerConfig, dataset_info: Path | None) -> None:
@@ -153,25 +143,15 @@ def _put_data(keys: TrainerConfig, dataset_info: Path | None) -> None:
     if keys.has("tokenized_path"):
         keys.refuse("tokenized_path", "is data that LLaMA-Factory has tokenized; give the records, and remove it")
     sources = [source for name in names if (source := _source(keys, name, "dataset", folder, info, info_file))]
-    probabilities = keys.numbers("interleave_probs")
-    if probabilities and len(probabilities) != len(names):
-        keys.refuse("interleave_probs", f"has {len(probabilities)} weights for {len(names)} data sets")
-    elif probabilities and len(probabilities) == len(sources):
-        sources = [TrainerDataSet(s.files, s.columns, p) for s, p in zip(sources, probabilities, strict=True)]
-    if keys.has("mix_strategy"):
-        keys.ignore("mix_strategy", "Data sets with weights are interleaved, others are concatenated and shuffled.")
-    if keys.has("max_samples"):
-        keys.put("data.max_samples", keys.integer("max_samples"), "max_samples")
+    sources = weighted(keys, "interleave_probs", sources, len(names))
+    keys.ignore_present("Data sets with weights are interleaved, others are concatenated and shuffled.", "mix_strategy")
+    keys.copy(keys.integer, {"max_samples": "data.max_samples"})
     if sources:
         put_sources(keys, sources, "dataset")
     elif not names:
         keys.refuse("dataset", "is missing; give the data with --data")
-    valid = [
-        source
-        for name in keys.words("eval_dataset")
-        if (source := _source(keys, name, "eval_dataset", folder, info, info_file))
-    ]
-    files = [file for source in valid for file in source.files]
+    valid = (_source(keys, name, "eval_dataset", folder, info, info_file) for name in keys.words("eval_dataset"))
+    files = [file for source in valid if source is not None for file in source.files]
     has_data = put_validation(keys, "val_size", files=files, files_name="eval_dataset")
     put_evaluation(keys, has_data=has_data)
 

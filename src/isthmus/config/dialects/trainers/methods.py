@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig, tables
 
-NO_STUDENT_ANSWERS = "The teacher is distilled on the answers of the records, never on answers of the student."
 _INITS = re.compile(r"gaussian|pissa(_niter_\d+)?")
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
 _DPO_LOSSES = {
@@ -36,8 +35,7 @@ def put_lora(keys: TrainerConfig, names: Mapping[str, str], *, init: str | None 
             keys.ignore(names[setting], "The adapter has its own.")
     else:
         keys.put("lora.rank", keys.integer(names["rank"]), names["rank"])
-        alpha = keys.number(names["alpha"])
-        if alpha is not None:
+        if (alpha := keys.number(names["alpha"])) is not None:
             keys.put("lora.alpha", float(alpha), names["alpha"])
         _put_targets(keys, names)
         for setting in ("dora", "rslora"):
@@ -46,8 +44,7 @@ def put_lora(keys: TrainerConfig, names: Mapping[str, str], *, init: str | None 
         if init is not None:
             keys.put("lora.init", init, names["init"])
     _put_dropout(keys, names["dropout"])
-    ratio = keys.number(names["lr_ratio"])
-    if ratio is not None:
+    if (ratio := keys.number(names["lr_ratio"])) is not None:
         keys.put("lora.lr_ratio", float(ratio), names["lr_ratio"])
 
 
@@ -93,6 +90,19 @@ def lora_init(keys: TrainerConfig, name: str) -> str | None:
     return None
 
 
+def put_loaded_bits(keys: TrainerConfig, *, adapters: bool) -> None:
+    """The switches ``load_in_4bit`` and ``load_in_8bit``."""
+    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if keys.is_on(name):
+            put_quantization(keys, bits, name, adapters=adapters)
+
+
+def put_parameter_targets(keys: TrainerConfig, name: str) -> None:
+    """Parameters besides the linear layers that get adapters."""
+    if parameters := keys.words(name):
+        keys.put("lora.targets", [*keys.translation.settings.get("lora.targets", []), *parameters], name)
+
+
 def put_quantization(keys: TrainerConfig, bits: int | None, name: str, *, adapters: bool) -> None:
     """Frozen weights of 4 or 8 bits."""
     if bits is None:
@@ -112,9 +122,22 @@ def put_preference(keys: TrainerConfig, loss: str, loss_name: str, beta_name: st
         return
     keys.translation.recipe = "dpo"
     keys.put("dpo.loss", _DPO_LOSSES[loss], loss_name)
-    beta = keys.number(beta_name)
-    if beta is not None:
+    if (beta := keys.number(beta_name)) is not None:
         keys.put("dpo.beta", float(beta), beta_name)
+
+
+def put_distillation(keys: TrainerConfig) -> None:
+    keys.put("distill.beta", keys.number("beta") if keys.has("beta") else 0.5, "beta")
+    if not keys.has("lmbda"):
+        why = "The teacher is distilled on the answers of the records, never on answers of the student."
+        keys.translation.remark(f"lmbda: 0.5, {keys.origin('lmbda')}", "different", why)
+
+
+def put_thinking(keys: TrainerConfig) -> None:
+    if keys.has("enable_thinking") and not keys.flag("enable_thinking"):
+        keys.put("chat.reasoning", "drop", "enable_thinking")
+    else:
+        keys.ignore_present("Reasoning of answers is trained as far as the template has it.", "enable_thinking")
 
 
 def put_template(keys: TrainerConfig, name: str) -> None:

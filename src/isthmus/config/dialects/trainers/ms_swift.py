@@ -11,22 +11,21 @@ from isthmus.config.dialects.trainers.data_sources import (
     is_local,
     put_sources,
     put_validation,
+    weighted,
 )
 from isthmus.config.dialects.trainers.methods import (
-    NO_STUDENT_ANSWERS,
     drop_lora,
     lora_init,
+    put_distillation,
     put_lora,
+    put_parameter_targets,
     put_preference,
     put_quantization,
     put_template,
+    put_thinking,
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
-from isthmus.config.dialects.trainers.training_arguments import (
-    put_evaluation,
-    put_model,
-    put_training_arguments,
-)
+from isthmus.config.dialects.trainers.training_arguments import put_evaluation, put_model, put_training_arguments
 from isthmus.config.recipes import RecipeName
 from isthmus.errors import UsageError
 
@@ -104,8 +103,7 @@ def _put_layout(keys: TrainerConfig) -> None:
             keys.put(f"parallel.{setting}", size, name)
         else:
             keys.ignore(name, "One rank is the default.")
-    if keys.has("sequence_parallel"):
-        keys.ignore("sequence_parallel", "It is on if parallel.tp is above 1.")
+    keys.ignore_present("It is on if parallel.tp is above 1.", "sequence_parallel")
 
 
 def _put_recomputation(keys: TrainerConfig, *, megatron: bool) -> None:
@@ -128,10 +126,8 @@ def _put_rates(keys: TrainerConfig, adapters: str, *, megatron: bool) -> None:
         keys.put("optim.lr", 1e-4 if adapters.startswith("lora") else 1e-5, "learning_rate")
     if not megatron and not keys.has("gradient_accumulation_steps") and not keys.has("global_batch_size"):
         keys.put("train.global_batch_size", 16, "gradient_accumulation_steps")
-    if keys.has("min_lr"):
-        keys.put("optim.min_lr", float(keys.number("min_lr") or 0.0), "min_lr")
-    if keys.has("lr_decay_iters"):
-        keys.put("optim.schedule_steps", keys.integer("lr_decay_iters"), "lr_decay_iters")
+    keys.copy(keys.real, {"min_lr": "optim.min_lr"})
+    keys.copy(keys.integer, {"lr_decay_iters": "optim.schedule_steps"})
 
 
 def _put_method(keys: TrainerConfig, adapters: str, name: str) -> None:
@@ -142,13 +138,11 @@ def _put_method(keys: TrainerConfig, adapters: str, name: str) -> None:
                 keys.refuse(
                     extra, "give lora.targets, names or patterns with *, or lora.path, a folder of PEFT; remove it"
                 )
-        if parameters := keys.words("target_parameters"):
-            targets = [*keys.translation.settings.get("lora.targets", []), *parameters]
-            keys.put("lora.targets", targets, "target_parameters")
+        put_parameter_targets(keys, "target_parameters")
         if keys.has("merge_lora") and keys.flag("merge_lora"):
             keys.put("checkpoint.export_merged", True, "merge_lora")
-        elif keys.has("merge_lora"):
-            keys.ignore("merge_lora", "The adapters are always exported, and the merged model too.")
+        else:
+            keys.ignore_present("The adapters are always exported, and the merged model too.", "merge_lora")
     elif adapters == "full":
         drop_lora(keys, _LORA)
         keys.value("merge_lora")
@@ -158,8 +152,7 @@ def _put_method(keys: TrainerConfig, adapters: str, name: str) -> None:
         keys.value(key)
     if keys.has("quant_bits"):
         put_quantization(keys, keys.integer("quant_bits"), "quant_bits", adapters=adapters == "lora")
-    if keys.has("bnb_4bit_compute_dtype"):
-        keys.ignore("bnb_4bit_compute_dtype", "Quantized weights are multiplied in train.precision.")
+    keys.ignore_present("Quantized weights are multiplied in train.precision.", "bnb_4bit_compute_dtype")
     if keys.has("quant_method") and keys.text("quant_method") != "bnb":
         keys.refuse("quant_method", "bitsandbytes quantizes weights in Isthmus; use bnb")
     if keys.has("freeze_parameters"):
@@ -170,22 +163,16 @@ def _put_preferences(keys: TrainerConfig, method: str) -> None:
     if keys.recipe == "dpo":
         loss = keys.text("loss_type") if method == "dpo" and keys.has("loss_type") else method
         put_preference(keys, loss or "sigmoid", "loss_type" if keys.has("loss_type") else "rlhf_type", "beta")
-        for setting, name in (
-            ("label_smoothing", "label_smoothing"),
-            ("sft_weight", "rpo_alpha"),
-            ("sft_weight", "cpo_alpha"),
-        ):
-            if keys.has(name):
-                keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+        extras = {"label_smoothing": "label_smoothing", "rpo_alpha": "sft_weight", "cpo_alpha": "sft_weight"}
+        keys.copy(keys.real, {name: f"dpo.{setting}" for name, setting in extras.items()})
         if method == "simpo":
             keys.put("dpo.simpo_gamma", keys.number("simpo_gamma"), "simpo_gamma")
             if not keys.has("beta"):
                 keys.put("dpo.beta", 2.0, "beta")
-    elif keys.recipe in ("kto", "distill"):
-        default = 0.5 if keys.recipe == "distill" else 0.1
-        keys.put(f"{keys.recipe}.beta", keys.number("beta") if keys.has("beta") else default, "beta")
-    if keys.recipe == "distill" and not keys.has("lmbda"):
-        keys.translation.remark(f"lmbda: 0.5, {keys.origin('lmbda')}", "different", NO_STUDENT_ANSWERS)
+    elif keys.recipe == "kto":
+        keys.put("kto.beta", keys.number("beta") if keys.has("beta") else 0.1, "beta")
+    elif keys.recipe == "distill":
+        put_distillation(keys)
     for name in ("loss_type", "rlhf_type", "simpo_gamma"):
         keys.value(name)
     if keys.has("lmbda") and keys.number("lmbda"):
@@ -197,10 +184,7 @@ def _put_text(keys: TrainerConfig) -> None:
         keys.put("data.seq_length", keys.integer("max_length"), "max_length")
     else:
         keys.different("max_length", "data.seq_length is 2048 by default.")
-    if keys.recipe in ("sft", "pretrain", "distill"):
-        packing = keys.has("packing") and keys.flag("packing")
-        keys.put("data.packing", packing, "packing")
-    elif keys.has("packing"):
+    if keys.has("packing") or keys.recipe in ("sft", "pretrain", "distill"):
         keys.put("data.packing", keys.flag("packing"), "packing")
     if keys.recipe != "pretrain":
         overlong = keys.text("truncation_strategy") or "delete"
@@ -209,12 +193,8 @@ def _put_text(keys: TrainerConfig) -> None:
         else:
             keys.refuse("truncation_strategy", "long samples lose their end; use delete, right or split")
         put_template(keys, "template")
-        if keys.has("system"):
-            keys.put("chat.system", keys.text("system"), "system")
-    if keys.has("enable_thinking") and not keys.flag("enable_thinking"):
-        keys.put("chat.reasoning", "drop", "enable_thinking")
-    elif keys.has("enable_thinking"):
-        keys.ignore("enable_thinking", "Reasoning of answers is trained as far as the template has it.")
+        keys.copy(keys.text, {"system": "chat.system"})
+    put_thinking(keys)
     scale = keys.text("loss_scale") if keys.has("loss_scale") else None
     if scale in ("last_round", "all") and keys.recipe in ("sft", "distill"):
         keys.put("data.loss_on", "last" if scale == "last_round" else "all", "loss_scale")
@@ -225,14 +205,9 @@ def _put_text(keys: TrainerConfig) -> None:
 
 
 def _put_experts(keys: TrainerConfig) -> None:
-    for name, setting in (
-        ("moe_aux_loss_coeff", "moe.aux_loss"),
-        ("router_aux_loss_coef", "moe.aux_loss"),
-        ("moe_z_loss_coeff", "moe.z_loss"),
-        ("moe_expert_capacity_factor", "moe.capacity_factor"),
-    ):
-        if keys.has(name):
-            keys.put(setting, float(keys.number(name) or 0.0), name)
+    losses = {"moe_aux_loss_coeff": "aux_loss", "router_aux_loss_coef": "aux_loss", "moe_z_loss_coeff": "z_loss"}
+    losses |= {"moe_expert_capacity_factor": "capacity_factor"}
+    keys.copy(keys.real, {name: f"moe.{setting}" for name, setting in losses.items()})
     if keys.has("mtp_num_layers"):
         keys.different("mtp_num_layers", "MTP layers are those of the model.")
     if keys.has("fp8_format"):
@@ -241,17 +216,12 @@ def _put_experts(keys: TrainerConfig) -> None:
             keys.put("train.fp8_format", keys.text("fp8_format"), "fp8_format")
     if keys.has("optimizer_cpu_offload") and keys.flag("optimizer_cpu_offload"):
         keys.put("optim.offload", True, "optimizer_cpu_offload")
-    if keys.has("early_stop_interval"):
-        keys.put("train.early_stopping", keys.integer("early_stop_interval"), "early_stop_interval")
+    keys.copy(keys.integer, {"early_stop_interval": "train.early_stopping"})
 
 
 def _put_data(keys: TrainerConfig) -> None:
     sources = [source for name in _names(keys, "dataset") if (source := _source(keys, name, "dataset"))]
-    probabilities = keys.numbers("interleave_prob")
-    if probabilities and len(probabilities) != len(sources):
-        keys.refuse("interleave_prob", f"has {len(probabilities)} weights for {len(sources)} data sets")
-    elif probabilities:
-        sources = [TrainerDataSet(s.files, s.columns, p) for s, p in zip(sources, probabilities, strict=True)]
+    sources = weighted(keys, "interleave_prob", sources, len(sources))
     if keys.has("columns") and isinstance(columns := keys.value("columns"), dict):
         mapped = {str(ours): str(theirs) for theirs, ours in columns.items()}
         sources = [TrainerDataSet(source.files, mapped, source.weight) for source in sources]
@@ -265,8 +235,8 @@ def _put_data(keys: TrainerConfig) -> None:
     keys.value("use_hf")
     if keys.has("custom_dataset_info"):
         keys.refuse("custom_dataset_info", "give the files of the data sets in dataset, and remove it")
-    valid = [source for name in _names(keys, "val_dataset") if (source := _source(keys, name, "val_dataset"))]
-    files = [file for source in valid for file in source.files]
+    valid = (_source(keys, name, "val_dataset") for name in _names(keys, "val_dataset"))
+    files = [file for source in valid if source is not None for file in source.files]
     has_data = put_validation(keys, "split_dataset_ratio", files=files, files_name="val_dataset")
     put_evaluation(keys, has_data=has_data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,6 @@ from isthmus.errors import UsageError
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "no", [], {})
 """Values with which a key has no effect."""
-
-
 _HYDRA = ("verl",)
 """Programs without TrainingArguments."""
 
@@ -92,6 +90,10 @@ class TrainerConfig:
         number = self.number(name)
         return None if number is None else int(number)
 
+    def real(self, name: str) -> float:
+        """The number, 0 without one."""
+        return float(self.number(name) or 0.0)
+
     def words(self, name: str) -> list[str]:
         """A list, or text with commas."""
         value = self.value(name)
@@ -123,28 +125,45 @@ class TrainerConfig:
 
     def put(self, setting: str, value: Any, *names: str) -> None:
         """A setting whose value comes from keys."""
-        self._handled.update(names)
-        self._answered.update(names)
+        self._answer(*names)
         self.translation.put(setting, value, self.origin(*names))
+
+    def copy(self, read: Callable[[str], Any], settings: Mapping[str, str]) -> None:
+        """Put the settings of keys that the config has, by key; ``read`` is such as :meth:`number`."""
+        for name, setting in settings.items():
+            if self.has(name):
+                self.put(setting, read(name), name)
+
+    def ignore_present(self, reason: str, *names: str) -> None:
+        for name in names:
+            if self.has(name):
+                self.ignore(name, reason)
+
+    def is_on(self, name: str) -> bool:
+        """Whether the config has this switch and it is on; one that is off is answered."""
+        if self.has(name) and not self.flag(name):
+            self.ignore(name, "It is off.")
+        return self.has(name) and self.flag(name)
+
+    def _answer(self, *names: str) -> None:
+        self._answered.update(names)
+        self._handled.update(names)
 
     def ignore(self, name: str, reason: str) -> None:
         """``name`` has no setting; the training is the same, or ``reason`` says what differs."""
-        self._answered.add(name)
-        self._handled.add(name)
+        self._answer(name)
         if name in self._written:
             self.translation.remark(self.origin(name) if self.has(name) else self._written[name], "ignored", reason)
 
     def different(self, name: str, reason: str) -> None:
         """``name`` has no equal setting, and ``reason`` says what the training does instead."""
-        self._answered.add(name)
-        self._handled.add(name)
+        self._answer(name)
         if self.has(name):
             self.translation.remark(self.origin(name), "different", reason)
 
     def refuse(self, name: str, reason: str) -> None:
         """The training of the config cannot be had with settings."""
-        self._answered.add(name)
-        self._handled.add(name)
+        self._answer(name)
         self.errors.append(f"{self.origin(name) if self.has(name) else name}  {reason}")
 
     def stop(self, name: str, reason: str) -> NoReturn:

@@ -31,8 +31,7 @@ _MAX_SECONDS = 1e6
 
 def put_training_arguments(keys: TrainerConfig) -> None:
     """Everything but model, data and the method."""
-    if keys.has("output_dir"):
-        keys.put("out", keys.text("output_dir"), "output_dir")
+    keys.copy(keys.text, {"output_dir": "out"})
     put_batch(keys)
     _put_length(keys)
     put_learning_rate(keys)
@@ -45,15 +44,13 @@ def put_training_arguments(keys: TrainerConfig) -> None:
     keys.put("train.seed", keys.integer("seed"), "seed")
     data_seed = "data_seed" if keys.has("data_seed") else "seed"
     keys.put("data.seed", keys.integer(data_seed), data_seed)
-    if keys.has("neftune_noise_alpha"):
-        keys.put("train.neftune_alpha", keys.number("neftune_noise_alpha"), "neftune_noise_alpha")
+    keys.copy(keys.number, {"neftune_noise_alpha": "train.neftune_alpha"})
     for name in ("no_cuda", "use_cpu"):
         if keys.flag(name):
             keys.put("platform", "cpu", name)
     if keys.has("ddp_timeout"):
         keys.put("parallel.timeout_s", min(keys.number("ddp_timeout") or 600.0, _MAX_SECONDS), "ddp_timeout")
-    if keys.has("attn_implementation"):
-        keys.ignore("attn_implementation", "Attention is exact; train.attention=auto selects its kernel.")
+    keys.ignore_present("Attention is exact; train.attention=auto selects its kernel.", "attn_implementation")
 
 
 def put_batch(keys: TrainerConfig) -> None:
@@ -78,7 +75,7 @@ def _put_length(keys: TrainerConfig) -> None:
     if steps is not None and steps > 0:
         keys.put("train.steps", steps, "max_steps", "num_train_epochs")
     else:
-        keys.put("train.epochs", float(keys.number("num_train_epochs") or 0.0), "num_train_epochs")
+        keys.put("train.epochs", keys.real("num_train_epochs"), "num_train_epochs")
 
 
 def put_learning_rate(keys: TrainerConfig) -> None:
@@ -153,8 +150,7 @@ def _put_optimizer(keys: TrainerConfig) -> None:
         ("weight_decay", "weight_decay"),
         ("clip_grad", "max_grad_norm"),
     ):
-        value = keys.number(key)
-        if value is not None:
+        if (value := keys.number(key)) is not None:
             keys.put(f"optim.{setting}", max(float(value), 0.0), key)
 
 
@@ -185,8 +181,7 @@ def put_evaluation(keys: TrainerConfig, *, has_data: bool) -> None:
         keys.put("train.eval_every", int(steps), *names[:3])
         if keys.flag("load_best_model_at_end"):
             keys.put("checkpoint.keep_best", True, "load_best_model_at_end")
-    if keys.has("do_eval"):
-        keys.ignore("do_eval", "A run with validation data always evaluates at the start and at the end.")
+    keys.ignore_present("A run with validation data always evaluates at the start and at the end.", "do_eval")
     for name in names:
         if keys.has(name) and "train.eval_every" in keys.translation.settings:
             keys.value(name)
@@ -206,10 +201,8 @@ def _put_saving(keys: TrainerConfig) -> None:
         keys.put(setting, int(steps), "save_steps")
     elif keys.has("save_strategy"):
         keys.different("save_strategy", "checkpoint.every is in steps; the end of a run is always saved.")
-    if keys.has("save_only_model") and keys.flag("save_only_model"):
+    if keys.is_on("save_only_model"):
         keys.put(setting, int(steps or 500), "save_only_model", "save_steps")
-    elif keys.has("save_only_model"):
-        keys.ignore("save_only_model", "It is off.")
     if keys.has("save_total_limit"):
         keys.put("checkpoint.keep", max(keys.integer("save_total_limit") or 1, 1), "save_total_limit")
 
@@ -217,29 +210,23 @@ def _put_saving(keys: TrainerConfig) -> None:
 def _put_logging(keys: TrainerConfig) -> None:
     if keys.has("logging_steps"):
         keys.put("logging.every", max(int(keys.number("logging_steps") or 1), 1), "logging_steps")
-    if keys.has("logging_strategy"):
-        keys.ignore("logging_strategy", "metrics.jsonl has every step; logging.every is that of log lines.")
+    keys.ignore_present("metrics.jsonl has every step; logging.every is that of log lines.", "logging_strategy")
     if keys.has("report_to"):
         trackers = keys.words("report_to")
         known = [name for name in _TRACKERS if name in trackers]
         keys.put("logging.to", list(_TRACKERS) if trackers == ["all"] else known, "report_to")
         if other := [name for name in trackers if name not in (*_TRACKERS, "none", "all")]:
             keys.different("report_to", f"{', '.join(other)} is not supported; logging.to has {', '.join(_TRACKERS)}.")
-    if keys.has("run_name"):
-        keys.put("logging.name", keys.text("run_name"), "run_name")
-    if keys.has("project"):
-        keys.put("logging.project", keys.text("project"), "project")
+    keys.copy(keys.text, {"run_name": "logging.name", "project": "logging.project"})
 
 
 def _put_memory(keys: TrainerConfig) -> None:
     if keys.value("gradient_checkpointing") not in (None, ""):
         on = keys.flag("gradient_checkpointing") or keys.text("gradient_checkpointing") in ("offload", "unsloth")
         keys.put("train.recompute", "full" if on else "none", "gradient_checkpointing")
-    if keys.has("gradient_checkpointing_kwargs"):
-        keys.ignore("gradient_checkpointing_kwargs", "Layers are recomputed in one way.")
-    for name in ("use_liger_kernel", "enable_liger_kernel", "liger_kernel_config"):
-        if keys.has(name):
-            keys.ignore(name, "The loss is always fused, and train.compile=auto fuses norms and activations on GPUs.")
+    keys.ignore_present("Layers are recomputed in one way.", "gradient_checkpointing_kwargs")
+    fused = "The loss is always fused, and train.compile=auto fuses norms and activations on GPUs."
+    keys.ignore_present(fused, "use_liger_kernel", "enable_liger_kernel", "liger_kernel_config")
     if keys.has("deepspeed"):
         _put_deepspeed(keys, str(keys.value("deepspeed")), keys.value("deepspeed"))
     _put_fsdp(keys)
@@ -313,5 +300,5 @@ def put_model(keys: TrainerConfig) -> None:
             keys.refuse("model_revision", "download this revision into a folder, give it as the model, and remove it")
     if keys.flag("trust_remote_code"):
         keys.put("model.trust_remote_code", True, "trust_remote_code")
-    elif keys.has("trust_remote_code"):
-        keys.ignore("trust_remote_code", "It is off.")
+    else:
+        keys.ignore_present("It is off.", "trust_remote_code")

@@ -7,12 +7,12 @@ from typing import Any
 
 from isthmus.config.dialects.trainers.data_sources import TrainerDataSet, hub_source, is_local, put_sources, whole_split
 from isthmus.config.dialects.trainers.methods import (
-    NO_STUDENT_ANSWERS,
     drop_lora,
     lora_init,
+    put_distillation,
+    put_loaded_bits,
     put_lora,
     put_preference,
-    put_quantization,
     put_template,
 )
 from isthmus.config.dialects.trainers.trainer_config import TrainerConfig
@@ -86,14 +86,11 @@ def translate_trl(keys: TrainerConfig, verb: str | None) -> None:
         _put_dpo(keys, verb)
     elif recipe == "kto":
         keys.put("kto.beta", keys.number("beta"), "beta")
-        if keys.has("loss_type"):
-            keys.put("kto.loss", keys.text("loss_type"), "loss_type")
+        keys.copy(keys.text, {"loss_type": "kto.loss"})
     elif recipe == "grpo":
         put_grpo(keys, rloo=verb == "rloo" or keys.has("normalize_advantages"))
     elif recipe == "distill":
-        keys.put("distill.beta", keys.number("beta") if keys.has("beta") else 0.5, "beta")
-        if not keys.has("lmbda"):
-            keys.translation.remark(f"lmbda: 0.5, {keys.origin('lmbda')}", "different", NO_STUDENT_ANSWERS)
+        put_distillation(keys)
         keys.put("distill.teacher", keys.text("teacher_model_name_or_path"), "teacher_model_name_or_path")
     elif keys.has("loss_type") and keys.text("loss_type") in ("nll", "chunked_nll"):
         keys.ignore("loss_type", "The loss is the cross entropy.")
@@ -120,22 +117,12 @@ def _put_launcher(keys: TrainerConfig) -> None:
 def _put_method(keys: TrainerConfig) -> None:
     adapters = keys.flag("use_peft")
     if adapters:
+        put_lora(keys, _LORA, init=lora_init(keys, "lora_init_weights"))
         if keys.value("lora_target_modules") is None:
-            targets = ["q_proj", "v_proj"]
-            keys.different("lora_target_modules", "Adapters are added to q_proj and v_proj.")
-            put_lora(keys, _LORA, init=lora_init(keys, "lora_init_weights"))
-            keys.put("lora.targets", targets, "lora_target_modules")
-        else:
-            put_lora(keys, _LORA, init=lora_init(keys, "lora_init_weights"))
+            keys.put("lora.targets", ["q_proj", "v_proj"], "lora_target_modules")
     else:
         drop_lora(keys, _LORA)
-    for name, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
-        if keys.has(name) and keys.flag(name):
-            put_quantization(keys, bits, name, adapters=adapters)
-        elif keys.has(name):
-            keys.ignore(name, "It is off.")
-    if keys.has("use_peft"):
-        keys.value("use_peft")
+    put_loaded_bits(keys, adapters=adapters)
 
 
 def _put_dpo(keys: TrainerConfig, verb: str | None) -> None:
@@ -151,18 +138,13 @@ def _put_dpo(keys: TrainerConfig, verb: str | None) -> None:
         keys.refuse("loss_type", "has several preference losses; use one of them")
         return
     put_preference(keys, str(losses[0]), "loss_type", "orpo_alpha" if keys.has("orpo_alpha") else "beta")
-    for setting, name in (
-        ("label_smoothing", "label_smoothing"),
-        ("simpo_gamma", "simpo_gamma"),
-        ("sft_weight", "rpo_alpha"),
-        ("sft_weight", "cpo_alpha"),
-    ):
-        if keys.has(name):
-            keys.put(f"dpo.{setting}", float(keys.number(name) or 0.0), name)
+    extras = {"label_smoothing": "label_smoothing", "simpo_gamma": "simpo_gamma"}
+    extras |= {"rpo_alpha": "sft_weight", "cpo_alpha": "sft_weight"}
+    keys.copy(keys.real, {name: f"dpo.{setting}" for name, setting in extras.items()})
     if keys.flag("reference_free"):
         keys.refuse("reference_free", "losses without a reference are dpo.loss=cpo, simpo and orpo; use one of them")
-    elif keys.has("reference_free"):
-        keys.ignore("reference_free", "It is off.")
+    else:
+        keys.ignore_present("It is off.", "reference_free")
 
 
 def _put_text(keys: TrainerConfig) -> None:
@@ -171,10 +153,9 @@ def _put_text(keys: TrainerConfig) -> None:
     keys.value("max_seq_length")
     if keys.recipe == "sft":
         keys.put("data.packing", keys.flag("packing"), "packing")
-    if keys.has("packing_strategy"):
-        keys.ignore("packing_strategy", "A packed sequence has whole samples, and attention stays within each of them.")
-    if keys.has("eval_packing"):
-        keys.ignore("eval_packing", "Validation data is packed as training data; the loss is the same.")
+    why = "A packed sequence has whole samples, and attention stays within each of them."
+    keys.ignore_present(why, "packing_strategy")
+    keys.ignore_present("Validation data is packed as training data; the loss is the same.", "eval_packing")
     for name in ("chat_template_path", "chat_template"):
         put_template(keys, name)
     if keys.has("truncation_mode") and keys.text("truncation_mode") != "keep_start":
@@ -227,8 +208,7 @@ def _put_data(keys: TrainerConfig) -> None:
         keys.put("data.valid_files", list(valid.files), "dataset_test_split")
     elif not has_data:
         keys.put("data.valid_fraction", 0.0, "eval_strategy")
-        if keys.has("dataset_test_split"):
-            keys.ignore("dataset_test_split", "There is no validation during the run.")
+        keys.ignore_present("There is no validation during the run.", "dataset_test_split")
     put_evaluation(keys, has_data=has_data)
 
 

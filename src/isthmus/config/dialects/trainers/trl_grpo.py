@@ -114,8 +114,7 @@ def _put_engine(keys: TrainerConfig) -> None:
         return
     if keys.flag("use_vllm"):
         keys.different("use_vllm", "The training processes generate, with the weights that they train.")
-    if keys.has("vllm_mode"):
-        keys.ignore("vllm_mode", "The training processes generate.")
+    keys.ignore_present("The training processes generate.", "vllm_mode")
 
 
 def _put_correction(keys: TrainerConfig) -> None:
@@ -168,8 +167,7 @@ def _put_clips(keys: TrainerConfig, loss: str) -> None:
             keys.refuse("epsilon_high", "must be the largest ratio of cispo, such as 5, one more than grpo.clip_high")
             return
         keys.put("grpo.clip_high", float(high) - 1, "epsilon_high")
-        if keys.has("epsilon"):
-            keys.ignore("epsilon", "Ratios of cispo have no lower limit.")
+        keys.ignore_present("Ratios of cispo have no lower limit.", "epsilon")
         return
     keys.put("grpo.clip_low", low, "epsilon")
     name = "epsilon_high" if keys.has("epsilon_high") else "epsilon"
@@ -179,8 +177,7 @@ def _put_clips(keys: TrainerConfig, loss: str) -> None:
 def _put_entropy(keys: TrainerConfig) -> None:
     if keys.flag("use_adaptive_entropy"):
         keys.refuse("use_adaptive_entropy", "grpo.entropy_weight is constant; set it, and remove use_adaptive_entropy")
-    if keys.has("entropy_coef"):
-        keys.put("grpo.entropy_weight", float(keys.number("entropy_coef") or 0.0), "entropy_coef")
+    keys.copy(keys.real, {"entropy_coef": "grpo.entropy_weight"})
 
 
 def _put_rloo(keys: TrainerConfig) -> None:

@@ -76,9 +76,8 @@ def _put_model(keys: TrainerConfig) -> None:
         keys.put("model.path", path, f"{_MODEL}.path")
     if keys.flag(f"{_MODEL}.trust_remote_code"):
         keys.put("model.trust_remote_code", True, f"{_MODEL}.trust_remote_code")
-    for setting, name in (("tokenizer.path", "tokenizer_path"), ("chat.template", "custom_chat_template")):
-        if keys.has(f"{_MODEL}.{name}"):
-            keys.put(setting, keys.text(f"{_MODEL}.{name}"), f"{_MODEL}.{name}")
+    texts = {"tokenizer_path": "tokenizer.path", "custom_chat_template": "chat.template"}
+    keys.copy(keys.text, {f"{_MODEL}.{name}": setting for name, setting in texts.items()})
     recompute = keys.flag(f"{_MODEL}.enable_gradient_checkpointing")
     keys.put("train.recompute", "full" if recompute else "none", f"{_MODEL}.enable_gradient_checkpointing")
     _put_lora(keys, "lora_rank", "lora_alpha", "target_modules")
@@ -89,18 +88,12 @@ def _put_lora(keys: TrainerConfig, rank: str, alpha: str, targets: str | None) -
     """Adapters, of which a rank of 0 is none; target modules of Megatron's adapters have other names."""
     size = keys.integer(f"{_MODEL}.{rank}") or 0
     if size <= 0:
-        _ignore_present(keys, "All weights are trained, without adapters.", f"{_MODEL}.{alpha}", f"{_MODEL}.{targets}")
+        keys.ignore_present("All weights are trained, without adapters.", f"{_MODEL}.{alpha}", f"{_MODEL}.{targets}")
         return
     keys.put("lora.rank", size, f"{_MODEL}.{rank}")
     keys.put("lora.alpha", float(keys.number(f"{_MODEL}.{alpha}") or size), f"{_MODEL}.{alpha}")
     if targets is not None and (names := keys.words(f"{_MODEL}.{targets}")):
         keys.put("lora.targets", names, f"{_MODEL}.{targets}")
-
-
-def _ignore_present(keys: TrainerConfig, reason: str, *names: str) -> None:
-    for name in names:
-        if keys.has(name):
-            keys.ignore(name, reason)
 
 
 def _put_layout(keys: TrainerConfig) -> None:
@@ -144,8 +137,7 @@ def _put_batches(keys: TrainerConfig) -> int:
     micro = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
     if keys.flag(f"{_ACTOR}.use_dynamic_bsz"):
         keys.ignore(f"{_ACTOR}.use_dynamic_bsz", "Answers are packed; train.micro_batch_size limits a micro batch.")
-    if keys.has(micro):
-        keys.put("train.micro_batch_size", keys.integer(micro), micro)
+    keys.copy(keys.integer, {micro: "train.micro_batch_size"})
     if (keys.integer(f"{_ACTOR}.ppo_epochs") or 1) > 1:
         keys.refuse(f"{_ACTOR}.ppo_epochs", "an answer is trained on once; lower ppo_mini_batch_size for more updates")
     return updates or 1
@@ -176,8 +168,7 @@ def _put_data(keys: TrainerConfig) -> None:
         keys.different("data.truncation", "Prompts that are too long are dropped, and never truncated.")
     if (samples := keys.integer("data.train_max_samples") or -1) > 0:
         keys.put("data.max_samples", samples, "data.train_max_samples")
-    if keys.has("data.seed"):
-        keys.put("data.seed", keys.integer("data.seed"), "data.seed")
+    keys.copy(keys.integer, {"data.seed": "data.seed"})
     if keys.has("data.shuffle") and not keys.flag("data.shuffle"):
         keys.different("data.shuffle", "Prompts are always shuffled, by data.seed.")
 
@@ -209,7 +200,7 @@ def _put_rewards(keys: TrainerConfig) -> None:
             keys.refuse(f"{prefix}.penalty_factor", "the largest penalty is 1; remove it")
     most = "algorithm.filter_groups.max_num_gen_batches"
     if not keys.flag("algorithm.filter_groups.enable"):
-        _ignore_present(keys, _OFF, most)
+        keys.ignore_present(_OFF, most)
     else:
         keys.put("grpo.dynamic_sampling", True, "algorithm.filter_groups.enable")
         if (keys.integer(most) or 0) > 0:
@@ -217,9 +208,7 @@ def _put_rewards(keys: TrainerConfig) -> None:
 
 
 def _put_generation(keys: TrainerConfig) -> None:
-    for name in ("temperature", "top_p"):
-        if keys.has(f"{_ROLLOUT}.{name}"):
-            keys.put(f"rollout.{name}", float(keys.number(f"{_ROLLOUT}.{name}") or 0.0), f"{_ROLLOUT}.{name}")
+    keys.copy(keys.real, {f"{_ROLLOUT}.{name}": f"rollout.{name}" for name in ("temperature", "top_p")})
     if (keys.integer(f"{_ROLLOUT}.top_k") or -1) > 0:
         keys.refuse(f"{_ROLLOUT}.top_k", "tokens are drawn by rollout.temperature and rollout.top_p alone; remove it")
     for part in ("megatron", "fsdp_config", "veomni"):  # of the critic and the reference, there is no such state
@@ -236,7 +225,7 @@ def _put_generation(keys: TrainerConfig) -> None:
         keys.put("grpo.correction", level, correction)
         keys.put("grpo.correction_cap", float(keys.number(threshold) or 2.0), threshold)
     else:
-        _ignore_present(keys, _OFF, threshold)
+        keys.ignore_present(_OFF, threshold)
         if level is not None:
             keys.refuse(correction, "is not a correction of Isthmus; use token or sequence")
 
@@ -269,16 +258,15 @@ def _put_loss(keys: TrainerConfig) -> None:
     for setting, name in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
         source = name if keys.has(f"{_ACTOR}.{name}") else "clip_ratio"
         if loss != "cispo" or setting == "clip_high":
-            keys.put(f"grpo.{setting}", float(keys.number(f"{_ACTOR}.{source}") or 0.0), f"{_ACTOR}.{source}")
+            keys.put(f"grpo.{setting}", keys.real(f"{_ACTOR}.{source}"), f"{_ACTOR}.{source}")
     if keys.has(f"{_ACTOR}.clip_ratio_low") and keys.has(f"{_ACTOR}.clip_ratio_high"):
-        _ignore_present(keys, "clip_ratio_low and clip_ratio_high count.", f"{_ACTOR}.clip_ratio")
+        keys.ignore_present("clip_ratio_low and clip_ratio_high count.", f"{_ACTOR}.clip_ratio")
     reason = "Ratios of answers with a negative advantage have no further limit."
     if keys.has(f"{_ACTOR}.clip_ratio_c"):
         keys.different(f"{_ACTOR}.clip_ratio_c", reason)
     else:
         keys.translation.remark(f"{_ACTOR}.clip_ratio_c: 3.0, {keys.origin('')}", "different", reason)
-    if keys.has(f"{_ACTOR}.entropy_coeff"):
-        keys.put("grpo.entropy_weight", float(keys.number(f"{_ACTOR}.entropy_coeff") or 0.0), f"{_ACTOR}.entropy_coeff")
+    keys.copy(keys.real, {f"{_ACTOR}.entropy_coeff": "grpo.entropy_weight"})
 
 
 def _put_divergence(keys: TrainerConfig) -> None:
@@ -291,7 +279,7 @@ def _put_divergence(keys: TrainerConfig) -> None:
     weight, kind = keys.number(f"{_ACTOR}.kl_loss_coef"), keys.text(f"{_ACTOR}.kl_loss_type") or "low_var_kl"
     keys.put("grpo.kl_weight", float(weight or 0.0), f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.use_kl_loss")
     if not weight:
-        _ignore_present(keys, "There is no KL divergence.", f"{_ACTOR}.kl_loss_type")
+        keys.ignore_present("There is no KL divergence.", f"{_ACTOR}.kl_loss_type")
         return
     if kind not in _ESTIMATORS:
         keys.refuse(f"{_ACTOR}.kl_loss_type", f"is not an estimator of Isthmus; use one of {', '.join(_ESTIMATORS)}")
@@ -313,8 +301,7 @@ def _put_optimizer(keys: TrainerConfig) -> None:
         keys.refuse(name, f"is not a schedule of Isthmus; use one of {', '.join(_SCHEDULES)}")
         return
     keys.put("optim.schedule", schedule, name)
-    if keys.has(f"{optim}.min_lr"):
-        keys.put("optim.min_lr", keys.number(f"{optim}.min_lr"), f"{optim}.min_lr")
+    keys.copy(keys.number, {f"{optim}.min_lr": "optim.min_lr"})
     steps, share = keys.integer(f"{optim}.lr_warmup_steps") or -1, keys.number(f"{optim}.lr_warmup_steps_ratio") or 0.0
     if steps > 0:
         keys.put("optim.warmup_steps", steps, f"{optim}.lr_warmup_steps")
@@ -330,12 +317,11 @@ def _put_trainer(keys: TrainerConfig, updates: int) -> None:
     if steps is not None and steps > 0:
         keys.put("train.steps", steps * updates, "trainer.total_training_steps", "trainer.total_epochs")
     else:
-        keys.put("train.epochs", float(keys.number("trainer.total_epochs") or 0.0), "trainer.total_epochs")
+        keys.put("train.epochs", keys.real("trainer.total_epochs"), "trainer.total_epochs")
     for setting, name in (("checkpoint.every", "save_freq"), ("train.eval_every", "test_freq")):
         if (every := keys.integer(f"trainer.{name}") or -1) > 0:
             keys.put(setting, every * updates, f"trainer.{name}")
-    if keys.has("trainer.default_local_dir"):
-        keys.put("out", keys.text("trainer.default_local_dir"), "trainer.default_local_dir")
+    keys.copy(keys.text, {"trainer.default_local_dir": "out"})
     if (most := keys.integer("trainer.max_actor_ckpt_to_keep") or 0) > 0:
         keys.put("checkpoint.keep", most, "trainer.max_actor_ckpt_to_keep")
     loggers = keys.words("trainer.logger")
@@ -343,6 +329,4 @@ def _put_trainer(keys: TrainerConfig, updates: int) -> None:
         keys.put("logging.to", known, "trainer.logger")
     if other := [name for name in loggers if name not in (*_TRACKERS, "console", "file")]:
         keys.different("trainer.logger", f"{', '.join(other)} is not supported; logging.to has {', '.join(_TRACKERS)}.")
-    for setting, name in (("logging.project", "project_name"), ("logging.name", "experiment_name")):
-        if keys.has(f"trainer.{name}"):
-            keys.put(setting, keys.text(f"trainer.{name}"), f"trainer.{name}")
+    keys.copy(keys.text, {"trainer.project_name": "logging.project", "trainer.experiment_name": "logging.name"})
