@@ -15,8 +15,8 @@ from typing import Any
 
 from isthmus.config.presets import Kind, config_path, preset_of
 from isthmus.config.yaml_text import TEXT_BYTES, Key, Syntax, read_mapping, read_value
-from isthmus.errors import IOFailure, MissingInput, UsageError
-from isthmus.files.input_files import read_bytes
+from isthmus.errors import UsageError
+from isthmus.files.input_files import read_text
 
 _BASES = ("bases", "extends")
 _OVERRIDES = "overrides"
@@ -76,19 +76,13 @@ def _read(path: Path, chain: tuple[Path, ...], on_error: Callable[[str], None], 
 
 
 def _load(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[Key, tuple[int, int]]]:
-    try:
-        text = read_bytes(path, TEXT_BYTES).decode("utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        if chain:
-            chain_text = " -> ".join(str(file) for file in (*chain, path))
-            raise UsageError(
-                f"{path}: there is no such base file ({chain_text}). Bases are relative to the file that lists them."
-            ) from error
-        raise MissingInput(f"{path}: there is no such config file. Check the path.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a config file: it is not UTF-8 text (byte {error.start}).") from error
-    except OSError as error:
-        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
+    if chain and (path.is_dir() or not path.exists()):
+        chain_text = " -> ".join(str(file) for file in (*chain, path))
+        raise UsageError(
+            f"{path}: there is no such base file ({chain_text}). Bases are relative to the file that lists them."
+        )
+    missing = "config file. Check the path."
+    text = read_text(path, TEXT_BYTES, missing=missing, what="a config file: it is not UTF-8 text")
     try:
         return read_mapping(text)
     except Syntax as error:

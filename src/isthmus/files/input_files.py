@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
 
-from isthmus.errors import DataError
+from isthmus.errors import DataError, IOFailure, MissingInput, UsageError
 
 JSON_BYTES = 64 << 20
 """Largest JSON file that is read as a whole: the index of a model of 500,000 tensors has about 50 MiB."""
@@ -50,6 +50,25 @@ def read_bytes(path: Path, most_bytes: int = JSON_BYTES) -> bytes:
     if len(raw) > most_bytes:
         raise DataError(f"{path} has more than {most_bytes / 2**20:g} MiB. Is it the right file?")
     return raw
+
+
+def read_text(path: Path, most_bytes: int = JSON_BYTES, *, missing: str = "", what: str = "UTF-8 text") -> str:
+    """The content of a file of the user in UTF-8.
+
+    Raises:
+        MissingInput: there is no such file; ``missing`` is what to do, instead of checking the path.
+        UsageError: it is not ``what``.
+        DataError: it has more than ``most_bytes`` or is not a regular file.
+        IOFailure: it cannot be read.
+    """
+    try:
+        return read_bytes(path, most_bytes).decode("utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise MissingInput(f"{path}: there is no such {missing or 'file. Check the path.'}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not {what} (byte {error.start}).") from error
+    except OSError as error:
+        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def check_uncompressed(path: Path) -> None:

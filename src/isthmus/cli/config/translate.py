@@ -14,16 +14,13 @@ from isthmus.config.dialects.megatron.model_args import rows_by_name
 from isthmus.config.dialects.megatron.training_command import read_command, script_command
 from isthmus.config.dialects.megatron.translate_megatron import MegatronTranslation, translate_command
 from isthmus.config.dialects.primus.translate_primus import translate_experiment
-from isthmus.config.dialects.scripts.record_script import SHELL_SUFFIXES
+from isthmus.config.dialects.scripts.record_script import SHELL_SUFFIXES, without_comments
 from isthmus.config.dialects.translation import Translation, World, as_yaml
 from isthmus.config.dialects.translation import as_json as translation_json
 from isthmus.config.load import LoadedSettings, load_config, load_settings, origins_of
 from isthmus.config.schema import RunConfig
-from isthmus.errors import IOFailure, MissingInput, UsageError
-from isthmus.files.input_files import read_bytes
-
-_COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
-"""A comment of a shell, or text in quotes (the group), which may contain #."""
+from isthmus.errors import UsageError
+from isthmus.files.input_files import read_text
 
 
 def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
@@ -40,7 +37,7 @@ def from_megatron(words: Sequence[str], script: Path | None) -> Translation:
     path = Path(words[0])
     is_command = words[0].startswith("-") or any(word.endswith(".py") for word in words)
     if path.suffix in SHELL_SUFFIXES or not is_command:
-        text = _read(path)
+        text = read_text(path, missing="file. Check the path, or put -- before arguments.")
         if path.suffix in SHELL_SUFFIXES or text.startswith("#!"):
             return _from_script(path, words[1:], restricted=True)
         with _lines_of(path):
@@ -165,17 +162,6 @@ def _vocab_size(translation: Translation) -> int:
 def _split(path: Path, text: str) -> list[str]:
     """Split a file of arguments in shell syntax; lines may end with a backslash."""
     try:
-        return shlex.split(_COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " "))
+        return shlex.split(without_comments(text))
     except ValueError as error:
         raise UsageError(f"{path} is not a list of arguments: {error}.") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_bytes(path).decode("utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise MissingInput(f"{path}: there is no such file. Check the path, or put -- before arguments.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    except OSError as error:
-        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error

@@ -148,13 +148,7 @@ def typed(kind: str, value: Any) -> Any:
         if kind == "float":
             return float(word)
     except (KeyError, TypeError, ValueError):
-        expected = {
-            "int": "a whole number",
-            "size": "a whole number of 1 or more",
-            "float": "a number",
-            "bool": "true or false",
-        }[kind]
-        raise ValueError(f"must be {expected}, got {word!r}") from None
+        raise ValueError(f"must be {_EXPECTED[kind]}, got {word!r}") from None
     return str(word)
 
 

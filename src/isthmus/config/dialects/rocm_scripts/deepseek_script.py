@@ -7,13 +7,12 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
-    log_of_node,
     name_of_all_nodes,
     put_data,
     put_integers,
     put_null_tokenizer,
-    put_settings,
     read_world,
+    script_run,
 )
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
@@ -49,25 +48,12 @@ def read_deepseek(v: Variables) -> ScriptRun:
     )
     log_folder = v.text("LOG_DIR", "experiment")
     t.put("out", f"{log_folder}/{name_of_all_nodes(name, t.world)}", v.origin("LOG_DIR", "experiment"))
-    save = v.switch("SAVE", False)
-    if not save:
+    if not v.switch("SAVE", False):
         t.put("checkpoint.save_final", False, v.origin("SAVE", 0))
     t.put("checkpoint.export_final", False, "the script saves no Hugging Face model")
     t.put("logging.style", "megatron", "the log format of Megatron-LM")
-    put_settings(t, v)
-    return ScriptRun(
-        "train_deepseekv2.sh",
-        t,
-        log_folder,
-        log_of_node(f"{log_folder}/{name}.log", v, t.world),
-        tee=v.switch("TEE_OUTPUT", True),
-        dry_run=v.switch("DRY_RUN", False),
-        rehearse=v.switch("REHEARSE", False),
-        no_training=v.switch("NO_TRAINING", False),
-        summary_from=1,
-        with_throughput=False,
-        exports=v.exports,
-    )
+    means = {"no_training": v.switch("NO_TRAINING", False), "summary_from": 1, "with_throughput": False}
+    return script_run("train_deepseekv2.sh", t, v, log_folder, f"{log_folder}/{name}.log", **means)
 
 
 def _put_sizes(t: Translation, v: Variables) -> None:

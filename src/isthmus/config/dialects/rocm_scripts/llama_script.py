@@ -9,13 +9,12 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
-    log_of_node,
     name_of_all_nodes,
     put_data,
     put_integers,
     put_null_tokenizer,
-    put_settings,
     read_world,
+    script_run,
 )
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
@@ -65,13 +64,8 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     _put_layout(t, v)
     _put_precision(t, v)
     _put_optimizer(script, t, v)
-    mock = put_data(
-        t,
-        v,
-        default_path=f"{v.text('DATA_DIR', _DATA_DIR)}/bookcorpus_text_sentence",
-        prefix_of="DATA_DIR",
-        implied=True,
-    )
+    path = f"{v.text('DATA_DIR', _DATA_DIR)}/bookcorpus_text_sentence"
+    mock = put_data(t, v, default_path=path, prefix_of="DATA_DIR", implied=True)
     _put_tokenizer(script, t, v, mock=mock)
     steps = t.settings["train.steps"]
     if v.switch("ENABLE_PROFILING", False):
@@ -87,19 +81,8 @@ def read_llama(script: str, v: Variables) -> ScriptRun:
     )
     log_folder = v.text("LOG_DIR", f"experiment/{name}")
     _put_output(t, v, v.text("LOG_DIR", f"experiment/{name_of_all_nodes(name, t.world)}"))
-    put_settings(t, v)
-    train_log = log_of_node(f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log", v, t.world)
-    return ScriptRun(
-        f"train_{script}.sh",
-        t,
-        log_folder,
-        train_log,
-        tee=v.switch("TEE_OUTPUT", True),
-        dry_run=v.switch("DRY_RUN", False),
-        rehearse=v.switch("REHEARSE", False),
-        no_training=v.switch("NO_TRAINING", False),
-        exports=v.exports,
-    )
+    log = f"{log_folder}/output_{v.text('EXP_NAME', 'perf')}.log"
+    return script_run(f"train_{script}.sh", t, v, log_folder, log, no_training=v.switch("NO_TRAINING", False))
 
 
 def _put_layout(t: Translation, v: Variables) -> None:
@@ -131,11 +114,7 @@ def _put_precision(t: Translation, v: Variables) -> None:
     if fp8 and recipe == "mxfp8":
         t.put("train.fp8_scaling", "mxfp8", v.origin("TE_FP8_RECIPE"))
     if fp8 and recipe == "delayed":
-        t.remark(
-            v.origin("TE_FP8_RECIPE") if v.has("TE_FP8_RECIPE") else v.origin("TE_FP8"),
-            "different",
-            CURRENT_SCALING,
-        )
+        t.remark(v.origin("TE_FP8_RECIPE" if v.has("TE_FP8_RECIPE") else "TE_FP8"), "different", CURRENT_SCALING)
 
 
 def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
@@ -160,11 +139,7 @@ def _put_optimizer(script: str, t: Translation, v: Variables) -> None:
         "beta2": "--adam-beta2 0.95",
     }
     for name, value in fixed.items():
-        t.put(
-            f"optim.{name}",
-            value,
-            words.get(name, f"--{name.replace('_', '-')} {value:g}" if value != "cosine" else ""),
-        )
+        t.put(f"optim.{name}", value, words.get(name) or f"--{name.replace('_', '-')} {value:g}")
 
 
 def _put_tokenizer(script: str, t: Translation, v: Variables, *, mock: bool) -> None:

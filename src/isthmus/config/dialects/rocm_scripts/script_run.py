@@ -74,6 +74,22 @@ class ScriptRun:
         )
 
 
+def script_run(script: str, t: Translation, v: Variables, log_folder: str, log: str, **more: Any) -> ScriptRun:
+    """The run with the switches that all scripts have; ``log`` is the log file of rank 0."""
+    put_settings(t, v)
+    return ScriptRun(
+        script,
+        t,
+        log_folder,
+        log_of_node(log, v, t.world),
+        tee=v.switch("TEE_OUTPUT", True),
+        dry_run=v.switch("DRY_RUN", False),
+        rehearse=v.switch("REHEARSE", False),
+        exports=v.exports,
+        **more,
+    )
+
+
 def read_world(v: Variables, port: int | None, translation: Translation) -> World:
     """The ranks, from the variables of torchrun's options; adds remarks on likely mistakes."""
     nodes, rank = v.integer("NNODES", 1), v.integer("NODE_RANK", 0, least=0)

@@ -10,10 +10,9 @@ from isthmus.config.dialects.rocm_scripts.script_run import (
     TIME,
     ScriptRun,
     add_remarks,
-    log_of_node,
     name_of_all_nodes,
-    put_settings,
     read_world,
+    script_run,
 )
 from isthmus.config.dialects.script_variables import Variables
 from isthmus.config.dialects.translation import Translation
@@ -54,17 +53,7 @@ def read_sft(model: str, v: Variables) -> ScriptRun:
     t.world = read_world(v, None, t)
     log_folder = v.text("LOG_DIR", f"experiment/{model}-sft-{TIME}")
     t.put("out", f"{name_of_all_nodes(log_folder, t.world)}/run", v.origin("LOG_DIR", log_folder))
-    put_settings(t, v)
-    return ScriptRun(
-        f"{model}/03-train-dense.sh",
-        t,
-        log_folder,
-        log_of_node(f"{log_folder}/train.log", v, t.world),
-        tee=v.switch("TEE_OUTPUT", True),
-        dry_run=v.switch("DRY_RUN", False),
-        rehearse=v.switch("REHEARSE", False),
-        exports=v.exports,
-    )
+    return script_run(f"{model}/03-train-dense.sh", t, v, log_folder, f"{log_folder}/train.log")
 
 
 def _put_weights(t: Translation, v: Variables, model: str) -> None:

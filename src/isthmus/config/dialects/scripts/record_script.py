@@ -49,6 +49,8 @@ _REFUSED = re.compile(
     re.MULTILINE,
 )
 """Messages about a command that the restricted bash, or a stand-in in it, did not run."""
+_COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
+"""A comment of a shell, or text in quotes (the group), which may contain #."""
 _SHELL_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "PYTHONPATH", "BASH_ENV", "LINES", "COLUMNS")
 _PROGRAM_PREFIXES = ("BASH_FUNC", "PYENV_", "_PYENV_")
 
@@ -74,6 +76,11 @@ class RecordedCommand:
     """Variables that the script sets; secrets are hidden."""
     not_run: tuple[str, ...]
     """Other commands of the script that may train, and were not run."""
+
+
+def without_comments(text: str) -> str:
+    """Text in shell syntax without comments, and with lines that a backslash continues joined."""
+    return _COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " ")
 
 
 def record_script(

@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isthmus.config.dialects.scripts.record_script import ScriptKind, record_script
+from isthmus.config.dialects.scripts.record_script import SHELL_SUFFIXES, ScriptKind, record_script, without_comments
 from isthmus.config.dialects.scripts.stand_in import verl_program
 from isthmus.config.yaml_text import TEXT_BYTES, Syntax, read_mapping, read_value
-from isthmus.errors import IOFailure, MissingInput, UsageError
-from isthmus.files.input_files import read_bytes
+from isthmus.errors import UsageError
+from isthmus.files.input_files import read_text
 
-_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
-_COMMENT = re.compile(r"""('[^']*'|"(?:[^"\\]|\\.)*"|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
-"""A comment of a shell, or text in quotes (the group), which may contain #."""
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _EXPR = re.compile(r"(?<=\s)\$\(\s*expr\s+(\S+)\s+([-+*/])\s+(\S+)\s*\)|(?<=\s)\$\(\(([^()]*)\)\)")
@@ -57,8 +54,8 @@ def read_trainer_file(path: Path, program: str) -> TrainerFile:
         UsageError: it is neither a mapping nor a script with one training command.
         UnsafeInput: a script of verl exceeds a limit, or reads a file or a variable that it does not get.
     """
-    text = _read(path)
-    if path.suffix in _SHELL or text.startswith("#!"):
+    text = read_text(path, TEXT_BYTES)
+    if path.suffix in SHELL_SUFFIXES or text.startswith("#!"):
         return _verl_script(path) if program == "verl" else _script(path, text)
     try:
         if path.suffix == ".json":
@@ -74,23 +71,11 @@ def read_trainer_file(path: Path, program: str) -> TrainerFile:
         raise UsageError(f"{path} is not JSON: {error}.") from error
 
 
-def _read(path: Path) -> str:
-    try:
-        return read_bytes(path, TEXT_BYTES).decode("utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise MissingInput(f"{path}: there is no such file. Check the path.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    except OSError as error:
-        raise IOFailure(f"{path} cannot be read: {error.strerror}.") from error
-
-
 def _script(path: Path, text: str) -> TrainerFile:
     """The last training command; variables that the script sets itself are filled in, nothing is run."""
-    plain = _COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " ")
     variables: dict[str, str] = {}
     result: TrainerFile | None = None
-    for line in _lines(plain):
+    for line in _lines(without_comments(text)):
         filled = _EXPR.sub(_calculated, _fill(line, variables))
         try:
             words = shlex.split(filled)

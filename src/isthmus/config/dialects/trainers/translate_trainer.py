@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,12 +18,24 @@ from isthmus.config.dialects.translation import Translation, grouped
 from isthmus.errors import UsageError
 
 Program = Literal["TRL", "LLaMA-Factory", "axolotl", "ms-swift", "verl"]
-_RULES: Mapping[Program, Callable[[TrainerConfig], None]] = {
-    "TRL": lambda keys: translate_trl(keys, None),
-    "LLaMA-Factory": lambda keys: translate_llama_factory(keys, None),
-    "axolotl": translate_axolotl,
-    "ms-swift": lambda keys: translate_swift(keys, None, megatron=False),
-    "verl": translate_verl,
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a rule gets besides the keys."""
+
+    verb: str | None = None
+    is_megatron: bool = False
+    """``megatron VERB`` of ms-swift."""
+    dataset_info: Path | None = None
+
+
+_RULES: Mapping[Program, Callable[[TrainerConfig, _Source], None]] = {
+    "TRL": lambda keys, source: translate_trl(keys, source.verb),
+    "LLaMA-Factory": lambda keys, source: translate_llama_factory(keys, source.dataset_info),
+    "axolotl": lambda keys, _: translate_axolotl(keys),
+    "ms-swift": lambda keys, source: translate_swift(keys, source.verb, megatron=source.is_megatron),
+    "verl": lambda keys, _: translate_verl(keys),
 }
 _SMALLEST: Mapping[Program, Mapping[str, Any]] = {
     "TRL": {"model_name_or_path": "m", "dataset_name": "d.json"},
@@ -73,17 +86,7 @@ def translate_trainer(
         values = {name: value for name, value in values.items() if name not in replaced}
         values |= _data_values(program, data)
     keys = TrainerConfig(program, values, nproc or file.nproc)
-    verb = recipe or file.verb
-    if program == "LLaMA-Factory":
-        translate_llama_factory(keys, dataset_info)
-    elif program == "axolotl":
-        translate_axolotl(keys)
-    elif program == "verl":
-        translate_verl(keys)
-    elif program == "TRL":
-        translate_trl(keys, verb)
-    else:
-        translate_swift(keys, verb, megatron=file.program == "megatron")
+    _RULES[program](keys, _Source(recipe or file.verb, file.program == "megatron", dataset_info))
     keys.translate_rest()
     translation = keys.translation
     for other in file.not_run:
@@ -101,7 +104,7 @@ def translate_option(name: str, value: str) -> dict[str, Any]:
             continue
         keys = TrainerConfig(program, {**_SMALLEST[program], name: value}, 1)
         try:
-            _RULES[program](keys)
+            _RULES[program](keys, _Source())
             keys.translate_rest()
         except UsageError:
             continue
