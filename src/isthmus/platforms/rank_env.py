@@ -115,20 +115,21 @@ def attempt() -> int:
 
 def error_file() -> Path | None:
     """The file in which torch elastic expects the error of this rank; None under another launcher."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(path) if path else None
+    return _path("TORCHELASTIC_ERROR_FILE")
 
 
 def stop_file() -> Path | None:
     """None in a process that ``--nproc`` did not start."""
-    path = os.environ.get(STOP_FILE)
-    return Path(path) if path else None
+    return _path(STOP_FILE)
 
 
 def store_file() -> Path | None:
     """None in a process that ``--nproc`` did not start."""
-    path = os.environ.get(STORE_FILE)
-    return Path(path) if path else None
+    return _path(STORE_FILE)
+
+
+def _path(variable: str) -> Path | None:
+    return Path(path) if (path := os.environ.get(variable)) else None
 
 
 def first_node(nodes: str) -> str:

@@ -181,29 +181,23 @@ class Reporter:
 
     def answers(self, step: int, answers: Sequence[tuple[str, str]]) -> None:
         """Write answers to prompts, (prompt, answer), to ``samples.jsonl`` and the trackers; print the first."""
-        if not self._is_main or not answers:
-            return
-        assert self._samples is not None, "begin() comes first"
-        self._samples.add([{"step": step, "prompt": prompt, "answer": answer} for prompt, answer in answers])
-        if self._trackers is not None:
-            self._trackers.log_answers(answers, step)
-        self._print_answer(step, *answers[0])
-
-    def _print_answer(self, step: int, prompt: str, answer: str) -> None:
-        cell = step_cell(step, self._total_steps)
-        file = f"  ({self._samples_path.name})"
-        text = sample_text(prompt, answer, WIDTH - len(cell) - 2 - len(file))
-        self._console.print(f"{cell}  {text}{file}")
+        self._add_samples(step, [{"prompt": prompt, "answer": answer} for prompt, answer in answers], answers)
 
     def rollout_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write generated answers with their rewards to ``samples.jsonl`` and the trackers; print the first."""
-        if not self._is_main or not samples:
+        self._add_samples(step, _finite(samples), [(sample["prompt"], sample["completion"]) for sample in samples])
+
+    def _add_samples(self, step: int, rows: Sequence[Mapping[str, Any]], answers: Sequence[tuple[str, str]]) -> None:
+        if not self._is_main or not answers:
             return
         assert self._samples is not None, "begin() comes first"
-        self._samples.add([{"step": step, **_finite(sample)} for sample in samples])
+        self._samples.add([{"step": step, **row} for row in rows])
         if self._trackers is not None:
-            self._trackers.log_answers([(sample["prompt"], sample["completion"]) for sample in samples], step)
-        self._print_answer(step, samples[0]["prompt"], samples[0]["completion"])
+            self._trackers.log_answers(answers, step)
+        cell = step_cell(step, self._total_steps)
+        file = f"  ({self._samples_path.name})"
+        text = sample_text(*answers[0], WIDTH - len(cell) - 2 - len(file))
+        self._console.print(f"{cell}  {text}{file}")
 
     def _record(self, row: dict[str, Any], *, points: bool = True) -> None:
         assert self._metrics is not None, "begin() comes first"

@@ -247,24 +247,22 @@ class Trackers:
                 raise UsageError(f"logging.to: {name} cannot start: {error}. Correct it, or leave it out.") from error
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        for name in list(self._open):
-            self._guarded(name, lambda tracker: tracker.log(values, step))
+        self._use_all(lambda tracker: tracker.log(values, step))
 
     def log_answers(self, answers: Answers, step: int) -> None:
-        for name in list(self._open):
-            self._guarded(name, lambda tracker: tracker.log_answers(answers, step))
+        self._use_all(lambda tracker: tracker.log_answers(answers, step))
 
     def close(self, *, failed: bool) -> None:
-        for name in list(self._open):
-            self._guarded(name, lambda tracker: tracker.close(failed=failed))
+        self._use_all(lambda tracker: tracker.close(failed=failed))
         self._open.clear()
 
-    def _guarded(self, name: str, use: Callable[[Tracker], None]) -> None:
-        try:
-            use(self._open[name])
-        except Exception as error:
-            del self._open[name]
-            self._warn_of(name, error)
+    def _use_all(self, use: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                use(tracker)
+            except Exception as error:
+                del self._open[name]
+                self._warn_of(name, error)
 
     def _warn_of(self, name: str, error: Exception) -> None:
         self._warn(f"warning: {name} failed and records nothing from here on ({error}); metrics.jsonl has all rows")

@@ -38,3 +38,7 @@ def warning(subject: str, text: str, hint: str, source: str) -> Finding:
 
 def error(subject: str, text: str, hint: str, source: str) -> Finding:
     return Finding(subject, "error", text, hint, source)
+
+
+def warning_unless(is_fine: bool, subject: str, text: str, hint: str, source: str) -> Finding:
+    return ok(subject, text, source) if is_fine else warning(subject, text, hint, source)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from isthmus.platforms.control_groups import cpu_limits, memory_limits
 from isthmus.platforms.rank_env import slurm_tasks_here
-from isthmus.tools.doctor.findings import Finding, ok, warning
+from isthmus.tools.doctor.findings import Finding, ok, warning, warning_unless
 from isthmus.tools.doctor.gpu.gpus import find_gpus
 from isthmus.tools.doctor.machine import Machine
 
@@ -88,17 +88,14 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
     text = f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
     if limit < total:
         text += f"; the limit of this container or job is {limit / 2**30:.1f} GiB"
-    source = "/proc/meminfo, /sys/fs/cgroup"
-    if min(free, limit) < _LEAST_MEMORY:
-        yield warning(
-            "memory",
-            text,
-            "Ranks read weights and write checkpoints through host memory: free some, or raise the limit (--mem of "
-            "Slurm, limits.memory of a pod, --memory of docker).",
-            source,
-        )
-    else:
-        yield ok("memory", text, source)
+    yield warning_unless(
+        min(free, limit) >= _LEAST_MEMORY,
+        "memory",
+        text,
+        "Ranks read weights and write checkpoints through host memory: free some, or raise the limit (--mem of "
+        "Slurm, limits.memory of a pod, --memory of docker).",
+        "/proc/meminfo, /sys/fs/cgroup",
+    )
     if kills:
         yield warning(
             "memory",

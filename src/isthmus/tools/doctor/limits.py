@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-from isthmus.tools.doctor.findings import Finding, ok, warning
+from isthmus.tools.doctor.findings import Finding, ok, warning, warning_unless
 from isthmus.tools.doctor.machine import Machine
 from isthmus.tools.doctor.network import RDMA
 
@@ -57,17 +57,15 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
         )
         return
     text = f"{free / 2**30:,.2f} of {total / 2**30:,.2f} GiB of shared memory are free"
-    if free < _LEAST_SHM:
-        yield warning(
-            "limits",
-            text,
-            "NCCL and RCCL exchange data of ranks on a machine through it, and fail with 'No space left on device'. In "
-            "a container, --ipc host or --shm-size 16g; in a pod, an emptyDir with medium Memory at /dev/shm. If it is "
-            "full, delete what ended processes left there.",
-            _SHM,
-        )
-    else:
-        yield ok("limits", text, _SHM)
+    yield warning_unless(
+        free >= _LEAST_SHM,
+        "limits",
+        text,
+        "NCCL and RCCL exchange data of ranks on a machine through it, and fail with 'No space left on device'. In a "
+        "container, --ipc host or --shm-size 16g; in a pod, an emptyDir with medium Memory at /dev/shm. If it is "
+        "full, delete what ended processes left there.",
+        _SHM,
+    )
 
 
 def _shown(limit: int) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from isthmus.tools.doctor.findings import Finding, error, ok, warning
+from isthmus.tools.doctor.findings import Finding, error, ok, warning, warning_unless
 from isthmus.tools.doctor.machine import Machine
 
 _LEAST_FREE = 50 * 2**30
@@ -87,13 +87,11 @@ def check_disk_speed(machine: Machine) -> Iterator[Finding]:
         yield error("disk", f"a test file cannot be written: {failure.strerror}", "Use another folder.", source)
         return
     text = f"{rate / 1e6:,.0f} MB/s for one process that writes {written / 2**20:.0f} MiB"
-    if rate < _SLOW:
-        yield warning(
-            "disk",
-            text,
-            "Checkpoints take long: 14 bytes per parameter, shared by the ranks. Write to a local NVMe disk or a "
-            "parallel file system, or save in the background (checkpoint.async=true).",
-            source,
-        )
-    else:
-        yield ok("disk", text, source)
+    yield warning_unless(
+        rate >= _SLOW,
+        "disk",
+        text,
+        "Checkpoints take long: 14 bytes per parameter, shared by the ranks. Write to a local NVMe disk or a parallel "
+        "file system, or save in the background (checkpoint.async=true).",
+        source,
+    )

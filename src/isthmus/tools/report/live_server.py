@@ -12,7 +12,7 @@ import re
 import secrets
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
@@ -47,7 +47,7 @@ class LiveAddress:
 
     def as_dict(self) -> dict[str, Any]:
         """The address for ``--json``."""
-        return {"url": self.url, "ssh": self.ssh, "waiting": self.waiting}
+        return asdict(self)
 
 
 class LiveServer(ThreadingMixIn, TCPServer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,7 @@ class WrittenReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The result for ``--json``."""
-        return {
-            "out": str(self.out),
-            "runs": self.runs,
-            "plots": self.plots,
-            "num_bytes": self.num_bytes,
-            "notes": self.notes,
-        }
+        return asdict(self) | {"out": str(self.out)}
 
 
 def write_report(
