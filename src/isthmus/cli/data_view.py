@@ -107,9 +107,6 @@ def _print(samples: Iterable[ShownSample]) -> None:
         lines = Text("\n" if number else "").append(escaped(str(sample)), style="bold").append("\n")
         for part in sample.parts:
             text = escaped(part.text)
-            lines.append(f"[[{text}]]" if part.has_loss and not has_colours else text, style=_style(part.has_loss))
+            style = "green" if part.has_loss else "dim"
+            lines.append(f"[[{text}]]" if part.has_loss and not has_colours else text, style=style)
         console.print(lines)
-
-
-def _style(has_loss: bool) -> str:
-    return "green" if has_loss else "dim"

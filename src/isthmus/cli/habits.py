@@ -7,76 +7,65 @@ from typing import Any
 
 from isthmus.config.recipes import RECIPE_SETTINGS
 
-_TRAIN = "the training commands are sft, dpo, kto, reward, distill, grpo and pretrain, such as `isthmus sft`"
-_CHAT = "`isthmus chat MODEL` answers prompts in the terminal"
-_EXPORT = (
-    "a run exports its model to OUT/hf; `isthmus convert CHECKPOINT OUT --to hf` exports a checkpoint, and "
-    "`isthmus merge` a LoRA adapter"
-)
-_SERVE = (
-    "Isthmus has no server; the folder OUT/hf of a run is a Hugging Face model for vLLM, SGLang and others, and "
-    "`isthmus chat MODEL` answers in the terminal"
-)
-_SFT = "`isthmus sft` fine-tunes a model on chats"
-_LORA = (
-    "`isthmus sft ... lora.rank=16` trains LoRA adapters; lora.quantize=nf4 also quantizes the other weights (QLoRA)"
-)
-_PREFERENCES = "`isthmus dpo`, `isthmus kto` and `isthmus reward` train on preferences"
 _RL = "`isthmus grpo` trains on rewards of the model's own answers"
 COMMANDS: Mapping[str, str] = {
-    "train": _TRAIN,
-    "finetune": _SFT,
-    "fine-tune": _SFT,
-    "ft": _SFT,
-    "tuning": _SFT,
-    "lora": _LORA,
-    "qlora": _LORA,
-    "peft": _LORA,
-    "pt": "`isthmus pretrain` trains a model on text",
-    "pretraining": "`isthmus pretrain` trains a model on text",
-    "rm": "`isthmus reward` trains a reward model",
-    "rlhf": f"{_PREFERENCES}; {_RL}",
-    "orpo": "`isthmus dpo ... dpo.loss=orpo` is ORPO",
-    "simpo": "`isthmus dpo ... dpo.loss=simpo` is SimPO",
-    "cpo": "`isthmus dpo ... dpo.loss=cpo` is CPO",
-    "gkd": "`isthmus distill` learns the probabilities of a teacher",
-    "rl": _RL,
-    "ppo": f"{_RL}; it has no critic",
-    "rloo": "`isthmus grpo ... grpo.loss=rloo` is RLOO",
-    "dapo": "`isthmus grpo ... grpo.loss=dapo` is DAPO",
-    "gspo": "`isthmus grpo ... grpo.loss=gspo` is GSPO",
-    "export": _EXPORT,
-    "save": _EXPORT,
-    "serve": _SERVE,
-    "deploy": _SERVE,
-    "api": _SERVE,
-    "vllm-serve": _SERVE,
-    "webui": _SERVE,
-    "webchat": _CHAT,
-    "infer": _CHAT,
-    "inference": _CHAT,
-    "generate": _CHAT,
-    "predict": _CHAT,
-    "evaluate": "`isthmus eval` runs tasks of lm-evaluation-harness",
-    "test": "`isthmus eval` runs tasks of lm-evaluation-harness; data.test_files gives the loss of a test set",
-    "preprocess": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
-    "tokenize": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
-    "preprocess_data": "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
-    "merge-lora": "`isthmus merge` merges a LoRA adapter into its base model",
-    "merge_lora": "`isthmus merge` merges a LoRA adapter into its base model",
-    "quantize": "lora.quantize=nf4 quantizes the frozen weights of a LoRA run; exports have the dtype of the source",
-    "env": "`isthmus doctor` checks this machine; a run writes environment.json",
-    "presets": "`isthmus config ls` lists presets",
-    "models": "`isthmus config ls` lists presets, docs/reference/families.md the supported models",
-    "list": "`isthmus config ls` lists presets",
-    "ls": "`isthmus config ls` lists presets",
-    "login": "`hf auth login`, or HF_TOKEN, gives access to the Hub",
-    "download": "--model ORG/NAME downloads a model from the Hub, --data hf:ORG/NAME data",
-    "upload": "--push NAMESPACE/NAME of a run, convert or merge uploads a model",
-    "push": "--push NAMESPACE/NAME of a run, convert or merge uploads a model",
-    "resume": "the same training command with the same --out resumes from its last checkpoint",
-    "estimate": "`isthmus plan MODEL --gpus 8xH100` estimates memory and speed",
-    "torchrun": "--nproc N starts N ranks, and `torchrun ... -m isthmus` works as well",
+    word: answer
+    for words, answer in (
+        ("train", "the training commands are sft, dpo, kto, reward, distill, grpo and pretrain, such as `isthmus sft`"),
+        ("finetune fine-tune ft tuning", "`isthmus sft` fine-tunes a model on chats"),
+        (
+            "lora qlora peft",
+            "`isthmus sft ... lora.rank=16` trains LoRA adapters; lora.quantize=nf4 also quantizes the other weights "
+            "(QLoRA)",
+        ),
+        ("pt pretraining", "`isthmus pretrain` trains a model on text"),
+        ("rm", "`isthmus reward` trains a reward model"),
+        ("rlhf", f"`isthmus dpo`, `isthmus kto` and `isthmus reward` train on preferences; {_RL}"),
+        ("orpo", "`isthmus dpo ... dpo.loss=orpo` is ORPO"),
+        ("simpo", "`isthmus dpo ... dpo.loss=simpo` is SimPO"),
+        ("cpo", "`isthmus dpo ... dpo.loss=cpo` is CPO"),
+        ("gkd", "`isthmus distill` learns the probabilities of a teacher"),
+        ("rl", _RL),
+        ("ppo", f"{_RL}; it has no critic"),
+        ("rloo", "`isthmus grpo ... grpo.loss=rloo` is RLOO"),
+        ("dapo", "`isthmus grpo ... grpo.loss=dapo` is DAPO"),
+        ("gspo", "`isthmus grpo ... grpo.loss=gspo` is GSPO"),
+        (
+            "export save",
+            "a run exports its model to OUT/hf; `isthmus convert CHECKPOINT OUT --to hf` exports a checkpoint, and "
+            "`isthmus merge` a LoRA adapter",
+        ),
+        (
+            "serve deploy api vllm-serve webui",
+            "Isthmus has no server; the folder OUT/hf of a run is a Hugging Face model for vLLM, SGLang and others, "
+            "and `isthmus chat MODEL` answers in the terminal",
+        ),
+        ("webchat infer inference generate predict", "`isthmus chat MODEL` answers prompts in the terminal"),
+        ("evaluate", "`isthmus eval` runs tasks of lm-evaluation-harness"),
+        (
+            "test",
+            "`isthmus eval` runs tasks of lm-evaluation-harness; data.test_files gives the loss of a test set",
+        ),
+        (
+            "preprocess tokenize preprocess_data",
+            "`isthmus prepare` tokenizes data once; a run also tokenizes its data itself",
+        ),
+        ("merge-lora merge_lora", "`isthmus merge` merges a LoRA adapter into its base model"),
+        (
+            "quantize",
+            "lora.quantize=nf4 quantizes the frozen weights of a LoRA run; exports have the dtype of the source",
+        ),
+        ("env", "`isthmus doctor` checks this machine; a run writes environment.json"),
+        ("presets list ls", "`isthmus config ls` lists presets"),
+        ("models", "`isthmus config ls` lists presets, docs/reference/families.md the supported models"),
+        ("login", "`hf auth login`, or HF_TOKEN, gives access to the Hub"),
+        ("download", "--model ORG/NAME downloads a model from the Hub, --data hf:ORG/NAME data"),
+        ("upload push", "--push NAMESPACE/NAME of a run, convert or merge uploads a model"),
+        ("resume", "the same training command with the same --out resumes from its last checkpoint"),
+        ("estimate", "`isthmus plan MODEL --gpus 8xH100` estimates memory and speed"),
+        ("torchrun", "--nproc N starts N ranks, and `torchrun ... -m isthmus` works as well"),
+    )
+    for word in words.split()
 }
 """Commands of other programs, and what does the same."""
 _EXAMPLE = {"lora.rank": "16", "train.recompute": "full", "parallel.fsdp": "true", "lora.quantize": "nf4"}

@@ -18,21 +18,9 @@ _PRINTED = {
     "answer_tokens": "length",
 }
 """Printed metrics of the objective, and their printed names."""
-_PERFORMANCE = (
-    "tokens_per_s",
-    "tflops_per_device",
-    "mfu",
-    "memory_gib",
-    "memory_used",
-    "step_time_s",
-    "slowest_rank",
-    "slowest_rank_s",
-    "median_rank_s",
-    "straggler_share",
-    "gpu_temperature_c",
-    "gpu_power_w",
-    "gpu_clock_mhz",
-    "throttled_gpus",
+_PERFORMANCE = frozenset(
+    "tokens_per_s tflops_per_device mfu memory_gib memory_used step_time_s slowest_rank slowest_rank_s median_rank_s "
+    "straggler_share gpu_temperature_c gpu_power_w gpu_clock_mhz throttled_gpus".split()
 )
 _MEGATRON_NAMES = {"mtp_loss": "mtp_1 loss"}
 

@@ -12,32 +12,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-_COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-    "gather",
-    "scatter",
-    "allgather",
-    "allgather_coalesced",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "_end_coalescing",
+_COLLECTIVES = tuple(
+    "allreduce allreduce_coalesced broadcast reduce barrier send recv recv_anysource gather scatter allgather "
+    "allgather_coalesced _allgather_base allgather_into_tensor_coalesced reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_tensor_coalesced alltoall alltoall_base all_gather_single all_gather_single_coalesced "
+    "all_to_all_single reduce_scatter_single reduce_scatter_single_coalesced _end_coalescing".split()
 )
 """Methods of process groups, of all supported versions of torch."""
 _WAITS = ("wait", "synchronize", "block_current_stream")

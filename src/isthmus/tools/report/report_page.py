@@ -27,7 +27,7 @@ from isthmus.tools.report.data_summary import DataSummary
 from isthmus.tools.report.export_checks import ExportCheck, export_checks
 from isthmus.tools.report.profile_tables import RankProfile, parse_profile
 from isthmus.tools.report.run_history import RunHistory
-from isthmus.tools.report.settings_diff import setting_rows
+from isthmus.tools.report.settings_diff import clipped, setting_rows
 from isthmus.train.metrics import duration
 
 _HERE = Path(__file__).parent
@@ -230,5 +230,4 @@ def _number(value: Any) -> str:
 
 
 def _clipped(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}... ({len(text):,} characters)"
+    return clipped(str(value), _MOST_TEXT)

@@ -62,5 +62,9 @@ def _flat(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 def _text(value: Any) -> str:
     if value is PydanticUndefined:  # a required setting has no default
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}... ({len(text):,} characters)"
+    return clipped(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), _MOST_TEXT)
+
+
+def clipped(text: str, most: int) -> str:
+    """At most so many characters, and the number of all."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

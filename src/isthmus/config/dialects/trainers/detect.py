@@ -8,19 +8,11 @@ from typing import Any
 from isthmus.config.schema import RunConfig
 from isthmus.config.setting_errors import trainers
 
-_SIGNS: Mapping[str, tuple[str, ...]] = {
-    "LLaMA-Factory": ("stage", "finetuning_type", "cutoff_len", "lora_target", "template", "dataset_dir", "pref_beta"),
-    "axolotl": (
-        "base_model",
-        "sequence_len",
-        "micro_batch_size",
-        "adapter",
-        "num_epochs",
-        "sample_packing",
-        "val_set_size",
-    ),
-    "ms-swift": ("tuner_type", "train_type", "split_dataset_ratio", "rlhf_type", "target_modules", "torch_dtype"),
-    "TRL": ("dataset_name", "use_peft", "lora_target_modules", "max_length", "dataset_train_split", "lora_r"),
+_SIGNS: Mapping[str, list[str]] = {
+    "LLaMA-Factory": "stage finetuning_type cutoff_len lora_target template dataset_dir pref_beta".split(),
+    "axolotl": "base_model sequence_len micro_batch_size adapter num_epochs sample_packing val_set_size".split(),
+    "ms-swift": "tuner_type train_type split_dataset_ratio rlhf_type target_modules torch_dtype".split(),
+    "TRL": "dataset_name use_peft lora_target_modules max_length dataset_train_split lora_r".split(),
 }
 """Keys that tell the programs apart."""
 _COMMANDS = {

@@ -9,15 +9,8 @@ from isthmus.config.dialects.trainers.trainer_config import TrainerConfig, table
 
 _INITS = re.compile(r"gaussian|pissa(_niter_\d+)?")
 _ALL_LINEAR = ("all", "all-linear", "all_linear")
-_DPO_LOSSES = {
-    "sigmoid": "sigmoid",
-    "dpo": "sigmoid",
-    "robust": "robust",
-    "ipo": "ipo",
-    "hinge": "hinge",
-    "simpo": "simpo",
-    "cpo": "cpo",
-    "orpo": "orpo",
+_DPO_LOSSES = {"dpo": "sigmoid"} | {
+    name: name for name in ("sigmoid", "robust", "ipo", "hinge", "simpo", "cpo", "orpo")
 }
 
 
