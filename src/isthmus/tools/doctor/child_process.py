@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from isthmus.tools.doctor.findings import Check, Finding, error
+from isthmus.tools.doctor.findings import Check, Finding, error, run_checks, subject_of
 from isthmus.tools.doctor.machine import Machine
-from isthmus.tools.doctor.timed_checks import run_checks, subject_of
 
 _SECONDS = 120.0
 """Limit of a check; the first use of a GPU may compile kernels."""

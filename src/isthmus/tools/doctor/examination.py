@@ -8,22 +8,20 @@ from functools import partial
 from typing import Any
 
 from isthmus.tools.doctor.child_process import run_in_child
-from isthmus.tools.doctor.findings import Check, Finding
+from isthmus.tools.doctor.findings import Check, Finding, run_checks
 from isthmus.tools.doctor.gpu.device_access import check_device_files
 from isthmus.tools.doctor.gpu.gpu_use import check_gpu_use, check_kernel_log
 from isthmus.tools.doctor.gpu.torch_build import check_torch_build
 from isthmus.tools.doctor.gpu.torch_devices import check_devices
 from isthmus.tools.doctor.gpu.torch_kernels import check_attention, check_collectives, check_compiler, check_gemms
 from isthmus.tools.doctor.gpu.visible_devices import check_visible_gpus
-from isthmus.tools.doctor.host import check_clock, check_memory, check_processor
+from isthmus.tools.doctor.host import check_clock, check_memory, check_numa, check_processor
 from isthmus.tools.doctor.hub_access import check_hub, check_hub_settings
 from isthmus.tools.doctor.jobs import check_job
 from isthmus.tools.doctor.limits import check_limits
 from isthmus.tools.doctor.machine import Machine, run_tool
 from isthmus.tools.doctor.network import check_network, check_rdma
-from isthmus.tools.doctor.numa import check_numa
 from isthmus.tools.doctor.storage import check_disk_space, check_disk_speed
-from isthmus.tools.doctor.timed_checks import run_checks
 from isthmus.tools.doctor.variables import check_variables
 from isthmus.tools.doctor.versions import check_versions
 

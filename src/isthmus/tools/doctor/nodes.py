@@ -23,8 +23,8 @@ from isthmus.launch.rendezvous import rendezvous
 from isthmus.platforms import rank_env
 from isthmus.platforms.cpu import CpuPlatform
 from isthmus.platforms.network_interfaces import route_to
-from isthmus.tools.doctor.examination import Examination, examine, run_checks
-from isthmus.tools.doctor.findings import Finding, error, ok, warning
+from isthmus.tools.doctor.examination import Examination, examine
+from isthmus.tools.doctor.findings import Finding, error, ok, run_checks, warning
 from isthmus.tools.doctor.gpu.gpus import count_by_vendor, find_gpus
 from isthmus.tools.doctor.gpu.torch_build import installed_torch
 from isthmus.tools.doctor.machine import Machine

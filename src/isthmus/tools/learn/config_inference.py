@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import UsageError
 from isthmus.families.inferred.json_family import parse_formula
 from isthmus.families.rules.common_settings import METADATA, ROPE, WINDOW, is_dropout
-from isthmus.tools.learn.probe_config import NUM_SHARED_EXPERTS, ProbeSizes, probe_rotary
 
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -63,6 +63,56 @@ SIZE_WORDS: dict[str, Sequence[str]] = {**_SIZES, **_EXPERT_SIZES, "norm_epsilon
 _INIT = ("initializer_range", "init_std")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MIN_LAYERS, _MAX_LAYERS = 4, 16
+_SHARED_EXPERTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    sizes: Mapping[str, int]
+    """Sizes by field of the Architecture. All sizes are different, and none is a default of a config."""
+    numbers: Mapping[str, float]
+    """Values of epsilon, theta and multipliers that change the logits visibly."""
+    more_layers: int
+    sliding_window: int
+
+
+_PROBE_NUMBERS = {"epsilon": 1e-2, "rope_theta": 1000.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
+_PROBE_NUMBERS |= {"attention_multiplier": 0.4, "query_pre_attn_scalar": 6, "logits_scaling": 3.0, "logit_scale": 0.5}
+_PROBE_NUMBERS |= {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5, "routed_scaling_factor": 1.4}
+_FIRST = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 88, "vocab_size": 101}
+_FIRST |= {"max_position_embeddings": 96, "moe.num_experts": 6, "moe.top_k": 2, "moe.ffn_hidden_size": 20}
+_FIRST |= {"moe.shared_ffn_hidden_size": 28, "moe.num_groups": 2, "moe.group_top_k": 1, "moe.dense_layers": 1}
+_SECOND = {"hidden_size": 96, "num_attention_heads": 6, "ffn_hidden_size": 136, "vocab_size": 83}
+_SECOND |= {"max_position_embeddings": 112, "moe.num_experts": 8, "moe.top_k": 3, "moe.ffn_hidden_size": 28}
+_SECOND |= {"moe.shared_ffn_hidden_size": 36, "moe.num_groups": 4, "moe.group_top_k": 2, "moe.dense_layers": 2}
+FIRST = tuple(
+    ProbeSizes(_FIRST | {"num_query_groups": groups, "kv_channels": width}, _PROBE_NUMBERS, 0, 7)
+    for groups, width in ((2, 24), (2, 16), (4, 16))
+)
+"""Probes for the search; the first one that the model supports is used."""
+SECOND = tuple(
+    ProbeSizes(
+        _SECOND | {"num_query_groups": groups, "kv_channels": width},
+        {key: n * 2 for key, n in _PROBE_NUMBERS.items()},
+        1,
+        5,
+    )
+    for groups, width in ((3, 32), (3, 16), (6, 16))
+)
+"""Probes of other sizes, which verify the mapping."""
+
+
+def _probe_rotary(settings: Mapping[str, Any], probe: ProbeSizes) -> dict[str, Any]:
+    """Rotary settings with non-default frequencies, and an original length that a short sample exceeds."""
+    rotary: dict[str, Any] = {
+        name: _probe_rotary(value, probe) if isinstance(value, Mapping) else value for name, value in settings.items()
+    }
+    if rotary.get("rope_theta") is not None:
+        rotary["rope_theta"] = probe.numbers["rope_theta"] * (1.0 if rotary["rope_theta"] < 1e5 else 1.5)
+    if rotary.get("original_max_position_embeddings") is not None:
+        rotary["original_max_position_embeddings"] = 16
+    pairs = int(probe.sizes["kv_channels"] * rotary.get("partial_rotary_factor", 1.0)) // 2
+    return rotary | {name: list(rotary[name])[:pairs] for name in ("short_factor", "long_factor") if name in rotary}
 
 
 class ConfigInference:
@@ -129,7 +179,7 @@ class ConfigInference:
             elif config[key] is not None or name in ("ffn_hidden_size", "kv_channels"):
                 config[key] = probe.sizes[name]
         if self.shared is not None:
-            config[self.shared] = NUM_SHARED_EXPERTS
+            config[self.shared] = _SHARED_EXPERTS
         if self.epsilon is not None:
             config[self.epsilon] = probe.numbers["epsilon"]
         if config.get("sliding_window") is not None:
@@ -138,7 +188,7 @@ class ConfigInference:
             if config.get(name) is not None:
                 config[name] = probe.numbers[name]
         if self.rotary:
-            config["rope_parameters"] = probe_rotary(self.rotary, probe)
+            config["rope_parameters"] = _probe_rotary(self.rotary, probe)
         for name in ("rope_scaling", "rope_theta"):
             config.pop(name, None)
         config |= {name: None if name.startswith("pad") else 1 for name in config if name.endswith("_token_id")}
@@ -215,7 +265,7 @@ class ConfigInference:
             width = configured.get("moe.ffn_hidden_size") or symbols["F"]
             symbols |= {"E": number, "X": width}
             if self.shared is not None:
-                symbols["S"] = NUM_SHARED_EXPERTS * width
+                symbols["S"] = _SHARED_EXPERTS * width
             elif shared := configured.get("moe.shared_ffn_hidden_size"):
                 symbols["S"] = shared
         return symbols

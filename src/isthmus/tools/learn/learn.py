@@ -33,11 +33,9 @@ from isthmus.hf.tiny_model import (
 from isthmus.platforms.detect import detect
 from isthmus.tools.learn.candidate_search import CandidateSearch
 from isthmus.tools.learn.candidates import EPSILONS, Candidates, Choices
-from isthmus.tools.learn.config_inference import ConfigInference
+from isthmus.tools.learn.config_inference import FIRST, SECOND, ConfigInference
 from isthmus.tools.learn.family_module import write_module
 from isthmus.tools.learn.language_section import SECTION
-from isthmus.tools.learn.nearest_family import nearest_family
-from isthmus.tools.learn.probe_config import FIRST, SECOND
 from isthmus.tools.learn.probe_model import (
     DEEP_SCALE,
     TOLERANCE,
@@ -50,6 +48,7 @@ from isthmus.tools.learn.probe_model import (
     proven,
     relative_difference,
 )
+from isthmus.tools.learn.related_family import nearest_family
 from isthmus.tools.learn.relative_search import RelativeSearch
 from isthmus.tools.learn.small_config import check_layers
 from isthmus.tools.learn.tensor_matching import DecoderStructure, match_tensors

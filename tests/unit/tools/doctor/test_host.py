@@ -19,13 +19,12 @@ from isthmus.hf import hub
 from isthmus.platforms import network_interfaces
 from isthmus.platforms.network_interfaces import Interface
 from isthmus.tools.doctor import network as network_module
-from isthmus.tools.doctor.host import check_clock, check_memory, check_processor
+from isthmus.tools.doctor.host import check_clock, check_memory, check_numa, check_processor
 from isthmus.tools.doctor.hub_access import check_hub, check_hub_settings
 from isthmus.tools.doctor.jobs import check_job
 from isthmus.tools.doctor.limits import check_limits
 from isthmus.tools.doctor.machine import Machine, clock_state
 from isthmus.tools.doctor.network import check_network, check_rdma
-from isthmus.tools.doctor.numa import check_numa
 from isthmus.tools.doctor.storage import check_disk_space, check_disk_speed, hub_cache
 from isthmus.tools.doctor.variables import check_variables
 from isthmus.tools.doctor.versions import check_versions, compare_versions

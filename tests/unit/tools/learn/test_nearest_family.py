@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.families.registry import all_families
-from isthmus.tools.learn.nearest_family import nearest_family
+from isthmus.tools.learn.related_family import nearest_family
 
 FAMILIES = all_families()
 SIZES: dict[str, Any] = {

@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments
 from isthmus.config.dialects.translation import Translation
 from isthmus.config.schema.data import DOCUMENT_SETTINGS
 

@@ -7,20 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments
 from isthmus.config.dialects.megatron.known_args import ARGUMENTS, TABLES, untranslated
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 _TYPES = ("HuggingFaceTokenizer", "Llama2Tokenizer", "DeepSeekV2Tokenizer", "GPT2BPETokenizer", "NullTokenizer")
 _BY_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 """Types that depend on the tokenizer's file."""
-_UNSUPPORTED = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "TikTokenizer",
-    "MultimodalTokenizer",
-    "NullMultimodalTokenizer",
+_UNSUPPORTED = tuple(
+    "BertWordPieceLowerCase BertWordPieceCase TikTokenizer MultimodalTokenizer NullMultimodalTokenizer".split()
 )
 _WITHOUT_FLAGS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 """Arguments that only Primus has; Megatron-LM has their usual values."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 _LOSSES = {"aux_loss": "moe.aux_loss", "seq_aux_loss": "moe.seq_aux_loss"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
-from isthmus.config.dialects.megatron.arguments import Arguments
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments
 from isthmus.config.dialects.translation import Translation
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments
 from isthmus.config.dialects.megatron.known_args import SETTINGS
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation
 from isthmus.errors import UsageError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from isthmus.config.dialects.megatron.arguments import Arguments, read_flags
+from isthmus.config.dialects.megatron.arguments import Arguments, WrittenArguments, read_flags
 from isthmus.config.dialects.megatron.data_args import put_data, write_data
 from isthmus.config.dialects.megatron.model_args import model_arguments, put_tokenizer, write_model, write_tokenizer
 from isthmus.config.dialects.megatron.moe_args import put_moe, take_megablocks, take_shared_experts, write_moe
@@ -15,7 +15,6 @@ from isthmus.config.dialects.megatron.output_args import put_checkpoints, put_lo
 from isthmus.config.dialects.megatron.parallel_args import put_parallel, write_parallel
 from isthmus.config.dialects.megatron.train_args import put_train, write_train
 from isthmus.config.dialects.megatron.training_command import TrainingCommand
-from isthmus.config.dialects.megatron.written_arguments import WrittenArguments
 from isthmus.config.dialects.translation import Translation, World
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError
