@@ -107,9 +107,9 @@ class _WandB:
 
     def __init__(self, run: TrackedRun) -> None:
         with optional_package("logging.to=wandb", "wandb"):
-            import wandb
+            from wandb import init  # reads an attribute: megatron.core imports wandb lazily
 
-        self._run: Any = wandb.init(
+        self._run: Any = init(
             project=run.project,
             name=run.name,
             dir=str(run.folder),
@@ -126,9 +126,9 @@ class _WandB:
 
     def log_answers(self, answers: Answers, step: int) -> None:
         with optional_package("logging.to=wandb", "wandb"):
-            import wandb
+            from wandb import Table
 
-        table = wandb.Table(columns=["prompt", "answer"], data=[list(pair) for pair in answers])
+        table = Table(columns=["prompt", "answer"], data=[list(pair) for pair in answers])
         self._run.log({_ANSWERS: table, "step": step})
 
     def close(self, *, failed: bool) -> None:

@@ -9,13 +9,15 @@ import builtins
 import functools
 import logging
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from types import SimpleNamespace
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ class PatchedImports(PathFinder):
 
     - megatron-core applies torch.compile on import, which loads the compiler: a fifth of a rank's import time. It is
       deferred while megatron.core is imported.
+    - megatron-core imports wandb to recognize a writer: 0.5 CPU seconds a process. It is imported lazily.
     - megatron-core 0.18 and 0.19 import the Triton kernels of an option that Isthmus does not use, also where there is
       no Triton. A stand-in is imported there.
     """
@@ -63,6 +66,7 @@ class PatchedImports(PathFinder):
         def execute_patched(module: Any) -> None:
             if name != "megatron.core":
                 return execute(_without_triton(module))
+            import_lazily("wandb")
             with deferred_compile():
                 execute(module)
 
@@ -84,6 +88,38 @@ def _without_triton(module: Any) -> Any:
 
     module.__builtins__ = vars(builtins) | {"__import__": import_name}
     return module
+
+
+def import_lazily(name: str) -> None:
+    """Add a module to sys.modules that runs its code when one of its attributes is read.
+
+    Unlike :class:`importlib.util.LazyLoader`, a second import does not run it.
+    """
+    if name in sys.modules or (spec := find_spec(name)) is None or (loader := spec.loader) is None:
+        return
+    module, lock, started = ModuleType(name), threading.RLock(), False
+
+    def load(attribute: str) -> Any:
+        nonlocal started
+        with lock:  # another thread waits for the whole module
+            if not started:
+                started = True
+                vars(module).update(vars(module_from_spec(spec)))
+                try:
+                    loader.exec_module(module)
+                except BaseException:
+                    sys.modules.pop(name, None)  # as after any failed import
+                    raise
+                if vars(module)["__getattr__"] is load:  # a module may define one
+                    del vars(module)["__getattr__"]
+                return getattr(module, attribute)
+            if attribute in vars(module):
+                return vars(module)[attribute]
+        raise AttributeError(f"module {name!r} has no attribute {attribute!r}", name=attribute, obj=module)
+
+    # `inspect.getmodule` reads the file of all modules; a `__path__` would let parts be imported without the module.
+    vars(module).update(__spec__=spec, __file__=spec.origin, __getattr__=load)
+    sys.modules[name] = module
 
 
 @contextmanager

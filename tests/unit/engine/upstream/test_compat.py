@@ -15,12 +15,18 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from isthmus.engine.upstream.compat import SharedDevicesGloo, _without_triton, deferred_compile, gloo_devices
+from isthmus.engine.upstream.compat import (
+    SharedDevicesGloo,
+    _without_triton,
+    deferred_compile,
+    gloo_devices,
+    import_lazily,
+)
 from ranks.rank_pool import RankPool
 
 pytestmark = pytest.mark.ranks
-LOADED = "import sys; print('torch._inductor.compile_fx' in sys.modules)"
-"""Prints whether the compiler of torch is imported."""
+LOADED = "import sys; print('torch._inductor.compile_fx' in sys.modules, 'wandb.sdk' in sys.modules)"
+"""Prints whether the compiler of torch is imported, and W&B."""
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +64,7 @@ def test_megatron_core_warns_and_compiles_when_imported() -> None:
     # megatron-core 0.18 and newer cannot be imported without Triton; Isthmus imports it with a stand-in.
     if "No module named 'triton'" not in upstream.stderr:
         assert "Apex" in upstream.stderr, "megatron-core no longer warns: drop compat.quiet_missing_extensions"
-        assert upstream.stdout == "True\n", "megatron-core no longer compiles on import: drop compat.PatchedImports"
+        assert upstream.stdout == "True True\n", "megatron-core imports less now: drop a part of compat.PatchedImports"
 
 
 @pytest.mark.processes
@@ -67,7 +73,7 @@ def test_imports_are_quiet_and_do_not_compile() -> None:
     ours = run_python(
         f"import torch; before = torch.compile; import {modules}; assert torch.compile is before; {LOADED}"
     )
-    assert (ours.stdout, ours.stderr) == ("False\n", "")
+    assert (ours.stdout, ours.stderr) == ("False False\n", "")
 
 
 def test_stand_in_for_triton() -> None:
@@ -89,6 +95,31 @@ def test_function_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         double = torch.compile(lambda value: 2 * value)
     assert not compiled
     assert [double(3), double(4)] == [6, 8] and len(compiled) == 1
+
+
+def test_lazy_module_runs_once_when_an_attribute_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object is the same before and after: Megatron-Core compares it with the writer of its timers."""
+    (tmp_path / "lazy_writer").mkdir()
+    (tmp_path / "lazy_writer/__init__.py").write_text("import lazy_writer.part as part\nparts = [part.name]\n")
+    (tmp_path / "lazy_writer/part.py").write_text("import lazy_writer\nname = lazy_writer.__name__\n")
+    (tmp_path / "lazy_error.py").write_text("import lazy_none\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lazy_writer", "lazy_error", "lazy_none"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        import_lazily(name)
+    import lazy_error
+    import lazy_writer
+
+    first = lazy_writer
+    assert find_spec("lazy_writer") and hasattr(first, "__file__") and "lazy_writer.part" not in sys.modules
+    import lazy_writer.part
+
+    assert lazy_writer is first and first.parts == ["lazy_writer"]
+    with pytest.raises(AttributeError, match="'lazy_writer' has no attribute 'missing'"):
+        first.missing  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match="lazy_none"):
+        lazy_error.name  # noqa: B018
+    assert not {"lazy_error", "lazy_none"} & set(sys.modules)
 
 
 @pytest.mark.processes
