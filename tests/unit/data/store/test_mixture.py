@@ -53,6 +53,7 @@ def test_each_set_has_separate_epochs():
     assert [order.at(k) for k in reversed(range(40))] == places[::-1]
 
 
+@pytest.mark.slow
 def test_order_of_a_large_set_is_computed(monkeypatch):
     """It is a permutation in each epoch, from the seed, whichever positions are asked for first."""
     monkeypatch.setattr(mixture, "COMPUTED_FROM", 1000)

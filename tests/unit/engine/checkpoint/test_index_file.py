@@ -58,6 +58,7 @@ def test_equals_what_torch_reads(checkpoint: Path) -> None:
         assert (index.files[file], offset, length) == (place.relative_path, place.offset, place.length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1 << 40])
 def test_torch_reads_what_is_written(start: int, tmp_path: Path) -> None:
     """More parts than the writer makes at a time, in files of more than 2 GiB."""

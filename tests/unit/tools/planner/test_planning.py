@@ -270,6 +270,7 @@ def test_a_plan_of_many_nodes_has_start_saves_failures_and_traffic(nodes: int) -
     assert entry["step"]["sent_bytes"]["tp"]["to_nodes"] == 0 < entry["step"]["sent_bytes"]["dp"]["to_nodes"]
 
 
+@pytest.mark.slow
 def test_one_node_has_no_long_run() -> None:
     assert "run" not in as_json(plans(number=1))["plans"][0]
     assert "goodput" not in as_text(plans(number=1), explained=False)

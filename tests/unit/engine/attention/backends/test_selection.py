@@ -215,6 +215,7 @@ def without_early_keys(
     return packed_attention(q, k, v, lengths, min(window or 700, 700), **kwargs)
 
 
+@pytest.mark.slow
 @CASES
 def test_a_kernel_is_checked_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
@@ -224,6 +225,7 @@ def test_a_kernel_is_checked_at_the_length_of_the_run(monkeypatch: pytest.Monkey
     assert "its errors at 1100 tokens against float32 are" in (result.failure or "")
 
 
+@pytest.mark.slow
 def test_the_check_of_cudnn_has_one_sample_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right for several samples, by flash attention, and wrong for one."""
 
