@@ -162,6 +162,11 @@ def _run_rank(request: dict[str, Any]) -> None:
             from faults.hosts import inject
 
             inject(fault)
+        if kill_point := os.environ.get("KILL_POINT"):
+            from faults.kill_points import arm as arm_kill
+
+            point, number, destination = json.loads(kill_point)
+            arm_kill(point, number, Path(destination))
         from isthmus.cli.main import main as isthmus
 
         code = isthmus(request["argv"])
@@ -178,6 +183,7 @@ def main() -> None:
     for name in (
         "isthmus.cli.main",
         "isthmus.cli.process",
+        "isthmus.convert.transfer",
         "isthmus.recipes.run",
         "isthmus.engine.decoder.decoder",
         "isthmus.engine.optim.optimizer",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faults.command import environment
 from faults.fork_server import ForkServer
 from isthmus.convert.transfer import convert
 from isthmus.convert.verify.compare import compare_models
@@ -35,17 +34,15 @@ FEW_POINTS: dict[str, list[Any]] = {
 """Each point with a target, and each target during and after the stream."""
 
 
-def outcomes(requests: list[dict[str, Any]]) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kill_points.py"))],
-        input=json.dumps(requests), env=environment(), capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
-    result: list[int] = json.loads(done.stdout)
-    return result
-
-
-def request(model: Path, out: Path, target: str, number: int, point: Any) -> dict[str, Any]:
-    return {"args": ["convert", str(model), str(out), *TARGETS[target]], "signal": number, "point": point}
+def outcome(isthmus: ForkServer, model: Path, out: Path, target: str, number: signal.Signals, point: Any) -> int:
+    """Exit code of a conversion that sends itself the signal at a point, or has it after a number of seconds."""
+    kill_point = json.dumps([point, number, str(out)])
+    command = isthmus.start("convert", model, out, *TARGETS[target], KILL_POINT=kill_point)
+    if isinstance(point, float):
+        time.sleep(point)
+        with suppress(ProcessLookupError):  # it may have ended
+            command.send(0, number)
+    return command.result().returncode
 
 
 def all_points() -> dict[str, list[Any]]:
@@ -57,12 +54,12 @@ def all_points() -> dict[str, list[Any]]:
     "points", [pytest.param(FEW_POINTS, id="few"), pytest.param(all_points(), id="all", marks=pytest.mark.thorough)]
 )
 def test_killed_conversion_leaves_nothing_or_everything(
-    points: dict[str, list[Any]], model: Path, tmp_path: Path
+    points: dict[str, list[Any]], isthmus: ForkServer, model: Path, tmp_path: Path
 ) -> None:
     cases = {f"{target}-{point}": (target, point) for target in points for point in points[target]}
-    requests = [request(model, tmp_path / name, case[0], signal.SIGKILL, case[1]) for name, case in cases.items()]
-    for (name, (target, point)), code in zip(cases.items(), outcomes(requests), strict=True):
+    for name, (target, point) in cases.items():
         destination, partial = tmp_path / name, tmp_path / f".tmp-{name}"
+        code = outcome(isthmus, model, destination, target, signal.SIGKILL, point)
         assert code in (-signal.SIGKILL, 0) and (code or isinstance(point, float)), name
         if isinstance(point, str):
             assert destination.exists() == (point == "renamed") == (not partial.exists()), name
@@ -73,15 +70,15 @@ def test_killed_conversion_leaves_nothing_or_everything(
 
 
 @pytest.mark.thorough
-def test_terminated_conversion_removes_its_output(model: Path, tmp_path: Path) -> None:
+def test_terminated_conversion_removes_its_output(isthmus: ForkServer, model: Path, tmp_path: Path) -> None:
     cases = {
         f"{target}-{number.name}-{point}": (target, number, point)
         for target in TARGETS
         for number in (signal.SIGTERM, signal.SIGINT)
         for point in ("first", "middle")
     }
-    requests = [request(model, tmp_path / name, *case) for name, case in cases.items()]
-    assert dict(zip(cases, outcomes(requests), strict=True)) == dict.fromkeys(cases, 130)
+    codes = {name: outcome(isthmus, model, tmp_path / name, *case) for name, case in cases.items()}
+    assert codes == dict.fromkeys(cases, 130)
     assert not list(tmp_path.iterdir())
 
 
