@@ -100,7 +100,7 @@ def test_long_step_is_abandoned_within_the_grace_period(
 
     The resumed run equals one that was not stopped, and repeats the export.
     """
-    sft_args += ["train.steps=3", "train.global_batch_size=32", "train.micro_batch_size=1"]
+    sft_args += ["train.steps=3", "train.global_batch_size=16", "train.micro_batch_size=1"]
     args = [*sft_args, "data.packing=false", "checkpoint.grace_s=0.02", "--hf-every", "1"]
 
     def run(*more: str) -> RunningRanks:
