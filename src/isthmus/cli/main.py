@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -139,6 +140,12 @@ def _options(
     pass
 
 
+@cache
+def _command() -> Any:
+    """The tree of verbs and options: typer would build it anew for each call in one process."""
+    return typer.main.get_command(app)
+
+
 def parse_and_run(argv: Sequence[str]) -> int:
     """Does not catch errors."""
     argv = megatron.translate_convert(current_words(argv))
@@ -148,7 +155,7 @@ def parse_and_run(argv: Sequence[str]) -> int:
         print(next_steps(Path()), flush=True)
         return 0
     try:
-        result: Any = app(args=words, prog_name="isthmus", standalone_mode=False)
+        result: Any = _command()(args=words, prog_name="isthmus", standalone_mode=False)
     except Exception as error:
         option = getattr(error, "option_name", None)  # of typer's error for an unknown option
         if option is None or getattr(error, "possibilities", error) is error:
