@@ -43,13 +43,14 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(folder, "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=2, num_experts=4)
 
 
-@pytest.mark.thorough_cases("dp2-overlap", "tp2-bf16")
+@pytest.mark.thorough_cases("dp2-overlap", "tp2-bf16", "tp2-ep2-dp2")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
         pytest.param(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, id="dp2-overlap"),
         pytest.param(2, {"tp": 2, "sp": True, "precision": "bf16"}, id="tp2-bf16"),
         pytest.param(2, {"fsdp": True}, id="fsdp"),
+        pytest.param(2, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, id="tp2-ep2"),
         pytest.param(4, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, id="tp2-ep2-dp2"),
     ],
 )
