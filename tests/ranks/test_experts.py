@@ -102,6 +102,17 @@ def test_all_gather_dispatch_equals_all_to_all(
     assert_same(worlds[ranks].run("ranks.tasks.train", **run_settings, **layout), alone["gpt_oss"][0])
 
 
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "etp": 1, "ep": 2}], ids=["ep2", "tp2-ep2-etp1"])
+def test_weights_of_tokens_have_no_exchange_of_their_own(
+    layout: dict[str, Any], two_ranks: RankPool, folders: dict[str, Path], samples: Path
+) -> None:
+    """An all-to-all to the experts and one back, in both passes of a layer with experts and a micro batch."""
+    run = {"model": folders["gpt_oss"], "samples": samples, "micro_batch_size": 2, "global_batch_size": 4}
+    calls = two_ranks.run("ranks.data_parallel_tasks.collectives", **run, **layout)
+    layers, micro_batches = FAMILIES["gpt_oss"]["num_hidden_layers"], 2 // (2 // layout.get("tp", 1))
+    assert sum(name == "alltoall_base_" for name, _ in calls) == 4 * layers * micro_batches
+
+
 def test_moe_metrics(alone: dict[str, tuple[dict[str, Any], Path]]) -> None:
     run, _ = alone["deepseek_v3"]
     for load in run["load"]:

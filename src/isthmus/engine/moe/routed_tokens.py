@@ -33,11 +33,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         routed, (grad_rows, grad_weights) = ctx.routed, grads
-        if routed.rows_of_token is not None:
-            of_pairs = grad_weights.index_select(0, routed.rows_of_token.flatten())
-        else:
-            of_pairs = grad_weights.new_zeros(ctx.shape.numel()).index_copy_(0, routed.order, grad_weights)
-        return routed.sum_by_token(grad_rows), of_pairs.view(ctx.shape), None
+        return routed.sum_by_token(grad_rows), routed.by_pair(grad_weights).view(ctx.shape), None
 
 
 class _Combine(torch.autograd.Function):
@@ -96,6 +92,12 @@ class RoutedTokens:
     def combine(self, rows: Tensor) -> Tensor:
         """[n, H] -> [T, H]."""
         return _Combine.apply(rows, self)
+
+    def by_pair(self, values: Tensor) -> Tensor:
+        """Values [n] of the rows as values [T K] of all pairs, 0 for those that are left out."""
+        if self.rows_of_token is None:
+            return values.new_zeros(self.keys.numel()).index_copy_(0, self.order, values)
+        return values.index_select(0, self.rows_of_token.flatten())
 
     def sum_by_token(self, rows: Tensor) -> Tensor:
         if self.rows_of_token is None:

@@ -11,19 +11,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import (
-    all_to_all,
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
 
 from isthmus.engine.host_copies import HostCopy
 from isthmus.engine.moe.grouped_gemm import GroupSizes
 from isthmus.engine.moe.routed_tokens import RoutedTokens, expert_capacity
+from isthmus.engine.moe.row_exchange import RowExchange, all_gather, padded, reduce_scatter
 
 Compute = Callable[[Tensor, Tensor, GroupSizes], Tensor]
 """:meth:`isthmus.engine.moe.moe_layer.GroupedExperts.forward`, on rows sorted by expert."""
@@ -65,8 +62,8 @@ class _TensorParallelDispatcher:
     def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute, _overlap: Overlap) -> Tensor:
         if self.sequence_parallel:
             # A rank's experts give a part of each gradient: the backward pass reduce-scatters the parts.
-            hidden, weights, chosen = (_all_gather(x, self.group) for x in (hidden, weights, chosen))
-            return _reduce_scatter(self._run(hidden, weights, chosen, experts), self.group)
+            hidden, weights, chosen = (all_gather(x, self.group) for x in (hidden, weights, chosen))
+            return reduce_scatter(self._run(hidden, weights, chosen, experts), self.group)
         hidden, weights = (copy_to_tensor_model_parallel_region(x, self.group) for x in (hidden, weights))
         return reduce_from_tensor_model_parallel_region(self._run(hidden, weights, chosen, experts), self.group)
 
@@ -108,14 +105,14 @@ class _AllGatherDispatcher:
 
     def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute, overlap: Overlap) -> Tensor:
         tokens = hidden.size(0)
-        lengths = HostCopy(_all_gather(torch.full((1,), tokens, device=hidden.device), self.group))
+        lengths = HostCopy(all_gather(torch.full((1,), tokens, device=hidden.device), self.group))
         if hidden.is_cuda:
             overlap()
         longest = max(lengths.read().tolist())
-        hidden, weights = (_all_gather(_padded(x, longest), self.group) for x in (hidden, weights))
-        chosen = _all_gather(_padded(chosen, longest, self.dropped), self.group)
+        hidden, weights = (all_gather(padded(x, longest), self.group) for x in (hidden, weights))
+        chosen = all_gather(padded(chosen, longest, self.dropped), self.group)
         out = run_local(hidden, weights, chosen, experts, self.local, RoutedTokens.keep_counted)
-        return _reduce_scatter(out, self.group)[:tokens]
+        return reduce_scatter(out, self.group)[:tokens]
 
 
 class _AllToAllDispatcher:
@@ -131,58 +128,16 @@ class _AllToAllDispatcher:
     def __call__(self, hidden: Tensor, weights: Tensor, chosen: Tensor, experts: Compute, overlap: Overlap) -> Tensor:
         routed = RoutedTokens(chosen, self.num_experts)
         # [ep, etp, ep, local experts]: rows that each rank sends to each expert; ranks are numbered etp first.
-        counts = _all_gather(routed.counts, self.both).view(self.ep.size(), self.etp.size(), self.ep.size(), -1)
+        counts = all_gather(routed.counts, self.both).view(self.ep.size(), self.etp.size(), self.ep.size(), -1)
         copy = HostCopy(counts)
         if self.dropless:
             routed.keep_all()
         if hidden.is_cuda:
             overlap()
         per_expert = copy.read()
-        on_host = per_expert.sum(-1).tolist()
-        etp_rank = self.etp.rank()
-        send = on_host[self.ep.rank()][etp_rank]
+        exchange = RowExchange(routed, counts, per_expert.sum(-1).tolist(), self.ep, self.etp)
         if not self.dropless:
-            routed.keep(sum(send))
-        receive = [counts_of_source[etp_rank][self.ep.rank()] for counts_of_source in on_host]
-        received = [
-            sum(counts_of_source[etp][self.ep.rank()] for counts_of_source in on_host) for etp in range(self.etp.size())
-        ]
-        rows, row_weights = (
-            _all_gather(_padded(all_to_all(self.ep, x, receive, send), max(received)), self.etp)
-            for x in routed.gather(hidden, weights)
-        )
-        order = self._order(counts[:, :, self.ep.rank()], received)
+            routed.keep(sum(exchange.send))
         sizes = [x[:, :, self.ep.rank()].sum((0, 1)).flip(0) for x in (counts, per_expert)]
-        results = experts(
-            rows.index_select(0, order), row_weights.index_select(0, order), GroupSizes(sizes[0], sizes[1].tolist())
-        )
-        out = _reduce_scatter(torch.zeros_like(rows).index_copy(0, order, results), self.etp)[: received[etp_rank]]
-        return routed.combine(all_to_all(self.ep, out, send, receive))
-
-    def _order(self, counts: Tensor, received: list[int]) -> Tensor:
-        """Order that sorts the gathered rows by expert, last expert first.
-
-        ``counts`` int64 [ep, etp, local experts] are the rows from each rank, ``received`` the rows per etp rank.
-        """
-        number, longest = counts.size(2), max(received)
-        by_rank = counts.transpose(0, 1).flatten(1)  # [etp, ep * local experts], in the order of the rows
-        sizes = torch.cat([by_rank, longest - by_rank.sum(1, keepdim=True)], dim=1)
-        keys = torch.arange(number - 1, -1, -1, device=counts.device).repeat(counts.size(0))
-        keys = torch.cat([keys, keys.new_full((1,), number)]).repeat(counts.size(1))
-        keys = keys.repeat_interleave(sizes.flatten(), output_size=longest * len(received))
-        return keys.argsort(stable=True)[: sum(received)]
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate over the ranks; gradients are reduce-scattered."""
-    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter_to_sequence_parallel_region(x, group=group)
-
-
-def _padded(x: Tensor, length: int, value: float = 0) -> Tensor:
-    if x.size(0) == length:
-        return x
-    return torch.cat([x, x.new_full((length - x.size(0), *x.shape[1:]), value)])
+        group_sizes = GroupSizes(sizes[0], sizes[1].tolist())
+        return exchange.combine(experts(*exchange.dispatch(hidden, weights), group_sizes))

@@ -239,10 +239,9 @@ class Experts(Block):
         width = self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
         terms = saved_by_width(self.in_layer, batch, width, act_recomputed=act_recomputed)
         rows, element, hidden = self.rows(batch), batch.bytes_per_element, self.hidden_size
-        # Rows, and returned ones if they are exchanged; on a CPU also the activations before they are weighted.
-        copies = 2 if batch.ep * batch.etp > 1 else 1
+        # On a CPU also the activations before they are weighted.
         weighted = 0 if act_recomputed or batch.on_gpu else self.ffn_hidden_size // batch.etp
-        terms["rows sent to the experts and returned"] = rows * (copies * hidden + weighted) * element
+        terms["rows of the experts"] = rows * (hidden + weighted) * element
         router = 8 * batch.outside * self.num_experts
         if element < 4 and self.router_norm:  # in float32; only shared experts need its input in 16 bits
             router += batch.outside * hidden * (4 if self.shared_ffn_hidden_size else 4 - element)
