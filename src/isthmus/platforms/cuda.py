@@ -29,8 +29,10 @@ class CudaPlatform(GpuPlatform):
         properties = self.properties()
         return f"sm_{properties.major}{properties.minor}"
 
-    def _has_matrix_cores(self, capability: str) -> bool:
-        version = self.properties().major, self.properties().minor
+    @staticmethod
+    def _has_matrix_cores(arch: str, capability: str) -> bool:
+        number = arch.removeprefix("sm_")
+        version = int(number[:-1]), int(number[-1])
         return capability in _SINCE and _SINCE[capability] <= version <= _LAST.get(capability, version)
 
     def env_of_run(self, run: RunShape) -> EnvDefaults:

@@ -17,6 +17,11 @@ from isthmus.platforms.rocm import RocmPlatform
 _TITLES = {"cuda": "CUDA", "rocm": "ROCm"}
 
 
+def gpu_supports(arch: str, capability: str) -> tuple[bool, str]:
+    """Whether a GPU that this machine need not have, such as ``gfx942``, supports a capability, and the reason."""
+    return (RocmPlatform if arch.startswith("gfx") else CudaPlatform).arch_supports(arch, capability)
+
+
 def detect(prefer: str = "auto", run: RunShape | None = None) -> Platform:
     """Choose the platform; ``auto`` takes a GPU that this torch can use, else the CPU.
 

@@ -44,9 +44,13 @@ class GpuPlatform(Platform):
         return ("bf16" if supported else "fp32"), why
 
     def supports(self, capability: str) -> tuple[bool, str]:
-        arch = self.arch()
+        return self.arch_supports(self.arch(), capability)
+
+    @classmethod
+    def arch_supports(cls, arch: str, capability: str) -> tuple[bool, str]:
+        """:meth:`supports` of any GPU of the vendor, such as ``sm_90``."""
         unit = {"fp32": "arithmetic", "blockwise": "FP8 kernels"}.get(capability, "matrix cores")
-        supported = capability == "fp32" or self._has_matrix_cores(capability)
+        supported = capability == "fp32" or cls._has_matrix_cores(arch, capability)
         return supported, f"{arch} has {'' if supported else 'no '}{capability} {unit}"
 
     def memory_gib(self) -> float:
@@ -123,5 +127,6 @@ class GpuPlatform(Platform):
     def arch(self) -> str:
         """Such as ``sm_90`` or ``gfx942``."""
 
+    @staticmethod
     @abstractmethod
-    def _has_matrix_cores(self, capability: str) -> bool: ...
+    def _has_matrix_cores(arch: str, capability: str) -> bool: ...

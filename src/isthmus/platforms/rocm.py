@@ -37,8 +37,9 @@ class RocmPlatform(GpuPlatform):
     def arch(self) -> str:
         return str(self.properties().gcnArchName).partition(":")[0]
 
-    def _has_matrix_cores(self, capability: str) -> bool:
-        return self.arch().startswith(_MATRIX_CORES.get(capability, ()))
+    @staticmethod
+    def _has_matrix_cores(arch: str, capability: str) -> bool:
+        return arch.startswith(_MATRIX_CORES.get(capability, ()))
 
     def fp8_types(self) -> tuple[torch.dtype, torch.dtype]:
         """CDNA 3 has the fnuz dtypes, which predate the OCP standard: one zero, no infinities, another bias."""

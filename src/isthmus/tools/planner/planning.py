@@ -13,6 +13,7 @@ from isthmus.config.load import load_config, load_settings
 from isthmus.config.presets import is_model_file, preset_of_id
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.errors import IOFailure, MissingInput, UsageError, escaped
+from isthmus.platforms.detect import gpu_supports
 from isthmus.recipes.model.rank_model import DTYPES
 from isthmus.recipes.plan.memory_estimate import MOMENT_BYTES
 from isthmus.recipes.plan.model_plan import ModelPlan, check_training_settings, open_run_model, plan_model
@@ -188,6 +189,13 @@ def _precision(config: RunConfig, machine: PlannedGpus) -> str:
         assert machine.part is not None
         others = " or ".join(name for name in peaks if name != "tf32")  # which is no precision of a run
         raise UsageError(f"train.precision={chosen}: {machine.part.name} has no {chosen} matrix cores. Use {others}.")
+    scaling = config.train.fp8_scaling
+    if machine.part is not None and chosen == "fp8" and scaling not in ("tensorwise", "rowwise"):
+        supported, reason = gpu_supports(machine.part.arch, scaling)
+        if not supported:
+            raise UsageError(
+                f"train.fp8_scaling={scaling}: {machine.part.name} cannot run it, {reason}. Use tensorwise or rowwise."
+            )
     return chosen
 
 

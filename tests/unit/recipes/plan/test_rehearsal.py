@@ -113,6 +113,14 @@ def test_settings_and_lines() -> None:
     assert small.model.config["hidden_size"] == 64 and small.model.path == "preset:llama3.1-8b"
 
 
+@pytest.mark.parametrize(("scaling", "multiple"), [("blockwise", 128), ("mxfp8", 32)])
+def test_layers_have_whole_blocks_of_fp8_on_each_rank(scaling: str, multiple: int) -> None:
+    settings = {"train.precision": "fp8", "train.fp8_scaling": scaling, "parallel.tp": 2}
+    _, _, small = both(config_of("preset:llama3.1-8b", **settings), 2)
+    shapes = [(linear.out, linear.inside) for block in (small.attention, small.mlp) for linear in block.linears(2)]
+    assert len(shapes) == 4 and all(size % multiple == 0 for shape in shapes for size in shape)
+
+
 def test_texts_keep_their_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be")
     config = config_of("preset:qwen3-0.6b", **{"data.mock": False, "data.files": [str(tmp_path / "a.txt")]})

@@ -137,6 +137,13 @@ def test_given_settings_are_fixed_and_impossible_ones_are_refused() -> None:
         plans("parallel.tp=3")
     with pytest.raises(UsageError, match=r"A100 80 GB has no fp8 matrix cores\. Use bf16 or fp16 or fp32\."):
         plans("train.precision=fp8", gpus="8xA100")
+    for gpus, scaling, reason in (
+        ("8xMI300X", "blockwise", "gfx942 has no blockwise FP8 kernels"),
+        ("8xB200", "blockwise", "sm_100 has no blockwise FP8 kernels"),
+        ("8xH100", "mxfp8", "sm_90 has no mxfp8 matrix cores"),
+    ):
+        with pytest.raises(UsageError, match=rf"{gpus[2:]} cannot run it, {reason}\. Use tensorwise or rowwise\."):
+            plans("train.precision=fp8", f"train.fp8_scaling={scaling}", gpus=gpus)
     with pytest.raises(UsageError, match=r"lora with parallel\.fsdp"):
         plans("lora.rank=8", "parallel.fsdp=true")
 
