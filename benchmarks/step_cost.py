@@ -1,9 +1,10 @@
 """Estimates what a training step costs on GPUs, by part, and counts its kernels. Nothing is measured.
 
     python benchmarks/step_cost.py --models llama3-8b --gpus H100,MI300X
+    python benchmarks/step_cost.py --models= --record
 
 The first table has the fastest plan of ``isthmus plan`` for each model and GPU, with the shares of its time. The second
-has the kernels of a step on a GPU that torch simulates. See docs/concepts/gpu-step.md.
+has the kernels of a step on a GPU that torch simulates, and is what ``--record`` writes. See docs/concepts/gpu-step.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from certificate import REPOSITORY
+from certificate import REPOSITORY, certificate, publish_result
 
 TESTS = REPOSITORY / "tests"
 MODELS = {"llama3-8b": (1, 8192, 16), "qwen3-30b-a3b": (1, 4096, 512), "deepseek-v3": (32, 4096, 4096)}
@@ -88,6 +89,9 @@ def traced(models: Sequence[str], tokens: int) -> list[list[str]]:
     return rows
 
 
+COUNTS = ("outside of regions", "compiled regions", "synchronizations")
+
+
 def _difference(left: list[int], right: list[int]) -> list[int]:
     return [a - b for a, b in zip(left, right, strict=True)]
 
@@ -109,6 +113,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--precision", default="bf16", help="bf16 or fp8 (default: %(default)s)")
     parser.add_argument("--traced", default=",".join(TRACED), help="presets of the second table (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="of a traced micro batch (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="write the kernels here")
+    parser.add_argument("--record", action="store_true", help="write the kernels to benchmarks/results/")
     chosen = parser.parse_args(arguments)
     models, traced_models = (value.split(",") if value else [] for value in (chosen.models, chosen.traced))
     for names, known in ((models, MODELS), (traced_models, TRACED)):
@@ -119,7 +125,10 @@ def main(arguments: list[str]) -> None:
         show(["model and GPUs", "plan", "MFU", "tokens/s per GPU", "shares of the time"], rows)
         print()
     if traced_models and (table := traced(traced_models, chosen.tokens)):
-        show(["kernels of", "outside of regions", "compiled regions", "synchronizations"], table)
+        show(["kernels of", *COUNTS], table)
+        counts = {name: dict(zip(COUNTS, map(int, numbers), strict=True)) for name, *numbers in table}
+        result = {"certificate": certificate([__file__, *arguments]), "tokens": chosen.tokens, "kernels": counts}
+        publish_result("step-kernels", result, record=chosen.record, out=chosen.out)
 
 
 if __name__ == "__main__":

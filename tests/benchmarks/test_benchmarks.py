@@ -272,6 +272,15 @@ def test_same_numbers(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmarks
+def test_kernels_of_a_step(repository: Path, tmp_path: Path) -> None:
+    small = ("--models=", "--traced", "qwen3-0.6b", "--tokens", "256")
+    kernels = run(repository, tmp_path / "kernels.json", "step_cost.py", common=small)["kernels"]
+    layer = kernels["a layer of qwen3-0.6b, forward and backward"]
+    assert layer["outside of regions"] >= 14 and layer["compiled regions"] > 0 and layer["synchronizations"] == 0
+    assert kernels["the rest of a step"]["synchronizations"] == 1
+
+
+@pytest.mark.benchmarks
 def test_region_calls(repository: Path, tmp_path: Path) -> None:
     result = run(repository, tmp_path / "regions.json", "region_calls.py", common=("--rounds", "2"))
     assert len(result["microseconds"]) == 6
