@@ -46,12 +46,12 @@ class RowExchange:
 
     def dispatch(self, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, H] and weights [n] of this rank's experts, of ``hidden`` [T, H] and ``weights`` [T, K]."""
-        rows, row_weights = _Dispatch.apply(hidden, weights, self)
+        rows, row_weights = _SendRows.apply(hidden, weights, self)
         return rows, row_weights
 
     def combine(self, results: Tensor) -> Tensor:
         """Sums [T, H] of the results [n, H]."""
-        return _Combine.apply(results, self)  # type: ignore[no-any-return]
+        return _ReturnResults.apply(results, self)  # type: ignore[no-any-return]
 
     def to_experts(self, x: Tensor) -> Tensor:
         """Exchange and gather rows [sent, ...]."""
@@ -96,7 +96,7 @@ class _RowFormat:
         return _rounded_up(self.width * self.dtype.itemsize, self.weight_dtype.itemsize)
 
 
-class _Dispatch(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange, ctx.shape = exchange, weights.shape
@@ -120,7 +120,7 @@ class _Dispatch(torch.autograd.Function):
         return routed.sum_by_token(rows), routed.by_pair(row_weights).view(ctx.shape), None
 
 
-class _Combine(torch.autograd.Function):
+class _ReturnResults(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
