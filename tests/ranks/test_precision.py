@@ -145,17 +145,34 @@ def test_shapes_unsuited_to_fp8_are_refused(two_ranks: RankPool, models: dict[st
     ]
 
 
+BLOCKWISE: dict[str, Any] = {"precision": "fp8", "more": {"fp8_scaling": "blockwise", "fp8_format": "e4m3"}}
+
+
 def test_blockwise_fp8_follows_bf16(one_rank: RankPool, samples: Path, tmp_path: Path) -> None:
     """Of a model whose widths are multiples of 128."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
     model = build_model_folder(tmp_path / "model", "qwen3", **sizes)
     shared: dict[str, Any] = {"task": "train", "model": model, "samples": samples, "micro_batch_size": 2, "steps": 4}
-    more = {"fp8_scaling": "blockwise", "fp8_format": "e4m3"}
-    cases: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp8", "more": more}]
+    cases: list[dict[str, Any]] = [{"precision": "bf16"}, BLOCKWISE]
     bf16, fp8 = one_rank.run("ranks.tasks.run_cases", cases=cases, **shared)
     loss, norm = differences(fp8, bf16)
     print(f"blockwise: {loss:.4f} in loss, {norm:.4f} in gradient norm")
     assert 0 < loss < 0.01 and norm < 0.1
+
+
+@pytest.mark.thorough
+def test_blockwise_fp8_on_two_ranks(one_rank: RankPool, two_ranks: RankPool, samples: Path, tmp_path: Path) -> None:
+    """Data- and expert-parallel ranks quantize the blocks of one process; tensor-parallel ones sum in another order."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    dense = build_model_folder(tmp_path / "dense", "qwen3", **sizes)
+    experts = build_model_folder(tmp_path / "experts", "qwen2_moe", **sizes, shared_expert_intermediate_size=128)
+    shared: dict[str, Any] = {"task": "train", "samples": samples, "micro_batch_size": 2, "steps": 2}
+    alone = one_rank.run("ranks.tasks.run_cases", cases=[{"model": m} | BLOCKWISE for m in (dense, experts)], **shared)
+    layouts: list[dict[str, Any]] = [{"model": dense, "tp": 2}, {"model": dense}, {"model": experts, "ep": 2}]
+    runs = two_ranks.run("ranks.tasks.run_cases", cases=[layout | BLOCKWISE for layout in layouts], **shared)
+    tensor, data, expert = (differences(run, alone[number]) for run, number in zip(runs, (0, 0, 1), strict=True))
+    assert max(tensor) < 0.01  # as much as bf16 and FP8 differ
+    assert data == (0, 0) and max(expert) < 1e-3
 
 
 RECOMPUTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
