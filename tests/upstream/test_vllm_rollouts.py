@@ -8,13 +8,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import socket
+import subprocess
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isthmus.recipes.rollout.vllm_server import EXTENSION, GROUP_OPTION, PLUGIN
 from ranks.rank_pool import RankFailure, RankPool
 from ranks.test_grpo import build_policy
 
@@ -45,6 +51,11 @@ def kills_the_run(prompts, completions, letters, trainer_state, **_):
 """
 
 
+def build_model(folder: Path, *, experts: bool = False, tied: bool = False) -> Path:
+    sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2)
+    return build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", tie_word_embeddings=tied, **sizes)
+
+
 def train_with_vllm(
     ranks: RankPool,
     folder: Path,
@@ -53,14 +64,14 @@ def train_with_vllm(
     tied: bool = False,
     reward: str = "share_of_letters",
     task: str = "ranks.grpo_tasks.train",
+    run: str = "run",
     **settings: Any,
 ) -> Any:
     """The result of a task: three steps of grpo with rollouts by a vLLM server."""
-    sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2)
-    model = build_policy(folder / "model", "qwen3_moe" if experts else "qwen3", tie_word_embeddings=tied, **sizes)
+    model = build_model(folder, experts=experts, tied=tied)
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Write {n}.", "letters": "abcdefgh"}) + "\n" for n in range(12)))
-    paths = {"KILLED": folder / "killed", "PROMPTS": folder / "used.jsonl", "LOG": folder / "run" / "vllm.log"}
+    paths = {"KILLED": folder / "killed", "PROMPTS": folder / "used.jsonl", "LOG": folder / run / "vllm.log"}
     rewards = REWARDS
     for name, path in paths.items():
         rewards = rewards.replace(name, str(path))
@@ -74,7 +85,7 @@ def train_with_vllm(
         "optim.lr": 1e-2,
         **settings,
     }
-    out = folder / "run"
+    out = folder / run
     result = ranks.run(task, timeout_s=900, model=model, data=data, out=out, settings=settings)
     print(json.dumps(result))  # for a record, with pytest -s
     return result
@@ -166,3 +177,58 @@ def test_vllm_on_a_cpu_refuses_router_replay(one_rank: RankPool, tmp_path: Path)
     settings: dict[str, Any] = {"rollout.router_replay": True}
     with pytest.raises(RankFailure, match=r"vLLM ended while it started: .*Model Runner V2 requires Triton"):
         train_with_vllm(one_rank, tmp_path, experts=True, **settings)
+
+
+@contextmanager
+def served(model: Path, folder: Path, *options: str) -> Iterator[str]:
+    """The address of a running server that joins process groups; it ends with this process."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [os.environ["ISTHMUS_VLLM_PYTHON"], str(PLUGIN), "--model", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "128", "--generation-config", "vllm", "--worker-extension-cls", EXTENSION]
+    command += shlex.split(GROUP_OPTION)
+    variables = {"PYTHONPATH": str(PLUGIN.parent), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*command, *options], env=os.environ | variables, stdin=subprocess.PIPE, stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: process.poll() is not None or answers(url), 600)
+        assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
+        yield url
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
+    except OSError:
+        return False
+
+
+GROUP: dict[str, Any] = {"rollout.transfer": "group", "rollout.timeout_s": 120.0}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "policy"),
+    [
+        pytest.param({"parallel.tp": 2}, [], {"tied": True}, id="tp2-tied"),
+        pytest.param({"parallel.pp": 2}, ["--tensor-parallel-size", "2"], {}, id="pp2-server-of-tp2"),
+        pytest.param({"parallel.ep": 2}, [], {"experts": True}, id="ep2-experts"),
+    ],
+)
+def test_weights_through_a_process_group(
+    layout: dict[str, Any], options: list[str], policy: dict[str, bool], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """A second run with the same server joins it again."""
+    model = build_model(tmp_path, **policy)
+    with served(model, tmp_path, *options) as url:
+        for run in ("run", "second"):
+            settings = {"rollout.url": [url], **GROUP, **layout}
+            assert_agreement(train_with_vllm(two_ranks, tmp_path, run=run, **policy, **settings))
+    assert not (tmp_path / "run" / "vllm").exists()

@@ -28,6 +28,9 @@ class RolloutConfig(Section):
     """What generates: the training processes themselves (native), or vLLM servers (vllm)."""
     url: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
     """vllm: addresses of running servers, such as http://host:8000; none: a server is started on this machine."""
+    transfer: Literal["auto", "files", "group"] = "auto"
+    """vllm: how the servers of url get weights: as safetensors files, or in buckets through a process group with their
+    workers (NCCL on GPUs, gloo on CPUs). auto: group on GPUs if all servers join it and get more than an adapter."""
     reward: Annotated[tuple[str, ...], BeforeValidator(listed), Field(strict=False)] = ()
     """Rewards, whose weighted sum counts: FILE.py:FUNCTION with TRL's signature, exact_match, format:EXPRESSION,
     math_verify, or the folder or Hub id of a reward model."""
@@ -72,6 +75,12 @@ class RolloutConfig(Section):
             )
         if self.url and self.engine != "vllm":
             refuse("url", f"url is for engine=vllm, got {self.engine}; leave it out")
+        if self.transfer == "group" and not self.url:
+            refuse(
+                "transfer",
+                "transfer=group is for running servers, and there is no url; a server that the run starts reads files: "
+                "give url, or leave transfer out",
+            )
         if self.engine == "native" and self.router_replay is True:
             refuse(
                 "router_replay",

@@ -55,9 +55,10 @@ _TABLE: Mapping[ResumeRule, str] = {
         checkpoint.save_final checkpoint.export_final checkpoint.export_merged checkpoint.push checkpoint.push_public
         logging.to logging.project logging.name logging.every logging.style logging.progress logging.spike_factor
         logging.ranks_every logging.straggler_share checkpoint.skip_checksums tune.file
-        rollout.batch_size rollout.engine rollout.url rollout.timeout_s rollout.logp_tolerance rollout.samples_every
-        rollout.offload launch.nodes launch.spares launch.name launch.workdir launch.python launch.image launch.volumes
-        launch.env launch.secrets launch.secret launch.queue launch.options launch.hosts launch.port launch.manifest
+        rollout.batch_size rollout.engine rollout.url rollout.transfer rollout.timeout_s rollout.logp_tolerance
+        rollout.samples_every rollout.offload launch.nodes launch.spares launch.name launch.workdir launch.python
+        launch.image launch.volumes launch.env launch.secrets launch.secret launch.queue launch.options launch.hosts
+        launch.port launch.manifest
     """,
 }
 RESUME_RULES: Mapping[str, ResumeRule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

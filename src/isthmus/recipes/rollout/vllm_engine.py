@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,15 +25,23 @@ from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.rollout.engines import PendingAnswers
 from isthmus.recipes.rollout.routed_experts import SERVER_OPTION, RouterShapes, replay_shapes
+from isthmus.recipes.rollout.vllm_group import GroupTransfer
 from isthmus.recipes.rollout.vllm_requests import AnswerRequests, broadcast, completion_request, parsed_answer
-from isthmus.recipes.rollout.vllm_server import ServerLost, StartedServer, VllmServer, how_to_start
-from isthmus.recipes.rollout.vllm_settings import check_server, server_arguments
-from isthmus.recipes.rollout.vllm_weights import ServedWeights
+from isthmus.recipes.rollout.vllm_server import (
+    GROUP_OPTION,
+    ServerLost,
+    StartedServer,
+    VllmServer,
+    how_to_start,
+)
+from isthmus.recipes.rollout.vllm_settings import ServerFeatures, check_server, server_arguments
+from isthmus.recipes.rollout.vllm_weights import ServedWeights, full_tensors, has_adapter
 
 _WAIT_S = 0.1
 """Between the collectives of ranks that wait for answers."""
 _REQUESTS = 128
 """Requests at a time to a server; it makes batches of them."""
+_ALL_FEATURES = ServerFeatures(returns_experts=True, joins_groups=True)
 _MOST_RESTARTS = 2
 """Restarts of a server in a generation."""
 
@@ -98,8 +106,10 @@ class VllmEngine:
     _requests: AnswerRequests | None = None
     """The last ones, on rank 0."""
     _closed: bool = False
-    _return_experts: bool = True
-    """Whether all running servers return the experts that they choose."""
+    _features: ServerFeatures = _ALL_FEATURES
+    """What all running servers can do."""
+    _group: GroupTransfer | None = None
+    """For weights that go through process groups; None: through files."""
 
     @classmethod
     def build(
@@ -137,6 +147,7 @@ class VllmEngine:
         )
         on_rank_0(engine._check_running, "vLLM servers")
         engine._agree_on_replay(replay_shapes(config, model.plan.architecture))
+        engine._agree_on_transfer()
         return engine
 
     @property
@@ -153,9 +164,34 @@ class VllmEngine:
         if self._weights is not None and self._weights.step == step:
             return
         assert self._requests is None or not self._requests.is_running, "servers generate with the weights before"
+        if self._group is not None:
+            self._update_through(self._group, step)
+            return
         weights = ServedWeights.export(step, self.folder, self.config, self.model, self.tokenizer, self.inference)
         previous, self._weights = self._weights, weights
         on_rank_0(lambda: self._update(previous), "weights of vLLM")
+
+    def _update_through(self, transfer: GroupTransfer, step: int) -> None:
+        on_rank_0(lambda: transfer.start(self.servers, self._deadline), "groups with vLLM")
+        hashes: Mapping[str, str] = {}
+        deadline, tensors = self._deadline, full_tensors(self.model)
+        if self.model.position.rank == 0:
+            hashes = transfer.send(tensors, deadline)
+        else:
+            for _ in tensors:  # this rank sends its parts to rank 0
+                pass
+        self._weights = ServedWeights.measured(step, self.model, self.inference, None, hashes)
+        on_rank_0(lambda: self._finish(transfer), "weights of vLLM")
+
+    def _finish(self, transfer: GroupTransfer) -> None:
+        assert self._weights is not None
+        deadline, self._lost = self._deadline, set()
+        for server in self.servers:
+            try:
+                self._weights.verify(server, transfer.finish(server, deadline), deadline)
+            except ServerLost as error:
+                self._leave_out(server, error)
+        self._check_any()
 
     def start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], decoding: Decoding) -> PendingAnswers:
         """Request answers; see :meth:`RolloutEngine.start`. The time limit is that of the last answer."""
@@ -172,6 +208,8 @@ class VllmEngine:
     def close(self) -> None:
         """End the server of this run and remove the weights."""
         self._closed = True
+        if self._group is not None:
+            self._group.close()
         if self._requests is not None:
             self._requests.cancel()
         for server in self.servers:
@@ -189,7 +227,7 @@ class VllmEngine:
             for path in self.folder.iterdir():
                 if path != self._weights.folder:
                     shutil.rmtree(path, ignore_errors=True)
-        else:
+        elif previous.folder is not None:
             shutil.rmtree(previous.folder, ignore_errors=True)
 
     def _load_or_lose(self, server: VllmServer, deadline: float) -> None:
@@ -200,14 +238,17 @@ class VllmEngine:
                 return
         except ServerLost as error:
             if not isinstance(server, StartedServer):
-                self.log(f"warning: {error}. It gets no requests until the next weights.")
-                self._lost.add(server)
+                self._leave_out(server, error)
                 return
             self.log(f"warning: {error}. It is started again.")
         self._start(server, deadline)
 
+    def _leave_out(self, server: VllmServer, error: ServerLost) -> None:
+        self.log(f"warning: {error}. It gets no requests until the next weights.")
+        self._lost.add(server)
+
     def _start(self, server: VllmServer, deadline: float) -> None:
-        assert isinstance(server, StartedServer) and self._weights is not None
+        assert isinstance(server, StartedServer) and self._weights is not None and self._weights.folder is not None
         server.start(self.model.plan.source.path if self._weights.is_adapter else self._weights.folder, deadline)
         try:
             self._check(server)
@@ -222,9 +263,10 @@ class VllmEngine:
     def _check_running(self) -> None:
         for server in self.servers:
             if not isinstance(server, StartedServer):
-                self._return_experts &= self._check(server)
+                features = zip(self._features, self._check(server), strict=True)
+                self._features = ServerFeatures(*(all(pair) for pair in features))
 
-    def _check(self, server: VllmServer) -> bool:
+    def _check(self, server: VllmServer) -> ServerFeatures:
         return check_server(server, self.config, self.model.plan, self.tokenizer, self._deadline)
 
     def _agree_on_replay(self, shapes: RouterShapes | None) -> None:
@@ -232,14 +274,38 @@ class VllmEngine:
         if shapes is None:
             return
         # A run starts its own servers with the option only for true: without Triton, as on a CPU, vLLM refuses it.
-        returns = self._return_experts if self.config.rollout.url else self.config.rollout.router_replay is True
-        flag = torch.tensor([float(returns)], device=self.device)
-        dist.broadcast(flag, src=0)
-        if flag:
+        rollout = self.config.rollout
+        returns = self._features.returns_experts if rollout.url else rollout.router_replay is True
+        if self._of_rank_0(returns):
             self.shapes = shapes
             self.log("router replay: training computes each token with the experts that vLLM chose")
         else:
             self.log(f"no router replay: vLLM returns no experts without {SERVER_OPTION}")
+
+    def _agree_on_transfer(self) -> None:
+        """Choose between files and process groups; a collective."""
+        rollout, timeouts = self.config.rollout, self.config.parallel
+        if rollout.transfer == "files" or not rollout.url:
+            return
+        is_requested = rollout.transfer == "group"
+        if has_adapter(self.config, self.model):
+            if is_requested:
+                raise UsageError(
+                    "rollout.transfer=group: servers get the adapter of this run alone, which vLLM reads from files. "
+                    "Set rollout.transfer=files or auto."
+                )
+            return
+        if self._of_rank_0(is_requested or (self.device.type != "cpu" and self._features.joins_groups)):
+            self._group = GroupTransfer(self.device, rollout.timeout_s, timeouts.timeout_s / 2)
+            self.log("weights go to vLLM through process groups")
+        elif self.device.type != "cpu":
+            self.log(f"weights go to vLLM through files; through process groups with {GROUP_OPTION}")
+
+    def _of_rank_0(self, value: bool) -> bool:
+        """The value of rank 0, on all ranks; a collective."""
+        flag = torch.tensor([float(value)], device=self.device)
+        dist.broadcast(flag, src=0)
+        return bool(flag)
 
     def _ask(self, body: dict[str, Any], number: int, asked: Callable[[VllmServer], None], deadline: float) -> Answer:
         """An answer, of another server or a restarted one if a server is lost."""

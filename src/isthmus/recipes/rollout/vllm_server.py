@@ -26,6 +26,8 @@ from isthmus.recipes.rollout.vllm_plugin import isthmus_vllm
 
 PLUGIN = Path(isthmus_vllm.__file__)
 EXTENSION = "isthmus_vllm.RolloutWorker"
+GROUP_OPTION = f"--weight-transfer-config '{json.dumps({'backend': isthmus_vllm.BACKEND})}'"
+"""Of servers that get weights through a process group."""
 PYTHON_VARIABLE = "ISTHMUS_VLLM_PYTHON"
 _SHOWN = 500
 """Characters of a server's message."""
@@ -89,6 +91,25 @@ class VllmServer:
             raise UsageError(f"{error}. {how_to_start(self.name)}") from None
         except UsageError as error:  # 404
             raise UsageError(f"{error} {how_to_start(self.name)}") from None
+
+    def world_size(self, deadline: float) -> int:
+        """Number of its workers, over all its data-parallel ranks."""
+        try:
+            return int(self.get("/get_world_size", deadline)["world_size"])
+        except (TypeError, LookupError, ValueError) as error:
+            raise UsageError(f"{self.name} returns no number of workers. {how_to_start(self.name)}") from error
+
+    def address_here(self, deadline: float) -> str:
+        """The address of this machine on its way to the server; ServerLost without a connection."""
+        connection = self._connection(min(_CONNECT_S, max(0.01, deadline - time.monotonic())))
+        try:
+            connection.connect()
+            assert connection.sock is not None
+            return str(connection.sock.getsockname()[0])
+        except OSError as error:
+            raise ServerLost(f"{self.name} does not answer: {error}") from error
+        finally:
+            connection.close()
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from isthmus.config.schema import RunConfig
 from isthmus.errors import UsageError, escaped
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.plan.model_plan import ModelPlan
 from isthmus.recipes.rollout.routed_experts import SERVER_OPTION
-from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import COMPARED_KEYS
-from isthmus.recipes.rollout.vllm_server import EXTENSION, PLUGIN, ServerLost, VllmServer, how_to_start
+from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import BACKEND, COMPARED_KEYS
+from isthmus.recipes.rollout.vllm_server import (
+    EXTENSION,
+    GROUP_OPTION,
+    PLUGIN,
+    ServerLost,
+    VllmServer,
+    how_to_start,
+)
 from isthmus.recipes.rollout.vllm_weights import MODEL, has_adapter
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -33,8 +42,19 @@ def server_arguments(config: RunConfig, model: RankModel) -> list[str]:
     return result
 
 
-def check_server(server: VllmServer, config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, deadline: float) -> bool:
-    """Whether a server returns the experts that it chooses; UsageError if it does not fit to the policy."""
+class ServerFeatures(NamedTuple):
+    """What a server can do besides."""
+
+    returns_experts: bool
+    """It returns the experts that it chooses."""
+    joins_groups: bool
+    """It gets weights through process groups."""
+
+
+def check_server(
+    server: VllmServer, config: RunConfig, plan: ModelPlan, tokenizer: Tokenizer, deadline: float
+) -> ServerFeatures:
+    """What a server can do; UsageError if it does not fit to the policy."""
     try:
         (settings, *_) = server.rpc("isthmus_settings", deadline=deadline)
         models = server.get("/v1/models", deadline)["data"]
@@ -79,7 +99,13 @@ def check_server(server: VllmServer, config: RunConfig, plan: ModelPlan, tokeniz
             f"rollout.router_replay=true: {server.name} does not return the experts that it chooses. Start it with "
             f"{SERVER_OPTION} and the present {PLUGIN.name}, or set rollout.router_replay=false."
         )
-    return returns_experts
+    joins_groups = settings.get("weight_transfer") == BACKEND
+    if rollout.transfer == "group" and not joins_groups:
+        raise UsageError(
+            f"rollout.transfer=group: {server.name} does not join process groups. Start it with {GROUP_OPTION} and the "
+            f"present files of {PLUGIN.parent}, or set rollout.transfer=files."
+        )
+    return ServerFeatures(returns_experts, joins_groups)
 
 
 def _logprobs_mode(config: RunConfig) -> str:

@@ -1,21 +1,23 @@
-"""Weights for vLLM servers, through safetensors files.
+"""Weights for vLLM servers, through safetensors files or a process group.
 
-Each rank writes its own slices, without a collective (:func:`~isthmus.recipes.model.hf_export.export_hf`). After each
-transfer two things are checked: the SHA-256 of each tensor as the server's workers read it, and the log-probabilities
-of probe tokens, which depend on what the workers made of the tensors.
+Into files each rank writes its own slices, without a collective (:func:`~isthmus.recipes.model.hf_export.export_hf`).
+After each transfer two things are checked: the SHA-256 of each tensor as the server's workers got it, and the
+log-probabilities of probe tokens, which depend on what the workers made of the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from isthmus.config.schema import RunConfig
+from isthmus.convert.towers import Towers
 from isthmus.engine.generation.inference import Inference
 from isthmus.engine.parallel.process_groups import agree, gather_objects
 from isthmus.errors import CheckFailed, DataError, disk_errors, escaped
@@ -23,7 +25,7 @@ from isthmus.files.checked_files import ChecksumVerifier
 from isthmus.hf.tensors.safetensors_format import TensorInfo, TensorReader, read_header
 from isthmus.hf.tokenizer.tokenizer import Tokenizer
 from isthmus.recipes.model.adapter_export import export_adapter
-from isthmus.recipes.model.hf_export import export_hf
+from isthmus.recipes.model.hf_export import export_hf, iterate_full_weights
 from isthmus.recipes.model.rank_model import RankModel
 from isthmus.recipes.rollout.vllm_plugin.isthmus_vllm import tensor_hash
 from isthmus.recipes.rollout.vllm_server import VllmServer
@@ -38,10 +40,11 @@ _LOW_PRECISION_TOLERANCE = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedWeights:
-    """Weights in safetensors files for servers, and what shows that a server computes with them."""
+    """Weights for servers, and what shows that a server computes with them."""
 
     step: int
-    folder: Path
+    folder: Path | None
+    """Of the safetensors files; None: they go through a process group."""
     is_adapter: bool
     hashes: Mapping[str, str]
     """SHA-256 by tensor."""
@@ -64,12 +67,26 @@ class ServedWeights:
             export_adapter(model, config, target)
         else:
             export_hf(model, target, tokenizer, dtype=model.dtype, replace=True)
+        return cls.measured(step, model, inference, target, file_hashes(target), is_adapter=is_adapter)
+
+    @classmethod
+    def measured(
+        cls,
+        step: int,
+        model: RankModel,
+        inference: Inference,
+        folder: Path | None,
+        hashes: Mapping[str, str],
+        *,
+        is_adapter: bool = False,
+    ) -> ServedWeights:
+        """The present weights with their log-probabilities of probe tokens; a collective."""
         probes = probe_samples(model.plan.architecture.vocab_size)
         return cls(
             step=step,
-            folder=target,
+            folder=folder,
             is_adapter=is_adapter,
-            hashes=file_hashes(target),
+            hashes=hashes,
             probes=[tokens for tokens, _ in probes],
             logps=[[-loss for loss in losses] for losses, _ in inference.score(probes)],
             tolerance=_TOLERANCES.get(str(model.dtype).removeprefix("torch."), _LOW_PRECISION_TOLERANCE),
@@ -82,21 +99,25 @@ class ServedWeights:
 
     @property
     def salt(self) -> str:
-        return self.folder.name
+        return f"{'adapter' if self.is_adapter else 'weights'}-{self.step:07d}"
 
     def load(self, server: VllmServer, deadline: float) -> None:
-        """Give the weights to a server, and verify them.
-
-        Raises:
-            CheckFailed: the server has another tensor, or computes other log-probabilities.
-            DataError: it returns something else than hashes and log-probabilities.
-        """
+        """Let a server read the files, and verify the weights; raises as :meth:`verify`."""
         if self.is_adapter:
             replies = server.rpc("isthmus_hashes", str(self.folder), deadline=deadline)
             body = {"lora_name": self.model, "lora_path": str(self.folder), "load_inplace": True}
             server.post("/v1/load_lora_adapter", body, deadline)
         else:
             replies = server.rpc("isthmus_reload", str(self.folder), deadline=deadline)
+        self.verify(server, replies, deadline)
+
+    def verify(self, server: VllmServer, replies: Sequence[Any], deadline: float) -> None:
+        """Check what the workers of a server got.
+
+        Raises:
+            CheckFailed: the server has another tensor, or computes other log-probabilities.
+            DataError: it returns something else than hashes and log-probabilities.
+        """
         for reply in replies:
             check_hashes(server.name, reply, self.hashes)
         self._check_probes(server, deadline)
@@ -124,6 +145,16 @@ class ServedWeights:
                 f"{number} has {logp:.5f}, in training {other:.5f}. Compare its model, its precision and its version "
                 "of vLLM with the policy."
             )
+
+
+def full_tensors(model: RankModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that :func:`export_hf` writes, on rank 0; a collective: every rank iterates to the end."""
+    yield from iterate_full_weights(model, dtype=model.dtype, rank0_only=True)
+    if model.position.rank == 0:
+        towers = Towers(model.plan.weights.source, model.plan.family)
+        device = next(model.stages[0].parameters()).device
+        for name in towers.tensors:
+            yield name, towers.read(name).to(device)
 
 
 def has_adapter(config: RunConfig, model: RankModel) -> bool:
@@ -176,7 +207,8 @@ def check_hashes(server: str, reply: Any, expected: Mapping[str, str]) -> None:
         state = "is missing" if name not in hashes else "differs" if differing else "is not a tensor of the policy"
         raise CheckFailed(
             f"{server} has other weights than the policy: the tensor {escaped(name)} {state} ({number} of "
-            f"{len(expected)} tensors). Check that it reads the same files: a network file system may return old ones."
+            f"{len(expected)} tensors). Check that it reads the same files, if they go through files: a network file system may return "
+            "old ones."
         )
     if missing:
         raise CheckFailed(

@@ -1,0 +1,294 @@
+"""Weights through process groups: the engine of vLLM's workers, in a small server of this process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isthmus.engine.generation.schedule import Decoding
+from isthmus.errors import CheckFailed, Hang, UsageError
+from isthmus.recipes.rollout import vllm_engine, vllm_group
+from isthmus.recipes.rollout.vllm_engine import VllmEngine
+from isthmus.recipes.rollout.vllm_plugin import isthmus_vllm
+from unit.recipes.rollout.fake_vllm import FakeVllm, Policy, rollout_config
+
+SHAPES = {"model.embed_tokens.weight": (5, 3), "model.norm.weight": (3,), "lm_head.weight": (7, 3)}
+
+
+class TensorModel:
+    """The model of a worker: its parameters are the tensors that it loads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.ignored = ""
+        self.loads = 0
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self.values.items())
+
+    def modules(self) -> list[Any]:
+        return []
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
+        self.loads += 1
+        loaded = {name: tensor.clone() for name, tensor in tensors if name != self.ignored}
+        self.values |= loaded
+        return set(loaded)
+
+
+class EngineBase:
+    """What the engine inherits in vLLM."""
+
+    init_info_cls: Any
+    update_info_cls: Any
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        self.parallel_config, self.model_config = vllm_config.parallel_config, None
+        self.device, self.model = device, model
+
+    def parse_update_info(self, info: dict[str, Any]) -> Any:
+        return self.update_info_cls(**info)
+
+
+@pytest.fixture(scope="module")
+def transfer_module() -> Iterator[Any]:
+    """The module of the engine, with what it uses of vLLM."""
+    with pytest.MonkeyPatch.context() as patch:
+        base, reload = ModuleType("base"), ModuleType("reload")
+        vars(base)["WeightTransferEngine"] = EngineBase
+        vars(reload).update(initialize_layerwise_reload=lambda model: None)
+        vars(reload).update(finalize_layerwise_reload=lambda model, config: None)
+        patch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+        patch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+        patch.setitem(sys.modules, "isthmus_vllm", isthmus_vllm)
+        yield importlib.import_module("isthmus.recipes.rollout.vllm_plugin.isthmus_transfer")
+
+
+class GroupVllm(FakeVllm):
+    """A server with two workers, which take part in weight transfers as those of vLLM do."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.settings["weight_transfer"] = isthmus_vllm.BACKEND
+        self.models = [TensorModel(), TensorModel()]
+        self.paths: list[str] = []
+        self.fails_at = ""
+        """Path of requests that end with an error."""
+        self.alters: str | None = None
+        """Name of a tensor of which the second worker reports another hash."""
+        self._is_updating = False
+        self._engines = []
+        for rank, model in enumerate(self.models):
+            parallel = SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
+            config = SimpleNamespace(parallel_config=parallel)
+            self._engines.append(module.GroupTransferEngine(None, config, torch.device("cpu"), model))
+
+    def reply(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/get_world_size":
+            return 200, {"world_size": 2}
+        if path == "/collective_rpc" and body["method"] == "isthmus_end_update":
+            if self._is_updating:
+                self._transfer("/finish_weight_update", {})
+            return 200, {"results": [None, None]}
+        if path == "/collective_rpc" and body["method"] == "isthmus_received":
+            results = [engine.received() for engine in self._engines]
+            if self.alters:
+                results[1]["hashes"] = results[1]["hashes"] | {self.alters: "0" * 64}
+            return 200, {"results": results}
+        if not path.endswith(("_engine", "_update", "_weights")):
+            return super().reply(path, body)
+        self.paths.append(path.removeprefix("/"))
+        if path == self.fails_at:
+            self._is_updating = self._is_updating and path != "/update_weights"
+            return 500, {"error": {"message": "out of memory"}}
+        try:
+            return self._transfer(path, body)
+        except Exception as error:
+            self._is_updating = False
+            return 500, {"error": {"message": str(error)}}
+
+    def _transfer(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/init_weight_transfer_engine":
+            info = self._engines[0].init_info_cls(**body["init_info"])
+            self._run("init_transfer_engine", info)
+        elif path == "/start_weight_update":
+            assert not self._is_updating
+            self._run("start_weight_update")
+            self._is_updating = True
+        elif path == "/update_weights":
+            assert self._is_updating
+            self._run("update_weights", body["update_info"])
+        elif path == "/finish_weight_update":
+            assert self._is_updating
+            self._run("finish_weight_update")
+            self._is_updating = False
+        else:
+            self._run("shutdown")
+        return 200, {}
+
+    def _run(self, method: str, *arguments: Any) -> None:
+        """Call a method of both workers at the same time."""
+        errors: list[Exception] = []
+
+        def call(engine: Any) -> None:
+            try:
+                getattr(engine, method)(*arguments)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=call, args=(engine,)) for engine in self._engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+@pytest.fixture
+def server(transfer_module: Any) -> Iterator[GroupVllm]:
+    server = GroupVllm(transfer_module)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Policy:
+    return Policy(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tensors_of(step: int) -> dict[str, Tensor]:
+    return {name: torch.full(shape, float(step + number)) for number, (name, shape) in enumerate(SHAPES.items())}
+
+
+def build(policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: FakeVllm, **rollout: Any) -> VllmEngine:
+    """An engine whose policy has other weights at each transfer, in buckets of two tensors."""
+    steps = iter(range(1, 9))
+    monkeypatch.setattr(vllm_engine, "full_tensors", lambda model: iter(tensors_of(next(steps)).items()))
+    monkeypatch.setattr(vllm_group.packed, "__defaults__", (96,))
+    config = rollout_config(*(server.url for server in servers), transfer="group", **rollout)
+    return VllmEngine.build(config, policy, policy, policy, folder, policy.messages.append, torch.device("cpu"))
+
+
+def test_workers_get_the_tensors_in_buckets(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(policy, tmp_path, monkeypatch, server)
+    for step in (0, 1):
+        engine.update_weights(step)
+        for model in server.models:
+            assert model.loads == 2 * (step + 1)
+            assert all(torch.equal(model.values[name], tensor) for name, tensor in tensors_of(step + 1).items())
+    update = ["start_weight_update", "update_weights", "update_weights", "finish_weight_update"]
+    assert server.paths == ["init_weight_transfer_engine", *update, *update]
+    answers = engine.start([[10, 11]], [3], Decoding(3, frozenset({2}), temperature=1.0)).wait(lambda: None)
+    assert answers[0].tokens == [11, 7, 7]
+    engine.close()
+    assert server.paths[-1] == "shutdown_weight_transfer_engine" and not (tmp_path / "vllm").exists()
+
+
+def test_a_tensor_that_arrives_otherwise_is_named(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(policy, tmp_path, monkeypatch, server)
+    server.alters = "model.norm.weight"
+    with pytest.raises(CheckFailed, match=r"the tensor model\.norm\.weight differs \(1 of 3 tensors\)"):
+        engine.update_weights(0)
+
+
+def test_a_parameter_without_tensor_is_named(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.models[1].ignored = "lm_head.weight"
+    engine = build(policy, tmp_path, monkeypatch, server)
+    with pytest.raises(CheckFailed, match=r"has not loaded its parameter lm_head\.weight"):
+        engine.update_weights(0)
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
+def test_a_server_that_fails_gets_the_next_weights_through_a_new_group(
+    path: str, server: GroupVllm, transfer_module: Any, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = GroupVllm(transfer_module)
+    engine = build(policy, tmp_path, monkeypatch, server, other)
+    server.fails_at = path
+    started_s = time.monotonic()
+    engine.update_weights(0)
+    assert time.monotonic() - started_s < 15  # of rollout.timeout_s=20
+    (message,) = [text for text in policy.messages if text.startswith("warning")]
+    assert f"{server.url} has failed at {path}: out of memory" in message
+    server.fails_at = ""
+    engine.update_weights(1)
+    assert server.paths.count("init_weight_transfer_engine") == 2
+    for model in (*server.models, *other.models):
+        assert torch.equal(model.values["lm_head.weight"], tensors_of(2)["lm_head.weight"])
+    engine.close()
+    other.close()
+
+
+def test_the_only_server_fails(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(policy, tmp_path, monkeypatch, server)
+    server.fails_at = "/update_weights"
+    with pytest.raises(Hang, match="no vLLM server is left"):
+        engine.update_weights(0)
+
+
+def test_the_update_of_a_killed_run_is_ended(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.reply("/start_weight_update", {})
+    build(policy, tmp_path, monkeypatch, server).update_weights(0)
+    assert torch.equal(server.models[0].values["lm_head.weight"], tensors_of(1)["lm_head.weight"])
+
+
+def test_a_server_without_the_engine_is_refused(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.settings["weight_transfer"] = "nccl"
+    with pytest.raises(UsageError, match=r"does not join process groups\. Start it with --weight-transfer-config"):
+        build(policy, tmp_path, monkeypatch, server)
+
+
+def test_an_adapter_is_refused(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "has_adapter", lambda *_: True)
+    with pytest.raises(UsageError, match=r"rollout\.transfer=group: servers get the adapter of this run alone"):
+        build(policy, tmp_path, monkeypatch, server)
+
+
+def test_buckets_have_tensors_of_several_dtypes() -> None:
+    tensors = {
+        "a": torch.arange(3, dtype=torch.bfloat16),
+        "b": torch.arange(4, dtype=torch.float32).view(2, 2),
+        "large": torch.arange(40, dtype=torch.float32),
+        "scalar": torch.tensor(2.0),
+        "none": torch.zeros(0, 3),
+    }
+    contents, sizes = {}, []
+    for bucket in vllm_group.packed(tensors.items(), limit=48):
+        sizes.append(bucket.buffer.numel())
+        contents |= {name: view.clone() for name, view in zip(bucket.names, bucket.views, strict=True)}
+    assert sizes == [32, 160, 16]
+    assert contents.keys() == tensors.keys()
+    assert all(torch.equal(contents[name], tensor) for name, tensor in tensors.items())
