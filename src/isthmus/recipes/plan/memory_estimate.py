@@ -9,6 +9,7 @@ from typing import Any
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.linear.packed_weights import are_packed
 from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
+from isthmus.engine.parallel.sharded_params import BUCKET_BYTES
 from isthmus.errors import UsageError
 from isthmus.platforms.base import Platform
 from isthmus.recipes.model.rank_model import DTYPES
@@ -17,6 +18,7 @@ from isthmus.recipes.plan.activation_estimate import activations, micro_batches,
 from isthmus.recipes.plan.model_plan import ModelPlan, teacher_config
 from isthmus.recipes.plan.parameter_counts import PlanCounts, num_parameters
 from isthmus.recipes.registry import recipe_of
+from isthmus.recipes.rollout.vllm_group import BUCKET_BYTES as SERVER_BUCKET_BYTES
 from isthmus.recipes.rollout.vllm_server import started_server_bytes
 
 MARGIN = 1.25
@@ -57,6 +59,8 @@ class MemoryEstimate:
     """States of the sequences in generation, at another time than activations."""
     packed: int = 0
     """Packed copies of weights on a CPU in generation."""
+    exchanged: int = 0
+    """Buckets of a weight transfer through a process group to servers, on rank 0."""
     absent: int = 0
     """Gradients and optimizer state, which ``rollout.offload`` removes during generation."""
 
@@ -72,8 +76,8 @@ class MemoryEstimate:
 
     @property
     def generation(self) -> int:
-        """Bytes during the generation of answers."""
-        return self.persistent - self.absent + self.states + self.packed
+        """Bytes during the generation of answers, and during the transfer of weights before it."""
+        return self.persistent - self.absent + self.states + self.packed + self.exchanged
 
     @property
     def total(self) -> int:
@@ -91,6 +95,7 @@ class MemoryEstimate:
             "teacher": self.teacher,
             "copies of the policy": self.reference,
             "(in generation) states of sequences": self.states,
+            "(between steps) buckets of weights for vLLM": self.exchanged,
             "(in generation) packed weights": self.packed,
             "temporary": max(self.temporary, self.logits),
             "fp8 weights": self.quantized,
@@ -146,6 +151,8 @@ def estimate_ranks(
             moved["offloaded"] = moved.get("offloaded", 0) + persistent.optimizer
             moved["absent"] = persistent.gradients + persistent.optimizer
         moved |= _rollout_bytes(plan, config, precision, persistent)
+        if rank == 0:
+            moved["exchanged"] = _exchange_bytes(config, on_gpu=on_gpu)
         if moved.get("states") and not on_gpu and precision == "fp32":
             moved["packed"] = _packed_bytes(plan, config, counts, rank)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
@@ -175,6 +182,14 @@ def _rollout_bytes(plan: ModelPlan, config: RunConfig, precision: str, state: Me
     trained = state.gradients // 4  # gradients are float32
     copies = int(grpo.kl_weight > 0) + int(rollout.ahead > 0)
     return {"states": states, "reference": copies * element * trained}
+
+
+def _exchange_bytes(config: RunConfig, *, on_gpu: bool) -> int:
+    """Memory of weight transfers through process groups, if servers may join them; rank 0 is on the first stage."""
+    rollout = config.rollout
+    if not rollout.url or rollout.transfer == "files" or (rollout.transfer == "auto" and not on_gpu):
+        return 0
+    return SERVER_BUCKET_BYTES + 2 * BUCKET_BYTES
 
 
 def _slots(plan: ModelPlan, config: RunConfig) -> int:

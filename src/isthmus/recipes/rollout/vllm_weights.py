@@ -207,8 +207,8 @@ def check_hashes(server: str, reply: Any, expected: Mapping[str, str]) -> None:
         state = "is missing" if name not in hashes else "differs" if differing else "is not a tensor of the policy"
         raise CheckFailed(
             f"{server} has other weights than the policy: the tensor {escaped(name)} {state} ({number} of "
-            f"{len(expected)} tensors). Check that it reads the same files, if they go through files: a network file system may return "
-            "old ones."
+            f"{len(expected)} tensors). If it reads files, check that they are the same: a network file system may "
+            "return old ones."
         )
     if missing:
         raise CheckFailed(

@@ -248,6 +248,20 @@ def test_a_rollout_ahead_of_servers_has_a_copy_of_the_weights_that_generate() ->
     assert result.reference == 2 * 2 * result.parameters and result.states == 0
 
 
+def test_rank_0_has_the_buckets_of_weights_that_servers_get_through_a_process_group() -> None:
+    servers = {"engine": "vllm", "url": ["http://gpu1:8000"], "batch_size": 64}
+
+    def exchanged(transfer: str, gpu_bytes: int | None) -> list[int]:
+        run = grpo_config(rollout=servers | {"transfer": transfer}, parallel={"pp": 2})
+        ranks = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu_bytes)
+        assert all(rank.generation == rank.persistent + rank.states + rank.exchanged for rank in ranks)
+        return [rank.exchanged for rank in ranks]
+
+    buckets = [3 * 2**29, 0]
+    assert exchanged("auto", 80 << 30) == exchanged("group", None) == buckets
+    assert exchanged("auto", None) == exchanged("files", 80 << 30) == [0, 0]
+
+
 def test_generation_packs_the_float32_weights_of_a_cpu() -> None:
     run = grpo_config()
     model = plan_of(LLAMA_8B, run)
