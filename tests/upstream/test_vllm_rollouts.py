@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -19,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from isthmus.recipes.rollout.vllm_server import EXTENSION, GROUP_OPTION, PLUGIN
+from isthmus.recipes.rollout.vllm_group import GroupTransfer, ServerGroup, packed
+from isthmus.recipes.rollout.vllm_server import EXTENSION, GROUP_OPTION, PLUGIN, ServerLost, VllmServer
+from isthmus.recipes.rollout.vllm_weights import check_hashes
 from ranks.rank_pool import RankFailure, RankPool
 from ranks.test_grpo import build_policy
 
@@ -232,3 +237,40 @@ def test_weights_through_a_process_group(
             settings = {"rollout.url": [url], **GROUP, **layout}
             assert_agreement(train_with_vllm(two_ranks, tmp_path, run=run, **policy, **settings))
     assert not (tmp_path / "run" / "vllm").exists()
+
+
+def test_transfers_that_break_off(tmp_path: Path) -> None:
+    """A run that ends in a transfer leaves a server that another run can use; a server that dies is lost at once."""
+    model, cpu = build_model(tmp_path), torch.device("cpu")
+    tensors = load_file(model / "model.safetensors")
+    with served(model, tmp_path) as url:
+        server, deadline = VllmServer(url), time.monotonic() + 300
+        before = probe_logps(server)
+        group = ServerGroup.open(server, cpu, 60.0, deadline)
+        group.start(deadline)
+        names = list(tensors)[: len(tensors) // 2]
+        for bucket in packed(((name, torch.zeros_like(tensors[name])) for name in names), limit=2**16):
+            group.send(bucket, deadline)
+            group.wait(deadline)
+        del group  # its connections are closed as those of a killed process
+        transfer = GroupTransfer(cpu, 60.0, 60.0)
+        transfer.start([server], deadline)
+        hashes = transfer.send(tensors.items(), deadline)
+        (reply,) = transfer.finish(server, deadline)
+        check_hashes(server.name, reply, hashes)
+        assert probe_logps(server) == pytest.approx(before, abs=1e-5)
+        transfer.start([server], deadline)
+        os.kill(int(re.findall(r"EngineCore pid=(\d+)", (tmp_path / "server.log").read_text())[-1]), signal.SIGKILL)
+        started_s = time.monotonic()
+        transfer.send(tensors.items(), deadline)
+        with pytest.raises(ServerLost, match=url):
+            transfer.finish(server, deadline)
+        assert time.monotonic() - started_s < 60
+
+
+def probe_logps(server: VllmServer) -> list[float]:
+    tokens = list(range(1, 31))
+    body = {"model": "policy", "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": str(time.time())}
+    (choice,) = server.post("/v1/completions", body, time.monotonic() + 60)["choices"]
+    pairs = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+    return [entry[str(token)]["logprob"] for token, entry in pairs]
