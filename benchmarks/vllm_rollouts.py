@@ -1,5 +1,7 @@
 """Rollouts by a vLLM server on a CPU: differences of log-probabilities, times and answers, beside the native engine.
 
+vllm-group-fp32 sends weights through a process group to a server that is started before, the others through files.
+
     ISTHMUS_VLLM_PYTHON=vllm_env/bin/python python benchmarks/vllm_rollouts.py --demo playground --record
 
 The run is that of the tutorial on reinforcement learning: the model of the demo counts names. See README.md.
@@ -11,9 +13,15 @@ import argparse
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +29,17 @@ from certificate import certificate, cores, publish_result
 from grpo_turns import workload
 from rounds import CpuWatch
 
-RUNS = {"native-fp32": ("native", "fp32"), "vllm-fp32": ("vllm", "fp32"), "vllm-bf16": ("vllm", "bf16")}
+from isthmus.recipes.rollout.vllm_server import EXTENSION, GROUP_OPTION, PLUGIN
+
+RUNS = {
+    "native-fp32": ("native", "fp32"),
+    "vllm-fp32": ("vllm", "fp32"),
+    "vllm-group-fp32": ("vllm", "fp32"),
+    "vllm-bf16": ("vllm", "bf16"),
+}
+GROUP = "vllm-group-fp32"
+START_S = 900
+"""Longest time of the start of a server."""
 REWARD = '''
 def right_count(completions, names, **columns):
     """1 for the number of names, else 0."""
@@ -69,6 +87,46 @@ def tiny(folder: Path) -> list[str]:
     model, prompts, _ = workload.build(folder, tiny=True)
     sizes = ["data.seq_length=128", "rollout.max_new_tokens=4", "rollout.group_size=4", "train.global_batch_size=8"]
     return [f"model.path={model}", f"data.files={prompts}", f"rollout.reward={workload.__file__}:reward", *sizes]
+
+
+@contextmanager
+def server(settings: list[str], threads: int, folder: Path) -> Iterator[str]:
+    """The address of a server that joins process groups, with the model of ``settings``."""
+    model = next(text.partition("=")[2] for text in settings if text.startswith("model.path="))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [os.environ["ISTHMUS_VLLM_PYTHON"], str(PLUGIN), "--model", model, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "128", "--generation-config", "vllm", "--worker-extension-cls", EXTENSION]
+    variables = {"PYTHONPATH": str(PLUGIN.parent), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": str(threads)}
+    variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*command, *shlex.split(GROUP_OPTION)],
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        until = time.monotonic() + START_S
+        while not answers(port):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit((folder / "server.log").read_text()[-3000:])
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()  # which ends it
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200)
+    except OSError:
+        return False
 
 
 def run(name: str, settings: list[str], steps: int, threads: int, folder: Path) -> dict[str, Any]:
@@ -129,7 +187,13 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         settings = tiny(folder) if chosen.quick else tutorial(chosen.demo.absolute(), folder)
         for number in range(chosen.rounds):
             for name in names:
-                rows.append(run(name, settings, chosen.steps, chosen.threads, folder / f"round-{number}"))
+                place = folder / f"round-{number}"
+                with ExitStack() as stack:
+                    further = []
+                    if name == GROUP:
+                        url = stack.enter_context(server(settings, chosen.threads, place))
+                        further = [f"rollout.url={url}", "rollout.transfer=group"]
+                    rows.append(run(name, [*settings, *further], chosen.steps, chosen.threads, place))
                 print(line(rows[-1]), flush=True)
     others = watch.shares()["others_cpu_use"]
     versions = vllm_versions() if any(RUNS[name][0] == "vllm" for name in names) else {}

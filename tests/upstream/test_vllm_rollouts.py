@@ -194,6 +194,8 @@ def served(model: Path, folder: Path, *options: str) -> Iterator[str]:
     command += ["--max-model-len", "128", "--generation-config", "vllm", "--worker-extension-cls", EXTENSION]
     command += shlex.split(GROUP_OPTION)
     variables = {"PYTHONPATH": str(PLUGIN.parent), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if options:  # workers of tensor parallelism on one NUMA node need a core each
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(
             [*command, *options], env=os.environ | variables, stdin=subprocess.PIPE, stdout=log, stderr=log

@@ -35,6 +35,7 @@ def test_all_rewards_of_isthmus_have_their_names() -> None:
         ({"grpo.kl_ratio": False, "grpo.kl_weight": 0.1, "grpo.loss": "rloo"}, "and another loss than rloo"),
         ({"rollout.batch_size": 8, "rollout.engine": "vllm"}, "is for engine=native"),
         ({"rollout.url": ["http://a:1"]}, "is for engine=vllm"),
+        ({"rollout.transfer": "group"}, "transfer=group is for running servers, and there is no url"),
         ({"rollout.reward_weights": [1.0, 2.0]}, "give one for each"),
         ({"train.global_batch_size": 12}, "multiple of rollout.group_size=8; use 8 or 16"),
         ({"rollout.ahead": 1}, "gradient is biased; set grpo.correction=token"),

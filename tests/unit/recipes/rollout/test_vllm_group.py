@@ -58,6 +58,7 @@ def build(policy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *servers: 
     return VllmEngine.build(config, policy, policy, policy, folder, policy.messages.append, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_workers_get_the_tensors_in_buckets(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def test_workers_get_the_tensors_in_buckets(
     assert server.paths[-1] == "shutdown_weight_transfer_engine" and not (tmp_path / "vllm").exists()
 
 
+@pytest.mark.slow
 def test_a_tensor_that_arrives_otherwise_is_named(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_tensor_that_arrives_otherwise_is_named(
         engine.update_weights(0)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_tensor_is_named(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +96,7 @@ def test_a_parameter_without_tensor_is_named(
         engine.update_weights(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
 def test_a_server_that_fails_gets_the_next_weights_through_a_new_group(
     path: str, server: GroupVllm, transfer_module: Any, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +118,7 @@ def test_a_server_that_fails_gets_the_next_weights_through_a_new_group(
     other.close()
 
 
+@pytest.mark.slow
 def test_the_only_server_fails(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +128,7 @@ def test_the_only_server_fails(
         engine.update_weights(0)
 
 
+@pytest.mark.slow
 def test_the_update_of_a_killed_run_is_ended(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
