@@ -100,6 +100,13 @@ class ServerGroup:
         Raises:
             ServerLost, UsageError, Hang: as :meth:`VllmServer.post`.
         """
+        try:
+            return cls._open(server, device, timeout_s, deadline)
+        except (RuntimeError, OSError) as error:  # of the store, of the group, of the port
+            raise ServerLost(f"{server.name} joins no process group: {error}") from error
+
+    @classmethod
+    def _open(cls, server: VllmServer, device: torch.device, timeout_s: float, deadline: float) -> ServerGroup:
         size = 1 + server.world_size(deadline)
         server.rpc("isthmus_end_update", deadline=deadline)
         address = server.address_here(deadline)
@@ -120,6 +127,7 @@ class ServerGroup:
         return cls(server, store, group)
 
     def start(self, deadline: float) -> None:
+        """Begin an update."""
         self.server.post("/start_weight_update", {}, deadline)
 
     def send(self, bucket: Bucket, deadline: float) -> None:
@@ -128,7 +136,10 @@ class ServerGroup:
         timeout_s = max(1.0, deadline - time.monotonic())
         body = bucket.request(timeout_s)
         self._reply = _in_thread(lambda: self.server.post("/update_weights", body, deadline))
-        self._work = broadcast_from_training(self._group, bucket.buffer, timeout_s)
+        try:
+            self._work = broadcast_from_training(self._group, bucket.buffer, timeout_s)
+        except RuntimeError as error:
+            raise self._left(error) from error
 
     def wait(self, deadline: float) -> None:
         """Wait for the broadcast; then the buffer may change."""
@@ -137,8 +148,7 @@ class ServerGroup:
         try:
             self._work.wait()
         except RuntimeError as error:
-            self._wait_loaded()  # it may have the reason
-            raise ServerLost(f"{self.server.name} has left the process group: {error}") from error
+            raise self._left(error) from error
 
     def finish(self, deadline: float) -> Any:
         """End the update; returns what each worker has received."""
@@ -164,6 +174,11 @@ class ServerGroup:
         thread = threading.Thread(target=release, name="leave vLLM", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
+
+    def _left(self, error: RuntimeError) -> Exception:
+        """The error of a broadcast, or of the request that belongs to it."""
+        assert self._reply is not None
+        return self._reply.exception() or ServerLost(f"{self.server.name} has left the process group: {error}")
 
     def _wait_loaded(self) -> None:
         """Raise the error of the last bucket, if it has one."""

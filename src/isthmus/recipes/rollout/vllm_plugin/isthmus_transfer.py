@@ -48,7 +48,7 @@ class BucketInfo:
     timeout_s: float
 
 
-class GroupTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # without vLLM's types
+class GroupTransferEngine(WeightTransferEngine):
     """Loads tensors that rank 0 of a process group broadcasts."""
 
     init_info_cls = GroupInfo

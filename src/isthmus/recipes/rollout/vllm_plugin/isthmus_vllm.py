@@ -102,7 +102,7 @@ class RolloutWorker:
 
     def isthmus_received(self) -> dict[str, Any]:
         """As :meth:`isthmus_reload`, for the last weight update through a process group."""
-        return self.weight_transfer_engine.received()  # type: ignore[no-any-return]
+        return self.weight_transfer_engine.received()
 
     def isthmus_hashes(self, folder: str) -> dict[str, Any]:
         """The hash of each tensor in the safetensors files of ``folder``, as this machine reads them."""
