@@ -178,7 +178,10 @@ class ServerGroup:
     def _left(self, error: RuntimeError) -> Exception:
         """The error of a broadcast, or of the request that belongs to it."""
         assert self._reply is not None
-        return self._reply.exception() or ServerLost(f"{self.server.name} has left the process group: {error}")
+        reason = self._reply.exception()
+        if isinstance(reason, Exception):
+            return reason
+        return ServerLost(f"{self.server.name} has left the process group: {error}")
 
     def _wait_loaded(self) -> None:
         """Raise the error of the last bucket, if it has one."""

@@ -149,8 +149,9 @@ def open_group(store: dist.Store, rank: int, size: int, *, device: torch.device,
         options = gloo._Options()
         options._timeout, options._devices = timeout, [gloo.create_device(hostname=address)]
         return gloo(store, rank, size, options)
-    nccl: Any = dist.ProcessGroupNCCL
-    options, variable = nccl.Options(), "TORCH_NCCL_BLOCKING_WAIT"
+    c10d: Any = dist.distributed_c10d  # builds for CPUs have no NCCL
+    nccl, variable = c10d.ProcessGroupNCCL, "TORCH_NCCL_BLOCKING_WAIT"
+    options = nccl.Options()
     options._timeout = timeout
     previous = os.environ.get(variable)
     os.environ[variable] = "1"  # a wait that times out raises; else the watchdog ends the process
@@ -170,7 +171,7 @@ def close_group(group: Any) -> None:
 
 def broadcast_from_training(group: Any, buffer: Tensor, timeout_s: float) -> Any:
     """Start the broadcast of rank 0; returns its work."""
-    options = dist.BroadcastOptions()
+    options: Any = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s)
     return group.broadcast([buffer], options)
 
