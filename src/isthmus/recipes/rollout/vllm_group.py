@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,8 @@ from isthmus.recipes.rollout.vllm_server import ServerLost, VllmServer
 BUCKET_BYTES = 2**30
 """Bytes of a bucket on the device of rank 0; larger tensors have one of their own."""
 _POLL_S = 0.001
+_REASON_S = 5.0
+"""Longest time in which a server may say why a broadcast has failed."""
 _CLOSE_S = 10.0
 """Longest time of a request that closes a group."""
 _T = TypeVar("_T")
@@ -178,7 +181,10 @@ class ServerGroup:
     def _left(self, error: RuntimeError) -> Exception:
         """The error of a broadcast, or of the request that belongs to it."""
         assert self._reply is not None
-        reason = self._reply.exception()
+        try:
+            reason = self._reply.exception(_REASON_S)
+        except FutureTimeout:  # vLLM does not answer the requests of an engine that has died
+            reason = None
         if isinstance(reason, Exception):
             return reason
         return ServerLost(f"{self.server.name} has left the process group: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -79,6 +80,8 @@ class GroupVllm(FakeVllm):
         self.paths: list[str] = []
         self.fails_at = ""
         """Path of requests that end with an error."""
+        self.hangs_s = 0.0
+        """Seconds without an answer to a bucket, after the workers have died."""
         self.alters: str | None = None
         """Name of a tensor of which the second worker reports another hash."""
         self._is_updating = False
@@ -103,6 +106,10 @@ class GroupVllm(FakeVllm):
         if not path.endswith(("_engine", "_update", "_weights")):
             return super().reply(path, body)
         self.paths.append(path.removeprefix("/"))
+        if self.hangs_s and path == "/update_weights":
+            self._run("shutdown")
+            time.sleep(self.hangs_s)
+            return 200, {}
         if path == self.fails_at:
             self._is_updating = self._is_updating and path != "/update_weights"
             return 500, {"error": {"message": "out of memory"}}

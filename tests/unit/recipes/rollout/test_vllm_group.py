@@ -119,6 +119,20 @@ def test_a_server_that_fails_gets_the_next_weights_through_a_new_group(
 
 
 @pytest.mark.slow
+def test_workers_that_die_are_lost_without_an_answer_of_the_server(
+    server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_group, "_REASON_S", 0.1)
+    engine = build(policy, tmp_path, monkeypatch, server)
+    server.hangs_s = 15.0
+    started_s = time.monotonic()
+    with pytest.raises(Hang, match="no vLLM server is left"):
+        engine.update_weights(0)
+    assert time.monotonic() - started_s < server.hangs_s
+    assert "has left the process group" in policy.messages[-1]
+
+
+@pytest.mark.slow
 def test_the_only_server_fails(
     server: GroupVllm, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
