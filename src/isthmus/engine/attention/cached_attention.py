@@ -47,9 +47,9 @@ class KeyValueCache:
 
     def append(self, k: Tensor, v: Tensor | None, positions: Tensor) -> None:
         """Add the keys [n, G, D] and values [n, G, Dv] of a token of each sequence."""
-        rows, columns = self.batch.new_columns(positions, self.capacity)
+        rows = self.batch.new_rows(positions, k.size(1), self.capacity)
         for cache, x in self._stored(k, v):
-            cache[rows, :, columns] = x
+            cache.view(-1, x.size(2)).index_copy_(0, rows, x.reshape(-1, x.size(2)))
 
     def attend(
         self,
@@ -66,16 +66,37 @@ class KeyValueCache:
         columns = min(self.batch.longest, self.capacity)
         keys, *own_values = (cache[: len(q), :, :columns] for cache, _ in self._stored(k, v))
         values = own_values[0] if own_values else keys[..., : self.value_channels]
-        seen = self.batch.seen_columns(positions, columns, self.chunk)
         # In float32 on a CPU its kernel takes up to twice the time of plain matmuls for so few queries.
         plain = q.device.type == "cpu" and q.dtype == torch.float32
         if softcap is None and sinks is None and not plain:
+            seen = self.batch.seen_columns(positions, columns, self.chunk)
             return scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale).flatten(1)
-        scores = (q @ keys.mT).to(torch.promote_types(q.dtype, torch.float32)) * (scale or q.size(-1) ** -0.5)
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
-        scores = scores.masked_fill(~seen, -torch.inf)
+        return self._attend_by_matmuls(q, keys, values, positions, scale or q.size(-1) ** -0.5, softcap, sinks)
+
+    def _attend_by_matmuls(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """:meth:`attend` to keys [n, G, columns, D] and values; batches of matmuls are sequences and groups."""
+        groups, columns = keys.shape[1:3]
+        mask = self.batch.mask(positions, columns, self.chunk, groups)
+        queries, transposed_keys = q.flatten(0, 1), keys.flatten(0, 1).mT
+        if softcap is None and q.dtype == mask.dtype:
+            scores = torch.baddbmm(mask, queries, transposed_keys, alpha=scale)
+        else:
+            scores = torch.bmm(queries, transposed_keys).to(mask.dtype) * scale
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
+            scores = scores + mask
         if sinks is not None:
-            logits = sinks.to(scores.dtype).view(*q.shape[1:3], 1).expand(*q.shape[:3], 1)
+            logits = sinks.to(scores.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, -1).flatten(0, 1)
             scores = torch.cat((scores, logits), dim=-1)
-        return (scores.softmax(-1)[..., :columns].to(values.dtype) @ values).flatten(1)
+        weights = scores.softmax(-1)
+        weights = weights if sinks is None else weights[..., :columns]
+        return torch.bmm(weights.to(values.dtype), values.flatten(0, 1)).view(len(q), -1)

@@ -5,6 +5,7 @@ Separate regions and the gradients of slices are 7 calls more (docs/decisions/00
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,27 @@ def project_heads(
     if not torch.is_grad_enabled():
         return *_heads(mixed, table, q_weight, k_weight, *settings), *_others(mixed, settings)
     return _ProjectedHeads.apply(mixed, table, q_weight, k_weight, settings)  # type: ignore[no-any-return]
+
+
+def step_heads(
+    mixed: Tensor, weight: Tensor | None, rotation: Callable[[Tensor], Tensor], settings: HeadSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, G, R, D], keys and values [T, G, D] of few tokens without gradients: one norm, and one rotation.
+
+    Keys and values have the same width, and there are no gates. ``weight`` is that of the :func:`joined_norm`.
+    """
+    heads = mixed.view(mixed.size(0), settings.groups, -1, settings.widths[-1])
+    rotated = heads[:, :, :-1]
+    if weight is not None:
+        rotated = rms_normalized(rotated, weight, settings.eps, zero_centered=settings.zero_centered)[0]
+    rotated = rotation(rotated)
+    return rotated[:, :, :-1], rotated[:, :, -1], heads[:, :, -1]
+
+
+def joined_norm(q_weight: Tensor, k_weight: Tensor, settings: HeadSettings) -> Tensor:
+    """The weights [R + 1, D] of a group's queries and of its keys from those of their norms, [D] each."""
+    queries = settings.widths[0] // settings.widths[-1]
+    return torch.stack([*[q_weight] * queries, k_weight])
 
 
 class _ProjectedHeads(torch.autograd.Function):

@@ -228,3 +228,15 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool = False) -> Tensor:
     if not torch.is_grad_enabled():
         return _rotated(x, table, interleaved, inverse=False)
     return _Rotate.apply(x, table, interleaved)
+
+
+def rotation_factors(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [T, 1, 1, R] of each channel and of the other one of its pair, of a :func:`rotation_table` [T, R]."""
+    cos, sin = table.chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1)[:, None, None], torch.cat((-sin, sin), dim=-1)[:, None, None]
+
+
+def rotate_all_channels(x: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+    """:func:`rotate` of ``x`` [T, G, N, R] in 3 operations, with a copy of ``x``; without gradients."""
+    channel, other = factors
+    return (x * channel).addcmul_(x.roll(x.size(-1) // 2, -1), other)

@@ -20,8 +20,8 @@ from isthmus.data.batching.packed_batch import PackedBatch
 from isthmus.engine.attention.backends.registry import BACKENDS
 from isthmus.engine.attention.cached_attention import KeyValueCache
 from isthmus.engine.attention.head_gate import build_head_gate, gated_by_head
-from isthmus.engine.attention.projected_heads import HeadSettings, project_heads
-from isthmus.engine.attention.rope import rotate
+from isthmus.engine.attention.projected_heads import HeadSettings, joined_norm, project_heads, step_heads
+from isthmus.engine.attention.rope import rotate, rotate_all_channels, rotation_factors
 from isthmus.engine.compiled import compiles
 from isthmus.engine.layers.dropout import AttentionDropout
 from isthmus.engine.layers.norm import EachHeadNorm, ProjectionNorm, RMSNorm
@@ -245,6 +245,13 @@ class PackedSelfAttention(MegatronModule):
             and (self.q_layernorm is None or type(self.q_layernorm) is RMSNorm)
         )
         """Whether :func:`project_heads` computes the heads, where regions are compiled."""
+        self.one_step: bool = (
+            self.one_region
+            and self.config.device.type == "cpu"
+            and len(self.widths) == 3
+            and attention.value_width == attention.kv_channels
+        )
+        """Whether :func:`step_heads` computes those of a step of generation."""
 
     def forward(
         self,
@@ -315,6 +322,9 @@ class PackedSelfAttention(MegatronModule):
             q, k, *gate, v = project_heads(*arguments)
             gate = [x.unflatten(-1, (-1, v.size(-1))) for x in gate]
             return (q, k), lambda: project_heads(*arguments)[:2], (self._values(v), *gate)
+        if self.one_step and table is not None and batch.states is not None and not batch.states.is_prefill:
+            q, k, v = self._step_heads(mixed, table, batch.states)
+            return (q, k), lambda: (q, k), (self._values(v),)
         q, k, v, *gate = self._split(mixed)
         if self.clip is not None:
             q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
@@ -324,6 +334,24 @@ class PackedSelfAttention(MegatronModule):
             return self._normed_and_rotated(q, k, table, factors)
 
         return compute(), compute, (v, *gate)
+
+    def _step_heads(self, mixed: Tensor, table: Tensor, states: BatchStates) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the attention in a step of generation, see :func:`step_heads`."""
+        weight: Tensor | None = None
+        q_weight, k_weight = _weight(self.q_layernorm), _weight(self.k_layernorm)
+        if q_weight is not None and k_weight is not None:
+            compute = functools.partial(joined_norm, q_weight, k_weight, self.head_settings)
+            weight = states.states.weight(self.core_attention.layer_number, compute)
+        if table.size(-1) < self.widths[-1] or self.config.rotary_interleaved:
+            return step_heads(
+                mixed,
+                weight,
+                lambda x: rotate(x, table, interleaved=self.config.rotary_interleaved),
+                self.head_settings,
+            )
+        columns = self.channels or slice(None)
+        factors = states.shared(("rotation", columns.start, columns.stop), lambda: rotation_factors(table))
+        return step_heads(mixed, weight, lambda x: rotate_all_channels(x, factors), self.head_settings)
 
     def _mixed(self, hidden_states: Tensor) -> Tensor:
         """The output of the QKV projection, of this rank's groups."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class BatchStates:
     """The samples are new sequences; otherwise each has one token."""
     longest: int
     """Tokens of the longest sequence, with those of this batch."""
-    _indices: dict[tuple[str, int, int | None], Tensor] = field(default_factory=dict)
+    _shared: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """What layers of the same windows share in a step."""
 
     def seen_columns(self, positions: Tensor, columns: int, chunk: int | None) -> Tensor:
@@ -71,17 +74,32 @@ class BatchStates:
             last = positions if chunk is None else positions % chunk
             return (torch.arange(columns, device=positions.device) <= last[:, None])[:, None, None]
 
-        return self._shared(("seen", columns, chunk), compute)
+        return self.shared(("seen", columns, chunk), compute)
 
-    def new_columns(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        """Row and column of the cache, each [n], of the tokens at ``positions`` [n]."""
-        rows = self._shared(("rows", 0, None), lambda: torch.arange(len(positions), device=positions.device))
-        return rows, self._shared(("columns", capacity, None), lambda: positions % capacity)
+    def mask(self, positions: Tensor, columns: int, chunk: int | None, groups: int) -> Tensor:
+        """:meth:`seen_columns` as a mask to add, 0 or -inf, float32 [n * groups, 1, columns]."""
 
-    def _shared(self, key: tuple[str, int, int | None], compute: Callable[[], Tensor]) -> Tensor:
-        if key not in self._indices:
-            self._indices[key] = compute()
-        return self._indices[key]
+        def compute() -> Tensor:
+            seen = self.seen_columns(positions, columns, chunk).expand(-1, groups, -1, -1).flatten(0, 1)
+            return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+        return self.shared(("mask", columns, chunk, groups), compute)
+
+    def new_rows(self, positions: Tensor, groups: int, capacity: int) -> Tensor:
+        """Rows [n * groups] of a cache [slots * groups * capacity, D] of the tokens at ``positions`` [n]."""
+
+        def compute() -> Tensor:
+            heads = torch.arange(len(positions) * groups, device=positions.device).view(-1, groups)
+            return (heads * capacity + (positions % capacity)[:, None]).flatten()
+
+        return self.shared(("rows", groups, capacity), compute)
+
+    def shared(self, key: tuple[Any, ...], compute: Callable[[], _Value]) -> _Value:
+        """What layers compute once in a step; the key has all that the result depends on besides the batch."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        value: _Value = self._shared[key]
+        return value
 
 
 @dataclass(frozen=True, slots=True)
