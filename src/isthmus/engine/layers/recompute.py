@@ -5,27 +5,30 @@ They are cheap to compute and large, and autograd saves them only as inputs of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@contextmanager
-def recompute_if(condition: bool, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+def recompute_if(
+    condition: bool, results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
+) -> AbstractContextManager[None]:
     """Where the block saves ``results`` for the backward pass, or views of them, it saves ``compute`` instead.
 
     ``compute`` returns them again, in the same order and memory layout; it runs once for all backward steps of the
     block, without gradients. Other hooks on saved tensors have no effect within the block.
     """
     if not (condition and torch.is_grad_enabled()):
-        yield
-        return
+        return _NOTHING
     saved = _Recomputed(results, compute)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        yield
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+    return hooks
+
+
+_NOTHING = nullcontext()
 
 
 class _Recomputed:

@@ -37,7 +37,7 @@ class InputExchange:
 
     def matmul(self, x: Tensor, b: Tensor) -> Tensor:
         """The whole input times ``b``."""
-        return matmul(self.gather(x), b)
+        return matmul(self.gather(x) if self.sequence_parallel else x, b)
 
     def start_input_grad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Wait]:
         """The gradient of ``x`` from that of ``x @ weight.T``, valid after the returned function was called."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from isthmus.engine.linear.async_tp import AsyncExchange, RowIntoMainGrad, check_async_tp
 from isthmus.engine.linear.fp8_linear import Fp8Recipe, fits, fp8_linear
 from isthmus.engine.linear.input_exchange import NO_EXCHANGE, InputExchange
-from isthmus.engine.linear.matmul import add_matmul
+from isthmus.engine.linear.matmul import add_matmul, matmul
 from isthmus.engine.linear.quantized_weight import dense
 
 
@@ -70,6 +70,20 @@ class _FusedForward:
     """Set by :func:`use_fp8`."""
     async_tp = False
     """Set by :func:`use_async_tp`."""
+    weight: nn.Parameter
+    tp_group: Any
+
+    def _local_output(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The output of a rank that shares the layer with no other one, without gradients; else None.
+
+        The checks and autograd functions of Megatron-Core's layers would take half of the time of a small matmul.
+        """
+        if torch.is_grad_enabled() or self.fp8 is not None or self.tp_group.size() > 1:
+            return None
+        out = matmul(x, dense(self.weight).t())
+        if (lora := linear_adapters(self)) is not None:  # type: ignore[arg-type]
+            out = lora(out, x, self.weight)
+        return out if bias is None else out + bias
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         kind = AsyncExchange if self.async_tp and kwargs["sequence_parallel"] else InputExchange
@@ -102,6 +116,13 @@ def linear_adapters(layer: nn.Module) -> LinearAdapters | None:
 class ColumnParallelLinear(_FusedForward, mcore.ColumnParallelLinear):
     """Megatron-Core's column-parallel linear layer with fused gradient accumulation and adapters."""
 
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The output, and the bias that the caller adds, if any."""
+        bias, added = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if not (args or kwargs) and (out := self._local_output(input_, bias)) is not None:
+            return out, added
+        return super().forward(input_, *args, **kwargs)  # type: ignore[no-any-return]
+
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if (lora := linear_adapters(self)) is None:
             return super()._forward_impl(input, weight, **kwargs)
@@ -114,6 +135,9 @@ class RowParallelLinear(_FusedForward, mcore.RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output, and the bias that the caller adds, if any."""
+        bias, added = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        if (local := self._local_output(input_, bias)) is not None:
+            return local, added
         out, bias = self._without_adapters(input_)
         lora = linear_adapters(self)
         return (out if lora is None else lora(out, input_, self.weight)), bias

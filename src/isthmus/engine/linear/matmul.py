@@ -56,13 +56,16 @@ def use_packed(packed: Mapping[MatrixKey, Tensor]) -> Iterator[None]:
         _packed = {}
 
 
-def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` of [..., K] and [K, N] of one dtype; not differentiable."""
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """``a @ b`` of [..., K] and [K, N] of one dtype; not differentiable.
+
+    The result is written to ``out``. With ``scratch`` it may be written there.
+    """
     if _packed and a.numel() > a.size(-1) and (packed := _packed.get(matrix_key(b))) is not None:
         product: Tensor = PACKED_LINEAR(a, packed, None, "none", [], "")
         return product if out is None else out.copy_(product)
     with _library(a, b):
-        return torch.matmul(a, b, out=out)
+        return torch.matmul(a, b, out=scratch if out is None else out)
 
 
 def add_matmul(main_grad: Tensor, a: Tensor, b: Tensor, *, shape_repeats: bool = True) -> None:
