@@ -24,6 +24,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def batch_to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """The batch with the fields that a model reads on the device; ``loss_mask`` stays on the host."""
+    if device.type == "cpu":
+        return batch
     return replace(
         batch,
         input_ids=to_device(batch.input_ids, device),

@@ -164,21 +164,25 @@ class Evaluator:
         """Mean loss per loss token, or per pair, over all batches; ``objective`` replaces the objective of training."""
         prepares = objective is None
         objective = self.objective if objective is None else objective
-        for stage in self.model:
-            if stage.training:  # a walk over all modules, which a pass of generation would notice
-                stage.eval()
         total = torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for micro_batches in batches:
-                if prepares:
-                    self._prepare(micro_batches)
-                sums = self._run_pipeline(micro_batches, objective, forward_only=True)
-                dist.all_reduce(sums)
-                total += sums
+        for micro_batches in batches:
+            if prepares:
+                self._prepare(micro_batches)
+            sums = self.run_forward(micro_batches, objective)
+            dist.all_reduce(sums)
+            total += sums
         loss_sum, count, _, *more = total.tolist()
         return EvalResult(
             loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
         )
+
+    def run_forward(self, batches: Sequence[PackedBatch], objective: Objective) -> Tensor:
+        """The sums of :meth:`_run_pipeline` in evaluation mode."""
+        for stage in self.model:
+            if stage.training:  # a walk over all modules, which a pass of generation would notice
+                stage.eval()
+        with torch.no_grad():
+            return self._run_pipeline(batches, objective, forward_only=True)
 
     def _prepare(self, batches: Sequence[PackedBatch]) -> None:
         if isinstance(self.objective, PreparedObjective):

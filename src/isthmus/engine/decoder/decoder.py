@@ -309,12 +309,19 @@ class Decoder(MegatronModule):
 
     def next_tokens(self, states: LastStates, positions: Tensor) -> Tensor:
         """The tokens of :meth:`token_scores` and their cross entropies, float64 [2, n], cross entropies first."""
-        hidden, weight, _, shard = self._loss_inputs(states, positions)
+        weight, shard = self.output_projection()
+        hidden = self.projection_inputs(states, positions)
         return token_scores(hidden, weight, None, shard, sampling=sampling_at(positions, states.batch))
 
     def projection_inputs(self, states: LastStates, positions: Tensor) -> Tensor:
         """Inputs [n, H] of the output projection at int64 [n] positions."""
-        return self._loss_inputs(states, positions)[0]
+        hidden = states.hidden
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        elif self.config.tensor_model_parallel_size > 1:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = self._scaled(hidden)
+        return hidden[:, 0].index_select(0, states.rows(positions))
 
     def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
         if self.architecture.embedding.position != "rope":
@@ -378,14 +385,8 @@ class Decoder(MegatronModule):
         self, states: LastStates, positions: Tensor, mtp_depth: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
         """Hidden states [n, H] at int64 [n] positions, weights of the projection, and labels [n]."""
-        hidden, labels = states.hidden, states.labels[positions + mtp_depth]
         weight, shard = self.output_projection()
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        elif shard.group is not None:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
-        hidden = self._scaled(hidden)
-        return hidden[:, 0].index_select(0, states.rows(positions)), weight, labels, shard
+        return self.projection_inputs(states, positions), weight, states.labels[positions + mtp_depth], shard
 
     def output_projection(self) -> tuple[Tensor, VocabShard]:
         """This rank's rows of the output projection, [V / tp, H], on the last stage."""

@@ -211,13 +211,15 @@ class Inference:
         for source, target in rank_inputs.copies:
             self._states.copy(source, target)
         batches = [self._batch(rank_inputs, sampling)]
-        # Interleaved stages need several micro batches.
-        batches += [self._batch(RankInputs(), None)] * ((parallel.pp if parallel.vpp > 1 else 1) - 1)
+        if parallel.vpp > 1:  # interleaved stages need several micro batches
+            batches += [self._batch(RankInputs(), None)] * (parallel.pp - 1)
         recorder = NextTokens(len(inputs), self._states.slots)
         with contextlib.nullcontext() if rank_inputs.is_prefill else self._packed.used():
-            self._evaluator.evaluate(iter([batches]), recorder)
-        values = recorder.values.to(self._evaluator.device)
-        dist.all_reduce(values)
+            self._evaluator.run_forward(batches, recorder)
+        values = recorder.values
+        if dist.get_world_size() > 1:  # also alone, gloo waits for its thread
+            values = values.to(self._evaluator.device)
+            dist.all_reduce(values)
         return [
             [(loss, int(token)) for loss, token in zip(*rank_values, strict=True)][: len(rank.tokens)]
             for rank_values, rank in zip(values.tolist(), inputs, strict=True)
@@ -229,8 +231,7 @@ class Inference:
         total, multiple = max(1, sum(lengths)), self._parallel.length_multiple
         padding = math.ceil(total / multiple) * multiple - sum(lengths)
         positions = [range(past, past + n) for past, n in zip(inputs.past, lengths, strict=True)]
-        loss_mask = torch.zeros(sum(lengths) + padding, dtype=torch.bool)
-        loss_mask[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
+        loss_mask = torch.tensor([k == n for n in lengths for k in range(1, n + 1)] + [False] * padding)
         states = None
         if lengths:
             longest = max(past + n for past, n in zip(inputs.past, lengths, strict=True))

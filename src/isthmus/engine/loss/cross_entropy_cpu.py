@@ -63,7 +63,7 @@ def chunk_losses(
         softcap: logits l become softcap * tanh(l / softcap).
     """
     slope = None if softcap is None else _cap(logits, softcap)
-    results = _loss_and_gradient(logits, targets, group, grad_scale, smoothing)
+    results = _loss_and_gradient(logits, targets, group, grad_scale, smoothing, gradient=gradient)
     if gradient and slope is not None:
         logits.mul_(slope)
     return results
@@ -83,12 +83,21 @@ def _loss_and_gradient(
     group: dist.ProcessGroup | None,
     grad_scale: Tensor | None,
     smoothing: Smoothing | None,
+    *,
+    gradient: bool,
 ) -> Tensor:
-    """Overwrite ``logits`` with ``softmax(logits) - onehot(targets)``, scaled, and return the losses [n]."""
+    """Overwrite ``logits`` and return the losses [n].
+
+    With ``gradient``, ``logits`` become ``softmax(logits) - onehot(targets)``, scaled.
+    """
     block = max(1, BLOCK_ELEMENTS // max(1, logits.size(1)))
-    mine = (targets >= 0) & (targets < logits.size(1))
-    column = torch.where(mine, targets, 0)[:, None]
-    target_logit = torch.where(mine[:, None], logits.gather(1, column).float(), 0.0)
+    if group is None:
+        mine, column = None, targets[:, None]
+        target_logit = logits.gather(1, column).float()
+    else:
+        mine = ((targets >= 0) & (targets < logits.size(1)))[:, None]
+        column = torch.where(mine, targets[:, None], 0)
+        target_logit = torch.where(mine, logits.gather(1, column).float(), 0.0)
     log_total, logit_sum = torch.empty_like(target_logit), torch.empty_like(target_logit)
     in_float32 = logits.dtype == torch.float32
     scratch = None if in_float32 else logits.new_empty(min(block, logits.size(0)), logits.size(1), dtype=torch.float32)
@@ -101,9 +110,9 @@ def _loss_and_gradient(
         torch.softmax(wide, dim=1, out=wide)
         # The largest probability is exp(peak - log_total), which gives the sum in full precision.
         log_total[start : start + block] = peak - wide.amax(dim=1, keepdim=True).log()
-        if grad_scale is not None:
+        if gradient and grad_scale is not None:
             wide.mul_(grad_scale if grad_scale.dim() == 0 else grad_scale[start : start + block])
-        if scratch is not None:
+        if gradient and scratch is not None:
             part.copy_(wide)
     if group is not None:
         dist.all_reduce(target_logit, group=group)
@@ -112,17 +121,23 @@ def _loss_and_gradient(
         parts = log_total.new_empty(group.size() * log_total.numel())
         dist.all_gather_into_tensor(parts, log_total.flatten(), group=group)
         rank_total, log_total = log_total, torch.logsumexp(parts.view(group.size(), -1), dim=0)[:, None]
-        logits.mul_((rank_total - log_total).exp_().to(logits.dtype))
-    loss = log_total - target_logit
-    target_gradient = torch.expm1(-loss)
+        if gradient:
+            logits.mul_((rank_total - log_total).exp_().to(logits.dtype))
+    cross_entropy = log_total - target_logit
+    loss = cross_entropy
     if smoothing is not None:
         loss = loss + smoothing.rate * target_logit - smoothing.share * logit_sum
+    if not gradient:
+        return loss[:, 0]
+    target_gradient = torch.expm1(-cross_entropy)
+    if smoothing is not None:
         target_gradient += smoothing.rate - smoothing.share
         logits.sub_(smoothing.share if grad_scale is None else smoothing.share * grad_scale)
     if grad_scale is not None:
         target_gradient *= grad_scale
-    # For targets of other ranks the gradient at column 0 does not change.
-    at_target = torch.where(mine[:, None], target_gradient.to(logits.dtype), logits.gather(1, column))
+    at_target = target_gradient.to(logits.dtype)
+    if mine is not None:  # for targets of other ranks the gradient at column 0 does not change
+        at_target = torch.where(mine, at_target, logits.gather(1, column))
     # Not scatter_, which on a CPU copies a whole bfloat16 tensor.
     logits[torch.arange(logits.size(0), device=logits.device), column[:, 0]] = at_target[:, 0]
     return loss[:, 0]

@@ -159,8 +159,7 @@ class VocabShard:
         longest = max((tokens.stop - tokens.start for tokens in chunks), default=0)
         buffer = device_code(hidden).new_buffer(longest, rows.size(0), like=hidden)
         for tokens in chunks:
-            logits = buffer[: tokens.stop - tokens.start]
-            matmul(hidden[tokens], rows.t(), out=logits)
+            logits = matmul(hidden[tokens], rows.t(), scratch=buffer[: tokens.stop - tokens.start])
             if self.bias is not None:
                 logits += self.bias[: self.rows]
             yield tokens, logits
