@@ -168,7 +168,7 @@ class Evaluator:
         for micro_batches in batches:
             if prepares:
                 self._prepare(micro_batches)
-            sums = self.run_forward(micro_batches, objective)
+            sums = self._sums(self.run_forward(micro_batches, objective), objective)
             dist.all_reduce(sums)
             total += sums
         loss_sum, count, _, *more = total.tolist()
@@ -176,13 +176,13 @@ class Evaluator:
             loss_sum / max(1, count), objective.metrics(dict(zip(objective.sums, more, strict=True)), count)
         )
 
-    def run_forward(self, batches: Sequence[PackedBatch], objective: Objective) -> Tensor:
-        """The sums of :meth:`_run_pipeline` in evaluation mode."""
+    def run_forward(self, batches: Sequence[PackedBatch], objective: Objective) -> list[_Reported]:
+        """What the objective reports of each micro batch, in evaluation mode; empty before the last stage."""
         for stage in self.model:
             if stage.training:  # a walk over all modules, which a pass of generation would notice
                 stage.eval()
         with torch.no_grad():
-            return self._run_pipeline(batches, objective, forward_only=True)
+            return self._run_micro_batches(batches, objective, forward_only=True)
 
     def _prepare(self, batches: Sequence[PackedBatch]) -> None:
         if isinstance(self.objective, PreparedObjective):
@@ -201,17 +201,42 @@ class Evaluator:
         The ranks of a packed sequence report it once. ``before_micro_batch`` is called with the number of done ones,
         before each but the first.
         """
+        results = self._run_micro_batches(
+            batches, objective, forward_only=forward_only, before_micro_batch=before_micro_batch
+        )
+        return self._sums(results, objective)
+
+    def _run_micro_batches(
+        self,
+        batches: Sequence[PackedBatch],
+        objective: Objective,
+        *,
+        forward_only: bool,
+        before_micro_batch: Callable[[int], None] | None = None,
+    ) -> list[_Reported]:
+        """:meth:`_run_pipeline` without the sums: what the objective reports of each micro batch on the last stage."""
         if self.teacher and objective is self.objective:
             inputs = self.teacher.with_targets(batches)
         else:
             inputs = batches
+        forward_step = partial(_forward_step, objective=objective, step=self.step)
         with fp8_step(keeps_weights=len(batches) > 1, gradients_are_zero=not forward_only):
+            if forward_only and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+                iterator, reported = _micro_batches(inputs, before_micro_batch), list[_Reported]()
+                for _ in batches:
+                    output, compute_loss = forward_step(iterator, self.model[0])
+                    reported.append(compute_loss(output)[2])
+                return reported
             results: list[_Reported] = get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, objective=objective, step=self.step),
+                forward_step_func=forward_step,
                 data_iterator=[_micro_batches(inputs, before_micro_batch) for _ in self.model],
                 forward_only=forward_only,
                 **pipeline_arguments(self.model, batches),
             )
+        return results
+
+    def _sums(self, results: Sequence[_Reported], objective: Objective) -> Tensor:
+        """The sums of :meth:`_run_pipeline` over the micro batches."""
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             return torch.stack([self._sum(values) for values in zip(*results, strict=True)])
         return torch.zeros(3 + len(objective.sums), dtype=torch.float64, device=self.device)
