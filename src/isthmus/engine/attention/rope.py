@@ -155,7 +155,8 @@ def rotation_table(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype
     activation recomputation can pass it on.
     """
     angles = position_ids[:, None].float() * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(magnitude).to(dtype)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return (table if magnitude == 1 else table.mul_(magnitude)).to(dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -274,7 +274,8 @@ class PackedSelfAttention(MegatronModule):
         heads, compute_heads, (v, *gate) = self._heads(hidden_states, table, packed_seq_params)
         with recompute_if("rope" in self.config.recomputed and table is not None, heads, compute_heads):
             attended = self.core_attention(*heads, v, packed_seq_params)
-        self.keys_to_share = (heads[1], v) if self.lends_keys else None
+        if self.lends_keys:
+            self.keys_to_share = heads[1], v
         if gate:
             attended = recompute(lambda x, gate: x * gate.sigmoid(), attended, gate[0].flatten(1))
         if self.linear_gate is not None:
@@ -304,8 +305,10 @@ class PackedSelfAttention(MegatronModule):
 
         Empty if no other layer attends to them.
         """
+        if self.keys_to_share is None:
+            return ()
         shared, self.keys_to_share = self.keys_to_share, None
-        return shared or ()
+        return shared
 
     def _table(self, rotary_pos_emb: Tensor | None) -> Tensor | None:
         if not self.rotated or rotary_pos_emb is None:

@@ -105,11 +105,12 @@ def _normalized(
 def rms_normalized(x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """The RMSNorm [..., H] and its factors [..., 1] in float32; without autograd."""
     gain = _gain(weight, zero_centered)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1))
     scale = mean_square.add_(eps).rsqrt_()
     normed = wide * scale
-    return (normed if gain is None else normed.mul_(gain)).to(x.dtype), scale
+    normed = normed if gain is None else normed.mul_(gain)
+    return normed if wide is x else normed.to(x.dtype), scale
 
 
 def _as(gain: Tensor | None, dtype: torch.dtype) -> Tensor | None:

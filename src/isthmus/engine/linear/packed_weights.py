@@ -6,8 +6,8 @@ training step has more rows, and its weights change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,6 +45,12 @@ class PackedWeights:
             if weight.dtype == torch.float32 and weight.device.type == "cpu":
                 self._packed[matmul.matrix_key(weight.t())] = PACK_WEIGHT(weight.detach(), rows)
 
-    def used(self) -> AbstractContextManager[None]:
-        """Multiply by the packed weights within the block."""
-        return matmul.use_packed(self._packed)
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Multiply by the packed weights within the block.
+
+        It is in inference mode if there are any: operations then record neither views nor versions, which is a tenth of
+        the time of a pass of a small model. What the block creates must not be used in training.
+        """
+        with torch.inference_mode(bool(self._packed)), matmul.use_packed(self._packed):
+            yield

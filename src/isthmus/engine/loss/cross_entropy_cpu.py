@@ -40,7 +40,8 @@ def _memory(numel: int, dtype: torch.dtype) -> Tensor:
     pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
+    with torch.inference_mode(False):  # training uses it too
+        return torch.frombuffer(pages, dtype=dtype)
 
 
 def chunk_losses(
