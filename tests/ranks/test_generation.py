@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.config.load import load_config
 from isthmus.config.schema.parallel import ParallelConfig
@@ -43,6 +44,10 @@ RECOMPUTED: dict[str, Any] = {
     "max_position_embeddings": 8,
 }
 """The frequencies of a sample depend on its length, beyond 8 tokens."""
+LAYER_OPERATIONS = 64
+"""Most operations of a layer of Qwen3 in a step: 3 norms, 4 matmuls, rotation, attention and SwiGLU."""
+OTHER_OPERATIONS = 90
+"""Most operations of the rest: inputs, what layers share, logits, choice of the tokens."""
 
 
 def generate(
@@ -131,6 +136,35 @@ def state_elements(*, model: str) -> tuple[int, int]:
     return states.elements, states.slots * sum(mixer.state_elements(states.capacity) for mixer in mixers)
 
 
+class _DispatchedOperations(TorchDispatchMode):
+    """Counts the operations that reach the dispatcher from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def step_operations(*, model: str) -> int:
+    """Task of a rank: operations of the last forward pass of a generation, a step of all sequences."""
+    counts: list[int] = []
+
+    class Counted(Inference):
+        def _run_pass(self, *arguments: Any) -> Any:
+            with _DispatchedOperations() as operations:
+                result = super()._run_pass(*arguments)
+            counts.append(operations.count)
+            return result
+
+    built = build_from_folder(model, {})
+    inference = Counted(Evaluator(built.stages), built.plan.architecture, ParallelConfig(), batch_tokens=16)
+    inference.answers(PROMPTS, Decoding(NEW_TOKENS))
+    return counts[-1]
+
+
 def transformers_answers(folder: Path) -> list[list[int]]:
     network = load_network(folder, dtype=torch.float32).eval()
     network.generation_config.eos_token_id = None
@@ -161,6 +195,17 @@ def test_latent_attention_absorbs_an_up_projection_with_adapters(
     assert result["tokens"] != plain["tokens"]
     for logps, packed in zip(result["logps"], result["packed"], strict=True):
         assert logps == pytest.approx(packed, abs=1e-5)
+
+
+def test_operations_of_a_step(one_rank: RankPool, tmp_path: Path) -> None:
+    """Small models spend most of a step on the number of its operations (docs/decisions/0082)."""
+    task = "ranks.test_generation.step_operations"
+    three, four = (
+        one_rank.run(task, model=build_model_folder(tmp_path / str(layers), "qwen3", num_hidden_layers=layers))
+        for layers in (3, 4)
+    )
+    assert four - three <= LAYER_OPERATIONS
+    assert three <= 3 * LAYER_OPERATIONS + OTHER_OPERATIONS
 
 
 def test_sequences_without_a_state_are_computed_again(one_rank: RankPool, tmp_path: Path) -> None:
