@@ -44,9 +44,9 @@ RECOMPUTED: dict[str, Any] = {
     "max_position_embeddings": 8,
 }
 """The frequencies of a sample depend on its length, beyond 8 tokens."""
-LAYER_OPERATIONS = 64
+LAYER_OPERATIONS = 62
 """Most operations of a layer of Qwen3 in a step: 3 norms, 4 matmuls, rotation, attention and SwiGLU."""
-OTHER_OPERATIONS = 90
+OTHER_OPERATIONS = 95
 """Most operations of the rest: inputs, what layers share, logits, choice of the tokens."""
 
 

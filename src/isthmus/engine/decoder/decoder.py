@@ -320,8 +320,7 @@ class Decoder(MegatronModule):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif self.config.tensor_model_parallel_size > 1:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        hidden = self._scaled(hidden)
-        return hidden[:, 0].index_select(0, states.rows(positions))
+        return self._scaled(hidden)[:, 0].index_select(0, states.rows(positions))
 
     def _rotary_tables(self, batch: PackedBatch) -> Tensor | None:
         if self.architecture.embedding.position != "rope":

@@ -76,7 +76,7 @@ class _FusedForward:
     def _local_output(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The output of a rank that shares the layer with no other one, without gradients; else None.
 
-        The checks and autograd functions of Megatron-Core's layers would take half of the time of a small matmul.
+        Megatron-Core's checks, and its autograd functions that exchange nothing then, take time, most for small models.
         """
         if torch.is_grad_enabled() or self.fp8 is not None or self.tp_group.size() > 1:
             return None
