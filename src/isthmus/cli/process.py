@@ -131,14 +131,22 @@ def exit_status_of(run: Callable[[], int | None]) -> ExitStatus:
         return _output_closed()
     except BaseException as error:  # some errors of torch are not an Exception
         code, message = explain(error)
+        try:
+            sys.stdout.flush()
+        except OSError:  # such as a full disk: the interpreter would fail on it again, with exit code 120
+            _discard_output()
         return ExitStatus(code, message, traceback.format_exc())
 
 
 def _output_closed() -> ExitStatus:
     """The reader of stdout closed it: the exit code is that of a program which SIGPIPE ends."""
-    # Neither this code nor the interpreter may write to it again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _discard_output()
     return ExitStatus(128 + signal.SIGPIPE)
+
+
+def _discard_output() -> None:
+    """Neither this code nor the interpreter may write to stdout again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def open_closed_streams() -> None:

@@ -97,6 +97,15 @@ def test_a_closed_stdout_ends_the_command_in_silence(verb: str) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.processes
+def test_a_full_disk_under_stdout_is_one_error() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "isthmus", "version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 73
+    assert done.stderr.startswith("isthmus: no space is left.") and done.stderr.count("\n") == 1
+
+
 def test_a_closed_stderr_is_not_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
