@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fake_cuda.trace import measure, record
@@ -33,7 +32,7 @@ def memory(
     precision: str = "bf16", seq_length: int = 4096, layers: int | None = None,
     sections: dict[str, Any] | None = None, **parallel: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Bytes of the trace and of the estimate of this rank, and seconds to build it."""
+    """Bytes of the trace and of the estimate of this rank."""
     from isthmus.config.schema import ParallelConfig
     from isthmus.recipes.plan.memory_estimate import estimate_ranks
 
@@ -47,9 +46,7 @@ def memory(
     if layers is not None:
         settings["model"] = {"config": {"num_hidden_layers": layers}}
     with measure() as traced:
-        started = time.process_time()
         built = build(f"preset:{model}", rank=rank, size=size, precision=precision, sections=settings, **parallel)
-        seconds = time.process_time() - started
         persistent = traced.live_bytes
         for _ in range(2 if parallel.get("fsdp") else 1):  # FSDP's optimizer makes its state in the first step
             traced.reset_peak()
@@ -57,7 +54,7 @@ def memory(
     stage = rank * built.config.parallel.pp // size
     result = estimate_ranks(built.model.plan, built.config, precision, gpu_bytes=80 << 30)[stage]
     return {
-        "seconds": seconds, "persistent": persistent, "peak": traced.peak_bytes, "text": str(result),
+        "persistent": persistent, "peak": traced.peak_bytes, "text": str(result),
         "estimate": {"persistent": result.persistent, "total": result.total},
     }  # fmt: skip
 
