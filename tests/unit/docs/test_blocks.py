@@ -350,7 +350,7 @@ NO_COMMAND = {
         "MIXER": "code of the package, abridged",
     },
     "docs/how-to/add-a-recipe.md": {
-        "class Unlearning": "code of the guide, abridged", "Recipe(": "code of the guide, abridged",
+        "class Unlearning": "code of the guide, abridged", "RECIPE": "code of the guide, abridged",
     },
     "docs/how-to/checkpoint-and-resume.md": {
         "resuming from the copy": "a message of many machines", "elastic:": "a message of many machines",
