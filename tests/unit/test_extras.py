@@ -42,7 +42,8 @@ COMES_WITH = {
 """Packages that a dependency requires in each of its versions."""
 OTHER_PROCESSES = {
     "recipes/rollout/answer_worker.py": "math_verify",  # verified_math.py checks before it starts the process
-    "recipes/rollout/vllm_plugin/isthmus_vllm.py": "vllm",  # vLLM imports it, without isthmus
+    "recipes/rollout/vllm_plugin/isthmus_transfer.py": "vllm",  # vLLM imports it, without isthmus
+    "recipes/rollout/vllm_plugin/isthmus_vllm.py": "vllm",
 }
 OTHERS = {"compression", "triton"}
 """Part of Python 3.14, and of builds of torch for GPUs; each use checks for it."""
