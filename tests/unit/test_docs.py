@@ -83,6 +83,7 @@ def test_every_command_is_one_that_exists() -> None:
     assert seen["isthmus"] > 8
 
 
+@pytest.mark.slow
 def test_settings_in_commands_are_settings(tmp_path: Path) -> None:
     flags = {"out": str(tmp_path), "model.path": "model", "data.files": ["data.json"]}
     overrides = [

@@ -146,7 +146,7 @@ def test_written_targets_select_these_layers_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep_cases("gpt2-dora", "deepseek_v3")
-@pytest.mark.slow_cases("gpt_oss")
+@pytest.mark.slow_cases("gpt_oss", "qwen3-dora")
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "gpt2-dora", "qwen3-dora"])
 def test_slices_equal_the_whole(name: str, tmp_path: Path) -> None:
     """As the ranks of tp 2 and ep 2 read them; and memory: only the slice of the base is read."""

@@ -35,6 +35,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
         yield hub.asked
 
 
+@pytest.mark.slow
 def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     folder = fetch("org/open", weights=False, report=said.append)
@@ -49,6 +50,7 @@ def test_requested_files_are_downloaded_once(asked: list[str], monkeypatch: pyte
     assert fetch("org/open", weights=True, report=said.append) == folder
 
 
+@pytest.mark.slow
 def test_one_process_per_machine_downloads(asked: list[str]) -> None:
     said: list[str] = []
     folders: list[Path] = []
@@ -64,6 +66,7 @@ def test_one_process_per_machine_downloads(asked: list[str]) -> None:
     assert len(said) == 1 and sum("/revision/" in path for path in asked) == 1
 
 
+@pytest.mark.slow
 def test_download_errors_have_hints(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingInput, match=r"no local folder org/gated, and .* is gated: HF_TOKEN, which is not set,"):
         fetch("org/gated", weights=True, report=print)

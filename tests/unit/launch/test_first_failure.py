@@ -45,6 +45,7 @@ def test_error_file_is_that_of_torch_elastic(tmp_path: Path, monkeypatch: pytest
     failures[0].write()
 
 
+@pytest.mark.slow
 def test_first_written_failure_of_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread and the heartbeat may write at the same time."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "run" / "attempt_0" / "0" / "error.json"))

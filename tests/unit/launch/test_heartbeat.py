@@ -133,6 +133,7 @@ def test_nccl_waits_longer_than_the_heartbeat(timeout_s: float) -> None:
     assert nccl > min(timeout_s, heartbeat.LOST_S) + 2 * heartbeat.GRACE_S and gloo == timeout_s
 
 
+@pytest.mark.slow
 def test_other_ranks_are_not_lost_after_this_process_was_stopped(
     store: dist.Store, folder: MachineFolder, other: MachineFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

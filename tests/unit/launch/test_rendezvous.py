@@ -20,6 +20,7 @@ def no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat.Heartbeat, "first", None)  # the process would report it as the cause of later errors
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent keeps its store, with the keys and the failure of the attempt before."""
     monkeypatch.setattr(heartbeat, "_PERIOD_S", 0.05)

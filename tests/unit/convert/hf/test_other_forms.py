@@ -64,6 +64,7 @@ def test_other_totals_are_refused(saved: Path) -> None:
         check_coverage(result.source, family_for(config), result.arch)
 
 
+@pytest.mark.slow
 def test_dense_layers_of_kimi_linear(tmp_path: Path) -> None:
     """Published files have ``mlp`` in dense layers and ``block_sparse_moe`` in those with experts."""
     resaved = build_model_folder(tmp_path / "resaved", "kimi_linear", num_hidden_layers=2, names=False)

@@ -101,6 +101,7 @@ def test_unknown_padding_is_kept_without_vocab_size(tmp_path: Path) -> None:
     compare_models(model, checkpoint)
 
 
+@pytest.mark.slow
 def test_vocab_size_is_refused_with_a_config(tmp_path: Path) -> None:
     model = build_model_folder(tmp_path / "hf", "llama")
     convert(model, tmp_path / "there")
@@ -109,6 +110,7 @@ def test_vocab_size_is_refused_with_a_config(tmp_path: Path) -> None:
             convert(source, tmp_path / "out", vocab_size=VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "words"), [({"rotary_base": 20000}, "rotary_base"), ({"layernorm_epsilon": 1e-4}, "norm_epsilon")]
 )
@@ -120,6 +122,7 @@ def test_verify_detects_args_of_another_model(changed: dict[str, Any], words: st
         compare_models(model, checkpoint)
 
 
+@pytest.mark.slow
 def test_unsupported_model_is_refused(tmp_path: Path) -> None:
     checkpoint = bare(build_model_folder(tmp_path / "hf", "qwen3"), tmp_path / "there")
     change_args(checkpoint, swiglu=False, squared_relu=True)

@@ -146,7 +146,7 @@ def test_a_bomb_is_not_decompressed(tmp_path: Path, name: str, monkeypatch: pyte
         list(read_records(path))
 
 
-@pytest.mark.slow_cases("compression", "a list", "dictionary")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "options"),
     [

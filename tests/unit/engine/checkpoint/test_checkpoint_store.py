@@ -60,6 +60,7 @@ def test_newest_is_the_one_published_last(store: CheckpointStore, tmp_path: Path
     assert steps(store) == [5, 6, 20] and store.latest() == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["next", "repeated"])
 def test_kill_before_any_object_leaves_complete_checkpoints(
     step: int, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

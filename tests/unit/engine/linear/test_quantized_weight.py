@@ -41,6 +41,7 @@ def of_bitsandbytes(weight: Tensor, kind: Kind) -> Tensor:
     return result.to(weight.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_have_the_elements_of_bitsandbytes(kind: Kind, dtype: torch.dtype) -> None:

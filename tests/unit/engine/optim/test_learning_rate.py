@@ -27,6 +27,7 @@ def rates(settings: dict[str, Any], *, resume_at: int = 0) -> list[float]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize(
     ("settings", "name", "theirs"),

@@ -232,6 +232,7 @@ def test_a_function_that_exits(module: Path) -> None:
         compute(rewards_of("rewards.py:f"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     ["def slow(**kwargs):\n    import time; time.sleep(60)", "async def slow(**kwargs):\n    await asyncio.sleep(60)"],

@@ -34,6 +34,7 @@ def check_hangs(machine: Machine) -> Iterator[Finding]:
     threading.Event().wait(30)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_or_hangs_is_a_warning_after_its_findings():
     start = time.monotonic()
     result = run_checks((check_hangs, check_broken_driver, check_good), Machine(), 0.2)

@@ -113,6 +113,7 @@ def test_the_config_loads_and_says_why(model: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_gpus_have_the_layout_of_the_planner_and_a_batch_for_the_data(model: Path, tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.jsonl", [*map(pair, range(200))])
     path = tmp_path / "run.yaml"
@@ -126,6 +127,7 @@ def test_gpus_have_the_layout_of_the_planner_and_a_batch_for_the_data(model: Pat
     assert load_config("dpo", path, [], {"out": "o"}).parallel.tp == settings["parallel.tp"].value
 
 
+@pytest.mark.slow
 def test_a_small_model_has_the_learning_rate_of_small_models(model: Path, tmp_path: Path) -> None:
     data = written(tmp_path / "chats.jsonl", [*map(chat, range(9))])
     rates = {}
