@@ -256,6 +256,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_adapters(name: str, plain: Path, tmp_path: Path) -> None:
     changes, kind, message = BAD[name]

@@ -63,6 +63,7 @@ def test_shards_have_the_elements_of_bitsandbytes(kind: Kind, dtype: torch.dtype
         assert torch.equal(of_bitsandbytes(experts, kind)[2], wanted_k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_matmuls_and_gradients_are_those_of_the_dequantized_weight(kind: Kind) -> None:
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def error(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     return max(((got - right).abs().max() / right.abs().max()).item() for got, right in pairs)
 
 
-@pytest.mark.slow_cases("1.0-0.0-None-0.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("temperature", "sft_weight", "softcap"), [(1.0, 0.0, None), (1.0, 0.5, CAP), (2.5, 0.0, CAP), (0.7, 0.5, None)]

@@ -284,6 +284,7 @@ def test_legacy_checkpoint(model: Mapping[str, Any], changed: Mapping[str, Any],
             check_legacy_files(arch, tmp_path / spelling, spelling)
 
 
+@pytest.mark.slow
 @per_setting
 def test_family_with_modelling_files(model: Mapping[str, Any], changed: Mapping[str, Any], name: str) -> None:
     arch = from_settings(changed)
