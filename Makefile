@@ -107,7 +107,7 @@ flips: $(STAMP)  ## Damage random places of all outputs, and run the commands th
 	nice $(VENV)/bin/python benchmarks/flips.py --n $(FLIPS)
 
 # These wait for nothing: a worker a core. A sweep has a case of each kind here; marker `slow`: more than 0.1 s.
-unit: $(STAMP)  ## The short unit tests that start no process: a minute and a half on 2 cores
+unit: $(STAMP)  ## The short unit tests that start no process: a minute on 2 cores
 	$(PYTEST_ENV) $(RUN) pytest -n logical $(PYTEST_OPTIONS) tests/unit -m "not processes and not slow and not sweep and not thorough"
 
 lint: $(STAMP)  ## Style, types, import contracts
