@@ -146,7 +146,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         _claim(BENCHMARKS, "TRL takes 2.01 times the time of Isthmus", "grpo"),
         _claim(BENCHMARKS, "1.07 times as fast in float32 and 1.04 times in bfloat16", "tune"),
         _claim(BENCHMARKS, "Host time of a call of each compiled region of a dense layer", "region-calls"),
-        _claim(BENCHMARKS, "number of kernels and synchronizations of layers and steps, traced on a simulated GPU", "step-kernels"),
+        _claim(BENCHMARKS, "number of kernels and synchronizations of layers and steps", "step-kernels"),
         _claim(BENCHMARKS, "by the native engine and by a vLLM server in float32 and in bfloat16", "vllm_rollouts"),
         _claim(BENCHMARKS, "start-up and throughput of both", "two_trees_speed"),
         _claim(BENCHMARKS, "Builds the sdist and the wheel of the commit in two clean clones and compares the bytes",
