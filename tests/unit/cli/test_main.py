@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -167,24 +166,20 @@ def test_package_imports_its_functions_lazily() -> None:
         _ = isthmus.nothing  # type: ignore[attr-defined]
 
 
-def seconds_of_cpu(*words: str) -> float:
-    """The least of three runs, in user and system time."""
-    took = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, *words], env=os.environ | {"PYTHONPATH": str(SOURCE)}, check=True, capture_output=True
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(took)
+FAST = {"typer", "annotated_doc", "shellingham", "pydantic", "pydantic_core", "annotated_types"}
+FAST |= {"typing_extensions", "typing_inspection"}
+"""Packages of the start, which takes about 0.3 s of CPU time."""
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["sft", "--help"]])
-def test_startup_time(words: list[str]) -> None:
-    """0.3 s where a bare Python starts in 0.01 s; as a ratio, so that a machine under load does not decide."""
-    assert seconds_of_cpu("-m", "isthmus", *words) < 30 * seconds_of_cpu("-c", "pass")
+def test_help_imports_few_packages(words: list[str]) -> None:
+    code = f"import sys; before = set(sys.modules); from isthmus.cli.main import main; main({words})"
+    code += "; print(*{name.partition('.')[0] for name in sys.modules.keys() - before}, file=sys.stderr)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    imported = {name for name in done.stderr.split() if not name.startswith("_")}
+    assert imported - sys.stdlib_module_names - FAST == {"isthmus"}
 
 
 @pytest.mark.processes
