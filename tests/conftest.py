@@ -22,13 +22,11 @@ os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="isthmus-tests-")
 
 import pytest
 
-from shared_server import FOLDER
+from shared_server import server_folder
 
 gc.set_threshold(100_000, 50, 100)  # imports and collection make few objects that are garbage
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
-if FOLDER not in os.environ:  # workers of pytest-xdist have the folder of the process that started them
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="isthmus-servers-", suffix=f"-{os.getpid()}")
-    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+server_folder()  # the workers of pytest-xdist have that of the process that started them
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -6,20 +6,31 @@ client starts it. A server ends with the pytest process that owns :data:`FOLDER`
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 FOLDER = "ISTHMUS_TEST_SERVERS"
-"""Environment variable with the folder of the sockets; its name ends with the pid of its owner (tests/conftest.py)."""
+"""Environment variable with the folder of the sockets; its name ends with the pid of its owner."""
+
+
+def server_folder() -> Path:
+    """The folder of the sockets: that of the process which started this one, or else a new one."""
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="isthmus-servers-", suffix=f"-{os.getpid()}")
+        atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
+    return Path(os.environ[FOLDER])
 
 
 class SharedServer:
@@ -29,7 +40,7 @@ class SharedServer:
         self, script: Path, environment: Mapping[str, str], *, cwd: Path | None = None, log: Path | None = None
     ) -> None:
         """The fork has this environment, and ``log`` as its stderr instead of the log of the server."""
-        folder = Path(os.environ[FOLDER])
+        folder = server_folder()
         address = folder / f"{script.parent.name}-{script.stem}"
         log_of_server = address.with_suffix(".log")
         with (folder / "lock").open("w") as lock:
