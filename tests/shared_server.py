@@ -41,6 +41,7 @@ class SharedServer:
     ) -> None:
         """The fork has this environment, and ``log`` as its stderr instead of the log of the server."""
         folder = server_folder()
+        environment = {**environment, FOLDER: str(folder)}
         address = folder / f"{script.parent.name}-{script.stem}"
         log_of_server = address.with_suffix(".log")
         with (folder / "lock").open("w") as lock:
@@ -111,5 +112,6 @@ def serve() -> None:
         log = os.open(client["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 2)
         os.close(log)
-    if remote_code := sys.modules.get("transformers.dynamic_module_utils"):
-        remote_code.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]  # type: ignore[attr-defined]
+    remote_code: Any = sys.modules.get("transformers.dynamic_module_utils")
+    if remote_code is not None and "HF_MODULES_CACHE" in os.environ:
+        remote_code.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
