@@ -64,8 +64,8 @@ class KeyValueCache:
     ) -> Tensor:
         """[n, G * R * Dv] of queries [n, G, R, D]; ``k`` and ``v`` are those of :meth:`append`."""
         columns = min(self.batch.longest, self.capacity)
-        keys, *own_values = (cache[: len(q), :, :columns] for cache, _ in self._stored(k, v))
-        values = own_values[0] if own_values else keys[..., : self.value_channels]
+        keys, *stored_values = (cache[: len(q), :, :columns] for cache, _ in self._stored(k, v))
+        values = stored_values[0] if stored_values else keys[..., : self.value_channels]
         # In float32 on a CPU its kernel takes 3 to 11 % more time than plain matmuls for so few queries.
         plain = q.device.type == "cpu" and q.dtype == torch.float32
         if softcap is None and sinks is None and not plain:

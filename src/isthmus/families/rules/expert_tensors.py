@@ -122,7 +122,7 @@ KEYS = {
     "moe.top_k": Key("num_experts_per_tok"),
     "moe.ffn_hidden_size": Key("moe_intermediate_size"),
 }
-"""Those of Qwen, and of most families; their defaults differ."""
+"""The keys of Qwen's experts, which most families have with other defaults."""
 DEEPSEEK_KEYS = KEYS | {
     "moe.num_experts": Key("n_routed_experts", aliases=("num_local_experts",)),
     "moe.shared_ffn_hidden_size": shared_width("n_shared_experts", default=1),

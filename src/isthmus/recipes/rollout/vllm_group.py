@@ -93,7 +93,7 @@ class ServerGroup:
     _store: dist.Store
     _group: Any
     _reply: Future[Any] | None = None
-    """Of the last bucket: it comes when the workers have loaded its tensors."""
+    """The answer to the request of the last bucket: it comes when the workers have loaded its tensors."""
     _work: Any = None
 
     @classmethod

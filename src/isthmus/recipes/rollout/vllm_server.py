@@ -27,7 +27,7 @@ from isthmus.recipes.rollout.vllm_plugin import isthmus_vllm
 PLUGIN = Path(isthmus_vllm.__file__)
 EXTENSION = "isthmus_vllm.RolloutWorker"
 GROUP_OPTION = f"--weight-transfer-config '{json.dumps({'backend': isthmus_vllm.BACKEND})}'"
-"""Of servers that get weights through a process group."""
+"""The option of servers that get weights through a process group."""
 PYTHON_VARIABLE = "ISTHMUS_VLLM_PYTHON"
 _SHOWN = 500
 """Characters of a server's message."""

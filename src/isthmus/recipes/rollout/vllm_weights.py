@@ -44,7 +44,7 @@ class ServedWeights:
 
     step: int
     folder: Path | None
-    """Of the safetensors files; None: they go through a process group."""
+    """The folder of the safetensors files; None: weights go through a process group."""
     is_adapter: bool
     hashes: Mapping[str, str]
     """SHA-256 by tensor."""
