@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,7 @@ class RunningRanks:
     def __init__(self, server: SharedServer, files: list[Path]) -> None:
         self._server = server
         self._files = files
-        self.pids: list[int] = self._read(timeout_s=60.0)
-
-    def _read(self, timeout_s: float) -> Any:
-        try:
-            return self._server.receive(timeout_s)
-        except TimeoutError:
-            for pid in self.pids:
-                os.kill(pid, signal.SIGKILL)
-            self._server.receive()
-            raise AssertionError(f"still running after {timeout_s} s: {self._texts()}") from None
+        self.pids: list[int] = server.receive(timeout_s=60.0)
 
     def _texts(self) -> list[list[str]]:
         return [[file.with_suffix(end).read_text() for end in (".out", ".err")] for file in self._files]
@@ -60,8 +52,17 @@ class RunningRanks:
             return False
 
     def wait(self, timeout_s: float = 120.0) -> list[CompletedCommand]:
-        """Wait for all ranks."""
-        codes = self._read(timeout_s)
+        """Wait for all ranks; those that run longer are killed, so that the server can serve the next test."""
+        try:
+            codes = self._server.receive(timeout_s)
+        except TimeoutError:
+            running = [rank for rank in range(len(self.pids)) if self.running(rank)]
+            for rank in running:
+                with suppress(ProcessLookupError):
+                    self.send(rank, signal.SIGKILL)
+            codes = self._server.receive()
+            text = f"ranks {running} were running after {timeout_s} s; exit codes {codes}, output {self._texts()}"
+            raise AssertionError(text) from None
         return [CompletedCommand(code, *texts) for code, texts in zip(codes, self._texts(), strict=True)]
 
     def result(self) -> CompletedCommand:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from free_port import free_port
+
 ADDRESSES = tuple(f"10.213.0.{host}" for host in range(1, 5))
 DEAD_ADDRESSES = ("192.0.2.1", "192.0.2.2")
 """Addresses of an interface without a route to the other host."""
@@ -24,10 +25,7 @@ DEAD_ADDRESSES = ("192.0.2.1", "192.0.2.2")
 
 def rank_variables(size: int, *, address: str = "127.0.0.1") -> list[dict[str, str]]:
     """The environment variables of each of ``size`` ranks on one machine, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": port}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from free_port import free_port
+
 _SLURM = """\
 ClusterName=isthmus
 SlurmctldHost={host}(127.0.0.1)
@@ -53,12 +55,6 @@ UsePAM no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 400.0) -> None:

@@ -20,7 +20,8 @@ import pytest
 from faults.command import CompletedCommand, environment, rows, wait_for_step
 from faults.kubernetes_api import kubernetes_api
 from faults.ray_cluster import ray_cluster
-from faults.schedulers import free_port, slurm_cluster, ssh_server, wait_for
+from faults.schedulers import slurm_cluster, ssh_server, wait_for
+from free_port import free_port
 
 pytestmark = pytest.mark.thorough
 SETTINGS = "data.seq_length=64 train.global_batch_size=4 optim.lr=1e-3 platform=cpu".split()

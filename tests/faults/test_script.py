@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -11,16 +10,10 @@ import pytest
 
 from faults.command import finished, start
 from faults.fork_server import ForkServer
+from faults.hosts import rank_variables
 
 SCRIPT = Path(__file__).with_name("tiny_gpt.py")
 RUN = ("run", "--platform", "cpu")
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def write(tmp_path: Path, *lines: str) -> Path:
@@ -29,10 +22,9 @@ def write(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
-def test_two_ranks_train(isthmus: ForkServer, free_port: int) -> None:
+def test_two_ranks_train(isthmus: ForkServer) -> None:
     """As ranks of torchrun, with tensor and sequence parallelism."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    ranks = [([*RUN, str(SCRIPT), "--data", "a", "b"], common | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    ranks = [([*RUN, str(SCRIPT), "--data", "a", "b"], variables) for variables in rank_variables(2)]
     first, second = isthmus.start_ranks([ranks]).wait()
     assert first.returncode == second.returncode == 0, (first, second)
     line = first.stdout.splitlines()[-1]

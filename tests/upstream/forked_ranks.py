@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from free_port import free_port
 from isthmus.launch.local_launcher import exit_with_parent
 from upstream.cpu_plugin import Outcomes
 
@@ -63,9 +63,7 @@ class TestFile:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def _run_once(self, selected: frozenset[str], done: frozenset[str], end: float) -> bool:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(self.ranks):
             self._file(rank, ".jsonl").unlink(missing_ok=True)
         return self._wait([self._fork(rank, port, selected, done) for rank in range(self.ranks)], end)

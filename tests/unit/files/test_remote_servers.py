@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
+from free_port import free_port
 from isthmus.data.readers.file_formats import read_chunks
 from isthmus.data.readers.file_sources import find_sources
 from isthmus.engine.checkpoint.checkpoint_store import OWNER, CheckpointStore
@@ -61,9 +61,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     reason = "needs gcsfs and an emulator: pip install gcsfs gcp-storage-emulator 'setuptools<80'"
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason=reason)
     gcsfs = pytest.importorskip("gcsfs", reason=reason)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from free_port import free_port
 from isthmus.engine.parallel import process_groups
 from isthmus.errors import DataError, IsthmusError, UsageError
 from isthmus.launch import heartbeat, machine_agent
@@ -32,9 +33,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     monkeypatch.setattr(machine_agent, "_RELAY_S", 0.02)
     monkeypatch.setattr(heartbeat, "GRACE_S", 0.3)
     monkeypatch.setattr(Heartbeat, "first", None)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():

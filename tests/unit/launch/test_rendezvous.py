@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -8,6 +7,7 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
+from free_port import free_port
 from isthmus.errors import Hang, Preempted, UsageError
 from isthmus.launch import heartbeat, rendezvous
 from isthmus.launch.machine_folder import MachineFolder, open_machine_folder, rank_ranges
@@ -47,8 +47,7 @@ def test_ranks_that_torchrun_restarts_register_again(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stop_request_does_not_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
