@@ -61,8 +61,9 @@ def test_layouts_equal_one_rank_and_resume(
     task, precision = "ranks.tasks.train", layout.get("precision", "fp32")
     alone = worlds[1].run(task, save_at=[HALF], root=tmp_path / "alone", **settings, precision=precision)
     full = worlds[ranks].run(task, save_at=[HALF], root=tmp_path, **settings, **layout)
-    # Newton-Schulz iterations are in bfloat16, so differences in the last bit of a gradient grow.
-    tolerance = 1e-5 if precision == "fp32" else 1e-3
+    # Newton-Schulz iterations are in bfloat16, so differences in the last bit of a gradient grow. Measured: 1e-6 to
+    # 2e-5; which layout has the largest one differs between instruction sets (AVX2, AVX-512 with bfloat16).
+    tolerance = 1e-4 if precision == "fp32" else 1e-3
     assert max_relative_difference(full["loss"], alone["loss"]) < tolerance
     resumed = worlds[ranks].run(task, resume=tmp_path / f"iter_{HALF:07d}", **settings, **layout)
     assert resumed["digest"] == full["digest"]
