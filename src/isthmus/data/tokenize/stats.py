@@ -57,6 +57,11 @@ class TokenizeStats:
     """Histogram of sample lengths: key 2**k counts samples of 2**(k-1) + 1 to 2**k tokens."""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def loss_share(self) -> float:
+        """Share of the tokens that have loss, 0..1."""
+        return self.loss_tokens / max(1, self.tokens)
+
     def add(self, other: TokenizeStats) -> None:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -263,8 +263,11 @@ class VllmEngine:
     def _check_running(self) -> None:
         for server in self.servers:
             if not isinstance(server, StartedServer):
-                features = zip(self._features, self._check(server), strict=True)
-                self._features = ServerFeatures(*(all(pair) for pair in features))
+                all_others, features = self._features, self._check(server)
+                self._features = ServerFeatures(
+                    returns_experts=all_others.returns_experts and features.returns_experts,
+                    joins_groups=all_others.joins_groups and features.joins_groups,
+                )
 
     def _check(self, server: VllmServer) -> ServerFeatures:
         return check_server(server, self.config, self.model.plan, self.tokenizer, self._deadline)

@@ -15,8 +15,7 @@ _LOCAL = "A run with local model and data folders does not need the Hub (HF_HUB_
 
 def check_hub_settings(machine: Machine) -> Iterator[Finding]:
     values = machine.environment
-    home = values.get("HF_HOME") or os.path.join(values.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    file = Path(values.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+    file = Path(values.get("HF_TOKEN_PATH") or os.path.join(hub_home(machine), "token")).expanduser()
     token = values.get("HF_TOKEN") or values.get("HUGGING_FACE_HUB_TOKEN") or ""
     if token and token != token.strip():
         yield warning("Hub", "HF_TOKEN has spaces or line ends around it", "Set it again without them.", "HF_TOKEN")
@@ -28,6 +27,12 @@ def check_hub_settings(machine: Machine) -> Iterator[Finding]:
         yield ok("Hub", "no token: public models and data sets only, not gated ones such as Llama", f"HF_TOKEN, {file}")
     if offline(machine):
         yield ok("Hub", "downloads are disabled: models and data sets must be in the cache", "HF_HUB_OFFLINE")
+
+
+def hub_home(machine: Machine) -> str:
+    """The folder of the token and the cache; ``~`` is not expanded."""
+    values = machine.environment
+    return values.get("HF_HOME") or os.path.join(values.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
 
 
 def offline(machine: Machine) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.tools.doctor.findings import Finding, error, ok, warning, warning_unless
+from isthmus.tools.doctor.hub_access import hub_home
 from isthmus.tools.doctor.machine import Machine
 
 _LEAST_FREE = 50 * 2**30
@@ -40,8 +41,8 @@ def check_disk_space(machine: Machine) -> Iterator[Finding]:
 def hub_cache(machine: Machine) -> Path:
     """As huggingface_hub finds it, which is too slow to import."""
     values = machine.environment
-    home = values.get("HF_HOME") or os.path.join(values.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    chosen = values.get("HF_HUB_CACHE") or values.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    named = values.get("HF_HUB_CACHE") or values.get("HUGGINGFACE_HUB_CACHE")
+    chosen = named or os.path.join(hub_home(machine), "hub")
     return Path(os.path.expandvars(chosen)).expanduser()
 
 

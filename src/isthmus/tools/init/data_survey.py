@@ -50,11 +50,6 @@ class DataSurvey:
     """Records that cannot be read or are of another kind."""
     first_error: str | None
 
-    @property
-    def loss_share(self) -> float:
-        """Share of the tokens with loss, 0..1."""
-        return self.stats.loss_tokens / max(1, self.stats.tokens)
-
     def length(self, share: float) -> int:
         """Tokens that this share of the sequences does not exceed."""
         return int(np.quantile(self.lengths, share, method="higher")) if len(self.lengths) else 0
@@ -68,7 +63,7 @@ class DataSurvey:
             "complete": self.is_complete,
             "messages": {str(turns): number for turns, number in self.turns.items()},
             "tokens": self.stats.tokens,
-            "loss_share": self.loss_share,
+            "loss_share": self.stats.loss_share,
             "lengths": {f"{share:g}": self.length(share) for share in _QUANTILES},
             "duplicates": self.duplicates,
             "bad": self.bad,
@@ -86,7 +81,7 @@ class DataSurvey:
         values = ", ".join(
             f"{'longest' if share == 1 else f'{share:.0%}'} {self.length(share):,}" for share in _QUANTILES
         )
-        yield f"  tokens of a sequence: {values}; {self.stats.tokens:,} in total, {self.loss_share:.0%} with loss"
+        yield f"  tokens of a sequence: {values}; {self.stats.tokens:,} in total, {self.stats.loss_share:.0%} with loss"
         if self.duplicates:
             yield f"  {counted(self.duplicates, 'duplicate')} ({self.duplicates / self.records:.1%})"
         yield from (f"  {change}" for change in self.stats.changes())

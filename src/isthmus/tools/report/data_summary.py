@@ -29,11 +29,6 @@ class SourceSummary:
     stats: TokenizeStats
 
     @property
-    def loss_share(self) -> float:
-        """Share of the tokens that have loss, 0..1."""
-        return self.stats.loss_tokens / max(1, self.stats.tokens)
-
-    @property
     def lengths(self) -> list[tuple[str, int, float]]:
         """Rows of the histogram: tokens, samples, and their share of the largest row."""
         counts = sorted(self.stats.lengths.items())

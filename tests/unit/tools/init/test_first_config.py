@@ -56,7 +56,7 @@ def test_a_survey_counts_records_turns_duplicates_and_bad_lines(model: Path, tmp
     assert (result.duplicates, result.bad, dict(result.turns)) == (2, 2, {2: 22, 4: 1})
     assert result.first_error is not None and "chats.jsonl:24" in result.first_error
     assert len(result.lengths) == 23 and result.length(1.0) == max(result.lengths)
-    assert 0 < result.loss_share < 1
+    assert 0 < result.stats.loss_share < 1
     text = "\n".join(result.lines())
     assert "25 records: a chat record each" in text and "2 duplicates (8.0%)" in text and "4 in 1" in text
 
